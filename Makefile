@@ -1,0 +1,81 @@
+# Quire's verbs. Each sets up what it needs, so `make demo` is all that a fresh machine has to be told.
+# Needed beforehand: Python 3.11 or later with venv and pip, and make.
+
+PYTHON    ?= python3
+VENV      := .venv
+BIN       := $(VENV)/bin
+READY     := $(VENV)/.ready
+DOCS      := $(VENV)/.ready-docs
+PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
+MAX_LINES := 400
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format types size bench docs setup clean
+
+help: ## print this list
+	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY) ## the shipped model's text and memory with each of the four strategies
+	@$(BIN)/quire compare
+
+test: $(READY) ## run the tests
+	@$(BIN)/pytest
+
+check: lint types test ## lint, types and test, one after the other
+
+lint: $(READY) ## rules and layout of the source (ruff)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check . || { echo "To lay it out: make format"; exit 1; }
+
+format: $(READY) ## lay the source out, and mend what can be mended mechanically
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(READY) ## types (mypy, strict)
+	@$(BIN)/mypy
+
+size: ## lines of each module; fails above 400
+	@find src -name '*.py' -exec wc -l {} + | sort -rn | awk ' \
+	  $$2 == "total" { next } \
+	  { print; lines += $$1; if ($$1 > $(MAX_LINES)) long = long " " $$2 } \
+	  END { printf "%8d lines in %d modules\n", lines, NR - 1; \
+	        if (long) { print "More than $(MAX_LINES) lines, so split by idea:" long; exit 1 } }'
+
+bench: $(READY) ## run every benchmark and print its tables
+	@set -e; for file in benchmarks/bench_*.py; do \
+	  test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; exit 1; }; \
+	  echo "== $$file"; $(BIN)/python "$$file"; \
+	done
+
+docs: $(DOCS) ## build the documentation into site/
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html is ready."
+
+setup: $(READY) ## make .venv, with Quire and its tools
+	@echo "$(VENV) is ready."
+
+clean: ## remove all that these verbs have made, .venv too
+	@rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON) here. Install Python 3.11 or later, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Quire needs 3.11 or later. Name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] Installing torch, the large one: about a minute, more on a slow line."
+	@$(PIP) install -c constraints.txt torch
+	@echo "[3/3] Installing Quire, transformers and the tools: about a minute."
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(READY)
+	@echo "Installing mkdocs: a few seconds."
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@

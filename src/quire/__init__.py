@@ -1,0 +1,30 @@
+"""KV-cache memory for LLM inference: four strategies behind one interface, accounted in bytes.
+
+    model.generate(**inputs, past_key_values=quire.cache(model, "virtual"))
+    quire.LLM().generate("def fibonacci(n):")
+
+Names are loaded on first use: importing quire imports no torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.sequence import SamplingParams
+from quire.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.engine.engine import LLM
+    from quire.models.drop_in import cache
+
+__all__ = ["LLM", "ModelSpec", "SamplingParams", "__version__", "cache"]
+__version__ = version("quire")
+
+
+def __getattr__(name: str) -> Any:
+    match name:
+        case "LLM":
+            return import_module("quire.engine.engine").LLM
+        case "cache":
+            return import_module("quire.models.drop_in").cache
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -1,0 +1,78 @@
+"""Torch's own kernels, one sequence at a time: the fallback that runs everywhere.
+
+A sequence in a range is read where it lies; one in blocks is gathered first. The query heads that
+share a key-value head become rows of one head's queries, because repeating keys (or ``enable_gqa``)
+costs several times the attention itself on a CPU.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.attention.base import AttentionBatch, read_sequence, readable
+from quire.spec import AttentionSpec
+from quire.strategies import LayerView
+
+
+class SdpaAttention:
+    """``scaled_dot_product_attention``; written out where it lacks softcap or sinks."""
+
+    name = "sdpa"
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        return None
+
+    def attend(
+        self,
+        q: Tensor,  # [T, H, D]
+        view: LayerView,
+        batch: AttentionBatch,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [H]
+    ) -> Tensor:
+        out = q.new_empty(*q.shape[:2], view.v.shape[-1])
+        for index, (begin, end, context_len) in enumerate(batch.chunks()):
+            start = spec.live_range(context_len - (end - begin)).start
+            k, v = read_sequence(view, batch, index, start)
+            mask = readable(spec, end - begin, context_len, start, q.device)
+            out[begin:end] = attend_sequence(
+                q[begin:end], k, v, mask, scale=scale, softcap=softcap, sinks=sinks
+            )
+        return out
+
+
+def attend_sequence(
+    q: Tensor,  # [n, H, D]
+    k: Tensor,  # [K, L, D]
+    v: Tensor,  # [K, L, Dv]
+    mask: Tensor | None,  # bool[n, L]
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [H]
+) -> Tensor:
+    """[n, H, Dv]: one sequence's queries over its own tokens."""
+    num_queries, heads, _ = q.shape
+    sharing = heads // k.shape[0]
+    # [n, H, D] → [K, G * n, D]: head h reads key-value head h // G
+    rows = q.transpose(0, 1).reshape(k.shape[0], sharing * num_queries, -1)
+    row_mask = None if mask is None else mask.repeat(sharing, 1)
+    if softcap is None and sinks is None:
+        result = scaled_dot_product_attention(
+            rows[None], k[None], v[None], attn_mask=row_mask, scale=scale
+        )[0]
+    else:
+        scores = (rows @ k.transpose(1, 2)).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if row_mask is not None:
+            scores = scores.masked_fill(~row_mask, -torch.inf)
+        if sinks is not None:
+            sink = sinks.float().view(k.shape[0], sharing, 1).repeat_interleave(num_queries, 1)
+            scores = torch.cat([scores, sink], 2)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
+        result = weights.to(v.dtype) @ v
+    return result.view(heads, num_queries, -1).transpose(0, 1)

@@ -1,0 +1,84 @@
+"""Every option of the engine, once. Command-line flags are made from these fields.
+
+Names are vLLM's where vLLM has one. No other module may read the environment; none is read yet.
+"""
+
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.errors import ConfigError
+from quire.strategies import STRATEGIES
+from quire.units import parse_bytes
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata=MappingProxyType({"help": help}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
+
+    dtype: str = _option(
+        "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+    )
+    cache: str = _option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    max_model_len: int | None = _option(
+        None, "Longest sequence in tokens, prompt included. Default: the model's own."
+    )
+    max_num_seqs: int = _option(64, "Sequences that may run at once.")
+    max_num_batched_tokens: int = _option(
+        512, "Tokens computed in one step, all sequences together."
+    )
+    block_size: int = _option(16, "Tokens in a block (paged).")
+    kv_cache_memory_bytes: int | None = _option(
+        None, "Ceiling on KV memory, e.g. 2GiB. Default: 80 % of what is available."
+    )
+    growth: Literal["uniform", "doubling", "staggered"] = _option(
+        "uniform", "How buffers grow (growing)."
+    )
+    growth_tokens: int = _option(256, "Step, first size or base of that growth, in tokens.")
+    reserve: Literal["max_model_len", "request"] = _option(
+        "max_model_len", "What a sequence reserves (contiguous): the longest, or its own maximum."
+    )
+    seed: int = _option(0, "Seed of requests that bring none.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "growth_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _one_of("cache", self.cache, tuple(STRATEGIES))
+        _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
+        _one_of("reserve", self.reserve, ("max_model_len", "request"))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """From keyword arguments; an unknown one is refused with the nearest known name."""
+        known = {option.name for option in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
+        memory = options.get("kv_cache_memory_bytes")
+        if isinstance(memory, str):
+            options["kv_cache_memory_bytes"] = parse_bytes(memory)
+        return cls(**options)
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value:,} must be at least {least:,}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} {value!r} is unknown; known: {', '.join(known)}")

@@ -1,0 +1,221 @@
+"""Which tokens of which sequences the next step computes, and who must wait or make room.
+
+There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and each
+step hands out tokens so that computed catches up. A sequence that has caught up gets its next token
+sampled. Room is taken while planning, so a plan can always be carried out.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.errors import RequestTooLong
+from quire.strategies import Accounting, Fits, Never
+from quire.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, stop) of one sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step brings the sequence up to date, so that its next token is due."""
+        return self.stop == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        """Whose next token is due, in the order of the rows of logits."""
+        return [chunk.sequence for chunk in self.chunks if chunk.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """What a step did for one sequence: a token, or the news that it has ended, or both."""
+
+    sequence: Sequence
+    token_id: int | None
+    finish_reason: FinishReason | None
+
+
+class Scheduler:
+    """First come, first served; the youngest makes room and recomputes later."""
+
+    def __init__(
+        self,
+        accounting: Accounting,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.num_preemptions = 0
+        self._accounting = accounting
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._eos_token_ids = eos_token_ids
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of arrival
+        self._ended: list[Sequence] = []  # while planning: to be reported by update
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running or self._ended)
+
+    def check_request(self, request: Request) -> None:
+        """Raises: RequestTooLong if the prompt leaves no room for a token in max_model_len."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens >= self._max_model_len:
+            raise RequestTooLong(
+                f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
+                f"{format_count(self._max_model_len)}, with at least one to generate: shorten the "
+                f"prompt or raise max_model_len"
+            )
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Raises: RequestTooLong."""
+        self.check_request(request)
+        sequence = Sequence(request)
+        self._announce(sequence)
+        self._waiting.append(sequence)
+        return sequence
+
+    def plan(self) -> StepPlan:
+        """The next step. Its room is already taken; it may be empty if sequences only ended."""
+        budget = self._max_num_batched_tokens
+        chunks: list[Chunk] = []
+        preemptions_before = self.num_preemptions
+        index = 0
+        while budget and index < len(self._running):
+            chunk = self._extend(self._running[index], budget, may_preempt=True)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+                index += 1
+            # Otherwise it has left the running ones, and the next has its index now.
+        # Room that somebody was just preempted for is not a newcomer's.
+        admitting = self.num_preemptions == preemptions_before
+        while admitting and budget and self._waiting and len(self._running) < self._max_num_seqs:
+            sequence = self._waiting[0]
+            chunk = self._extend(sequence, budget, may_preempt=False)
+            if chunk is not None:
+                self._running.append(self._waiting.popleft())
+                chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+            elif sequence.finish_reason is None:
+                break
+        return StepPlan(chunks=tuple(chunks))
+
+    def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenOutput]:
+        """Append the sampled tokens (one for each of ``plan.sampling``), free what has ended."""
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed_tokens = chunk.stop
+        outputs = [
+            TokenOutput(sequence=ended, token_id=None, finish_reason=ended.finish_reason)
+            for ended in self._ended
+        ]
+        self._ended.clear()
+        for sequence, token_id in zip(plan.sampling, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+            reason = self._finish_reason(sequence, token_id)
+            if reason is not None:
+                self.finish(sequence, reason)
+            outputs.append(TokenOutput(sequence=sequence, token_id=token_id, finish_reason=reason))
+        return outputs
+
+    def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
+        """End a sequence, wherever it is, and free what it holds. A second call does nothing."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason, sequence.finish_detail = reason, detail
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._accounting.free(sequence.seq_id)
+
+    def check(self) -> None:
+        """Raises: AssertionError if the queues and the cache disagree."""
+        self._accounting.check()
+        for sequence in self._running:
+            held = self._accounting.num_tokens(sequence.seq_id)
+            assert held >= sequence.num_computed_tokens, "a computed token is held nowhere"
+        for sequence in self._waiting:
+            assert not self._accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
+        assert len(self._running) <= self._max_num_seqs
+
+    def _extend(self, sequence: Sequence, budget: int, *, may_preempt: bool) -> Chunk | None:
+        """Take room for the next chunk, or None: the sequence waits, was preempted, or has ended."""
+        start = sequence.num_computed_tokens
+        stop = min(sequence.num_tokens, start + budget)
+        while True:
+            verdict = self._accounting.try_extend(sequence.seq_id, stop)
+            if isinstance(verdict, Fits):
+                return Chunk(sequence=sequence, start=start, stop=stop)
+            if isinstance(verdict, Never):
+                self._end_for_lack_of_room(sequence, verdict)
+                return None
+            if not may_preempt:
+                return None
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's room away. It goes to the head of the queue and recomputes."""
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.num_computed_tokens = 0
+        self._running.remove(sequence)
+        self._accounting.free(sequence.seq_id)
+        self._announce(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _announce(self, sequence: Sequence) -> None:
+        longest = min(sequence.max_tokens, self._max_model_len)
+        self._accounting.add(sequence.seq_id, max_tokens=longest)
+
+    def _end_for_lack_of_room(self, sequence: Sequence, verdict: Never) -> None:
+        detail = (
+            f"{format_count(sequence.num_tokens)} tokens need {format_bytes(verdict.need_bytes)} "
+            f"of KV memory and {format_bytes(verdict.capacity_bytes)} can be had: at most "
+            f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
+        )
+        self.finish(sequence, "capacity", detail)
+        self._ended.append(sequence)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token_id in self._eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if sequence.num_output_tokens >= params.max_tokens:
+            return "length"
+        if sequence.num_tokens >= self._max_model_len:
+            return "length"
+        return None

@@ -1,0 +1,88 @@
+"""Requests and sequences: what a client asked for, and how far the engine has come with it.
+
+Nothing here knows about memory; ``num_computed_tokens`` says how many tokens the cache holds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.errors import RequestError
+
+FinishReason = Literal["stop", "length", "capacity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. The names and defaults are vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch those filters off. With a
+    ``seed`` a request gives the same text whatever else is in the batch. ``stop`` strings end the
+    text and are not part of it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "0 or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "stop": (all(self.stop), "strings that are not empty"),
+        }
+        for name, (holds, limit) in limits.items():
+            if not holds:
+                raise RequestError(f"{name}={getattr(self, name)!r} must be {limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asked for."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The running state of one continuation of a request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # prompt and continuation
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    finish_detail: str = ""  # for people: why it ended early
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def seq_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest it can become, prompt included. The last token's entry is never needed."""
+        return len(self.request.prompt_token_ids) + self.request.params.max_tokens

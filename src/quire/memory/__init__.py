@@ -1,0 +1,15 @@
+"""Where the bytes come from: reserved once, committed page by page. Importing it loads no torch."""
+
+from quire.memory.base import MemoryProvider, Region
+from quire.memory.composed import CheckedMemory, CountedMemory, FailingMemory, LimitedMemory
+from quire.memory.host import HostMemory
+
+__all__ = [
+    "CheckedMemory",
+    "CountedMemory",
+    "FailingMemory",
+    "HostMemory",
+    "LimitedMemory",
+    "MemoryProvider",
+    "Region",
+]

@@ -1,0 +1,225 @@
+"""The rows of one batch, kept by any strategy: what a Transformers cache needs, not its protocol.
+
+All rows are equally long and change together, as ``generate`` demands. Where blocks are shared, a
+beam that continues another one shares its blocks. Where they are not, nothing is moved either: the
+*beam table* says for each row and token whose range holds it, and only the table is permuted.
+
+Source: beam table as in OpenVINO's indirect KV cache.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.errors import OutOfKVMemory, RequestTooLong
+from quire.memory import CountedMemory, MemoryProvider
+from quire.spec import ModelSpec
+from quire.strategies import (
+    Accounting,
+    CacheConfig,
+    Fits,
+    Never,
+    Storage,
+    Usage,
+    Verdict,
+    build_accounting,
+    build_storage,
+)
+from quire.units import format_bytes, format_count
+
+
+class Rows:
+    """A batch of sequences of one length, in one cache."""
+
+    def __init__(
+        self,
+        strategy: str,
+        spec: ModelSpec,
+        config: CacheConfig,
+        provider: MemoryProvider,
+        num_rows: int,
+    ) -> None:
+        self.num_tokens = 0
+        self._max_rows = config.max_num_seqs
+        self._accounting: Accounting = build_accounting(strategy, spec, config)
+        self._storage: Storage = build_storage(strategy, self._accounting, provider)
+        self._group_of = {
+            layer: index
+            for index, group in enumerate(self._accounting.groups)
+            for layer in group.layers
+        }
+        self._next_id = 0
+        self._ids = self._new_ids(num_rows)
+        for seq_id in self._ids:
+            self._accounting.add(seq_id)
+        # i64[rows, tokens]: the row whose range holds a token. None: each row holds its own.
+        self._beam_table: Tensor | None = None
+        self._slots: dict[tuple[int, int, int], Tensor] = {}  # of this step, by group and tokens
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def memory(self) -> CountedMemory:
+        return self._storage.memory
+
+    def usage(self) -> Usage:
+        return self._accounting.usage()
+
+    def extend(self, num_tokens: int) -> None:
+        """Make room up to ``num_tokens`` in every row.
+
+        Raises: RequestTooLong, OutOfKVMemory. Rows extended before the refusal keep their room.
+        """
+        for seq_id in self._ids:
+            self._settle(self._accounting.try_extend(seq_id, num_tokens), num_tokens)
+        if self._beam_table is not None:
+            own = torch.arange(len(self._ids))[:, None].expand(-1, num_tokens - self.num_tokens)
+            self._beam_table = torch.cat([self._beam_table, own], 1)
+        self.num_tokens = num_tokens
+        self._slots.clear()
+
+    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v [rows, K, T, Dv]."""
+        stop = start + k.shape[2]
+        slots = self._own_slots(self._group_of[layer], start, stop)
+        self._storage.write(
+            layer, slots.flatten(), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+        )
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Entries of tokens [start, stop): k [rows, K, n, D], v [rows, K, n, Dv].
+
+        A view where the rows lie at equal distances, else a copy.
+        """
+        group = self._group_of[layer]
+        rows = self._equally_spaced(group) if self._beam_table is None else None
+        if rows is not None:
+            view = self._storage.view(layer)
+            return view.k[rows, :, start:stop], view.v[rows, :, start:stop]
+        slots = self._own_slots(group, start, stop)
+        if self._beam_table is not None:
+            owners = self._beam_table[:, start:stop]
+            slots = slots.gather(0, owners)
+        k, v = self._storage.gather(layer, slots)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def reorder(self, source_rows: Tensor) -> None:
+        """Row i becomes a copy of row ``source_rows[i]`` (i64[rows]). No key or value is moved."""
+        rows = source_rows.tolist()
+        if rows == list(range(len(self._ids))):
+            return
+        if self._accounting.shares_blocks:
+            self._become(rows)
+            return
+        if self._beam_table is None:
+            own = torch.arange(len(self._ids))[:, None]
+            self._beam_table = own.expand(-1, self.num_tokens)
+        self._beam_table = self._beam_table[source_rows]
+
+    def select(self, source_rows: list[int]) -> None:
+        """Keep copies of some rows, in that order; there may be more or fewer than before."""
+        if len(source_rows) > self._max_rows:
+            raise OutOfKVMemory(
+                f"{len(source_rows)} rows asked, {self._max_rows} at most: raise max_num_seqs"
+            )
+        if self._beam_table is None:
+            self._become(source_rows)
+            return
+        layers = {layer: self.read(layer, 0, self.num_tokens) for layer in self._group_of}
+        copies = {layer: (k[source_rows], v[source_rows]) for layer, (k, v) in layers.items()}
+        num_tokens = self.num_tokens
+        self.clear(len(source_rows))
+        self.extend(num_tokens)
+        for layer, (k, v) in copies.items():
+            self.write(layer, 0, k, v)
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget all but the first ``num_tokens`` tokens of every row."""
+        for seq_id in self._ids:
+            self._accounting.trim(seq_id, num_tokens)
+        self._apply()
+        if self._beam_table is not None:
+            self._beam_table = self._beam_table[:, :num_tokens]
+        self.num_tokens = num_tokens
+        self._slots.clear()
+
+    def clear(self, num_rows: int | None = None) -> None:
+        """Begin again with empty rows; every page is given back."""
+        for seq_id in self._ids:
+            self._accounting.free(seq_id)
+        self._ids = self._new_ids(len(self._ids) if num_rows is None else num_rows)
+        for seq_id in self._ids:
+            self._accounting.add(seq_id)
+        self._apply()
+        self._beam_table = None
+        self.num_tokens = 0
+        self._slots.clear()
+
+    def close(self) -> None:
+        self._storage.close()
+
+    def _become(self, source_rows: list[int]) -> None:
+        """Replace the rows by forks of rows; the first fork of each takes its memory over."""
+        old_ids, new_ids = self._ids, []
+        taken: set[int] = set()
+        for row in source_rows:
+            if row in taken:
+                (seq_id,) = self._new_ids(1)
+                self._settle(self._accounting.fork(old_ids[row], seq_id), self.num_tokens)
+                new_ids.append(seq_id)
+            else:
+                taken.add(row)
+                new_ids.append(old_ids[row])
+        for row, seq_id in enumerate(old_ids):
+            if row not in taken:
+                self._accounting.free(seq_id)
+        self._apply()
+        self._ids = new_ids
+        self._slots.clear()
+
+    def _new_ids(self, count: int) -> list[int]:
+        self._next_id += count
+        return list(range(self._next_id - count, self._next_id))
+
+    def _settle(self, verdict: Verdict, num_tokens: int) -> None:
+        self._apply()
+        if isinstance(verdict, Fits):
+            return
+        if isinstance(verdict, Never):
+            raise RequestTooLong(
+                f"{format_count(num_tokens)} tokens need {format_bytes(verdict.need_bytes)} of KV "
+                f"memory, {format_bytes(verdict.capacity_bytes)} can ever be had: at most "
+                f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
+            )
+        raise OutOfKVMemory(
+            f"{len(self._ids)} rows of {format_count(num_tokens)} tokens: "
+            f"{format_bytes(verdict.need_bytes)} more KV memory is needed, "
+            f"{format_bytes(verdict.free_bytes)} is free; raise kv_cache_memory_bytes, or lower "
+            f"max_model_len or the number of rows"
+        )
+
+    def _apply(self) -> None:
+        self._storage.apply(self._accounting.drain())
+
+    def _own_slots(self, group: int, start: int, stop: int) -> Tensor:
+        """Each row's own slots (i64[rows, n]) for tokens [start, stop), found once a step."""
+        key = (group, start, stop)
+        if key not in self._slots:
+            rows = [
+                torch.from_numpy(self._accounting.slots(group, seq_id, start, stop))
+                for seq_id in self._ids
+            ]
+            self._slots[key] = torch.stack(rows)
+        return self._slots[key]
+
+    def _equally_spaced(self, group: int) -> slice | None:
+        """The rows' ranges as a slice of a layer's view, if they lie at equal distances."""
+        if self._accounting.block_size(group) < self.num_tokens:
+            return None
+        starts = [int(self._accounting.table(group, seq_id)[0]) for seq_id in self._ids]
+        step = starts[1] - starts[0] if len(starts) > 1 else 1
+        if step < 1 or any(b - a != step for a, b in pairwise(starts)):
+            return None
+        return slice(starts[0], starts[-1] + 1, step)

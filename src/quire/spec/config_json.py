@@ -1,0 +1,204 @@
+"""From a config.json to layers: find the text part, look up its family, build each layer's specs.
+
+The fields' spellings and checks are in ``fields``, the families in ``families``, the rules for
+kinds of layers in ``patterns``, the states of recurrent layers in ``recurrent``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, ModelNotLoadable
+from quire.spec.families import FAMILIES, Family
+from quire.spec.fields import Fields
+from quire.spec.layers import (
+    AttentionSpec,
+    ChunkedAttention,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LayerSpec,
+    SlidingWindow,
+)
+from quire.spec.patterns import (
+    CONV,
+    FULL,
+    HYBRID,
+    HYBRID_SLIDING,
+    NOTHING,
+    RECURRENT,
+    RULES,
+    SLIDING,
+    stated,
+)
+
+# Where multimodal models keep the section of the part that writes text.
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+_DTYPES = ("dtype", "torch_dtype")
+
+_REFUSED_FIELDS = {
+    "index_topk": "its sparse indexer (index_topk) keeps keys of its own, of no kind held here",
+    "is_encoder_decoder": "it is an encoder-decoder (is_encoder_decoder), and Quire runs decoders",
+}
+
+# Kind of layer → the kinds of memory that it keeps side by side.
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    NOTHING: (),
+    CONV: (RECURRENT,),
+    HYBRID: (FULL, RECURRENT),
+    HYBRID_SLIDING: (SLIDING, RECURRENT),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a config.json says about memory."""
+
+    model_type: str
+    layers: tuple[Layer, ...]
+    max_model_len: int  # tokens
+    dtype: str
+
+
+def load(path: str | Path) -> tuple[Mapping[str, Any], str]:
+    """A config.json and its name, from its own path or its folder's.
+
+    Raises: ModelNotLoadable where there is none, or it holds no JSON object.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelNotLoadable(f"cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelNotLoadable(f"{file} holds a {type(config).__name__}, not a JSON object")
+    return config, str(file)
+
+
+def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
+    """The layers of the text part. Raises: ConfigError, UnsupportedModel."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source} holds a {type(config).__name__}, not a JSON object")
+    section, source = text_section(config, source)
+    model_type = Fields(section=section, source=source).text("model_type") or ""
+    family = FAMILIES.get(model_type, Family())
+    nested = section is not config
+    defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
+    fields = Fields(section=section, source=source, defaults=defaults)
+    _refuse(fields, family, model_type)
+    kinds = stated(fields) or family.pattern(fields)
+    return Reading(
+        model_type=model_type,
+        layers=_layers(fields, family, kinds),
+        max_model_len=fields.integer("max_position_embeddings"),
+        dtype=fields.dtype(),
+    )
+
+
+def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:
+    """The innermost section that describes the writer of text; the config itself if it has none.
+
+    A section inherits the dtype of the file.
+    """
+    for name in _TEXT_SECTIONS:
+        inner = config.get(name)
+        if isinstance(inner, Mapping) and inner:
+            dtype = next((c[k] for c in (inner, config) for k in _DTYPES if c.get(k)), None)
+            return text_section({**inner, "dtype": dtype}, f"{source}, {name}")
+    return config, source
+
+
+def _refuse(fields: Fields, family: Family, model_type: str) -> None:
+    """Raise UnsupportedModel for what would otherwise be read, and read wrongly."""
+    if family.refused:
+        raise fields.unsupported(family.refused)
+    for name, reason in _REFUSED_FIELDS.items():
+        if fields.section.get(name):
+            raise fields.unsupported(reason)
+    unread = [name for name in RULES if fields.has(name)]
+    if model_type not in FAMILIES and unread and not fields.has("layer_types"):
+        raise fields.unsupported(
+            f"{', '.join(unread)} make its layers differ in a way that is not known here for "
+            f"model_type {model_type!r}: list 'layer_types', or add a row to quire.spec.families"
+        )
+
+
+def _layers(fields: Fields, family: Family, kinds: Sequence[str]) -> tuple[Layer, ...]:
+    """Each layer's specs, or the layer whose keys and values it shares."""
+    num_sharing = fields.integer("num_kv_shared_layers", 0, least=0)
+    if num_sharing >= len(kinds):
+        raise fields.wrong(
+            "num_kv_shared_layers", num_sharing, f"leaves none of {len(kinds)} layers"
+        )
+    own = kinds[: len(kinds) - num_sharing]
+    layers = [
+        Layer(specs=_specs(_of_layer(fields, family, i, kind), family, kind))
+        for i, kind in enumerate(own)
+    ]
+    # Gemma 3n's rule: the last layer of the same kind that still computes its own.
+    last = {kind: i for i, kind in enumerate(own)}
+    for kind in kinds[len(own) :]:
+        if kind not in last:
+            raise fields.unsupported(f"no layer computes what its later {kind} layers share")
+        layers.append(Layer(specs=(), shares_with=last[kind]))
+    return tuple(layers)
+
+
+def _of_layer(fields: Fields, family: Family, layer: int, kind: str) -> Fields:
+    """The fields as one layer reads them: its kind's and its own above the common ones."""
+    fields = fields.of_layer(layer)
+    own: dict[str, Any] = {
+        name: value
+        for name, special in family.own_fields.get(kind, {}).items()
+        if (value := fields.optional_integer(special)) is not None
+    }
+    # Transformers 5 writes {"05": {"head_dim": 512}, …}: the layers that differ, by padded index.
+    differing = fields.section.get("per_layer_config")
+    for index, values in differing.items() if isinstance(differing, Mapping) else ():
+        if str(index).lstrip("0") == str(layer).lstrip("0") and isinstance(values, Mapping):
+            own.update(values)
+    return fields.with_values(own)
+
+
+def _specs(fields: Fields, family: Family, kind: str) -> tuple[LayerSpec, ...]:
+    """What a layer of this kind remembers: nothing, one part, or two side by side."""
+    parts = _PARTS.get(kind, (kind,))
+    if RECURRENT in parts and family.recurrent is None:
+        raise fields.unsupported(
+            "it has recurrent layers whose state is of no shape known here: "
+            "add a row for its model_type to quire.spec.families"
+        )
+    return tuple(
+        family.recurrent(fields)
+        if part == RECURRENT and family.recurrent
+        else _attention(fields, family, part)
+        for part in parts
+    )
+
+
+def _attention(fields: Fields, family: Family, kind: str) -> AttentionSpec:
+    """Keys and values of a full, sliding or chunked layer; the latent where one is declared."""
+    dtype = fields.dtype()
+    latent_dim = fields.optional_integer("kv_lora_rank", least=0)
+    if latent_dim and fields.flag("use_mla", default=True):
+        if kind != FULL:
+            raise fields.unsupported(f"{kind} over a compressed latent is of no kind held here")
+        rope_dim = fields.integer("qk_rope_head_dim")
+        return LatentAttention(latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype)
+    num_kv_heads, head_dim = family.num_kv_heads(fields), family.head_dim(fields)
+    value_dim = fields.optional_integer("v_head_dim", least=0) or head_dim
+    full = FullAttention(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_head_dim=None if value_dim == head_dim else value_dim,
+        dtype=dtype,
+    )
+    if kind == FULL:
+        return full
+    if kind == SLIDING:
+        return SlidingWindow(**asdict(full), window=fields.integer("sliding_window"))
+    return ChunkedAttention(**asdict(full), chunk=fields.integer("attention_chunk_size"))

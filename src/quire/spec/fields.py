@@ -1,0 +1,202 @@
+"""One section of a config.json, read field by field and checked where it is read.
+
+A field has many spellings and many ways to be wrong; here both are dealt with once. Which fields a
+model family needs, and what they mean, is said in ``families``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import ConfigError, UnsupportedModel
+from quire.spec.layers import DTYPE_BYTES
+
+# The name we use → what else files call it, in the order of trust. A dot enters a section.
+SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+        "num_attention_heads": (
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "attention_heads",
+            "num_query_heads",
+        ),
+        "num_key_value_heads": (
+            "num_kv_heads",
+            "n_head_kv",
+            "num_key_value_heads_per_layer",
+            "multi_query_group_num",
+            "attn_config.kv_n_heads",
+        ),
+        "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
+        "head_dim": ("attention_head_dim", "kv_channels"),
+        "max_position_embeddings": (
+            "n_positions",
+            "max_seq_len",
+            "model_max_length",
+            "max_sequence_length",
+            "max_context_length",
+            "seq_length",
+            "n_ctx",
+        ),
+        "layer_types": ("layers_block_type",),
+        "sliding_window": ("attention_window_size",),
+        "dtype": ("torch_dtype",),
+        # Recurrent layers.
+        "expand": ("mamba_expand",),
+        "state_size": ("mamba_d_state", "ssm_state_size"),
+        "n_groups": ("mamba_n_groups", "mamba_ngroups"),
+        "mamba_num_heads": ("mamba_n_heads", "n_mamba_heads"),
+        "mamba_head_dim": ("mamba_d_head", "mamba_headdim"),
+        "conv_kernel": (
+            "mamba_d_conv",
+            "linear_conv_kernel_dim",
+            "linear_attn_config.short_conv_kernel_size",
+            "conv_L_cache",
+        ),
+        "linear_num_heads": ("linear_attn_config.num_heads",),
+        "linear_head_dim": ("linear_attn_config.head_dim",),
+    }
+)
+
+# Far beyond any model, and far below what would make arithmetic or a list of layers a problem.
+_MOST = MappingProxyType(
+    {
+        "num_hidden_layers": 10_000,
+        "max_position_embeddings": 2**40,
+        "sliding_window": 2**40,
+        "attention_chunk_size": 2**40,
+    }
+)
+_MOST_OTHERS = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """A section, its family's defaults beneath, and the layer for which a list is to be read.
+
+    A field that is absent falls to the default; null and "auto" mean none. Where a value is a list
+    and ``layer`` is set, the layer's own entry is meant: so do models whose layers differ in heads.
+    """
+
+    section: Mapping[str, Any]
+    source: str = "config.json"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    layer: int | None = None
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number from ``least`` to its limit. Raises: ConfigError, also where absent."""
+        value = self.optional_integer(name, least=least)
+        if value is not None:
+            return value
+        if default is not None:
+            return default
+        others = "".join(f", {other!r}" for other in SPELLINGS.get(name, ()))
+        raise ConfigError(
+            f"{self.source} has no {name!r}{' (nor' + others[1:] + ')' if others else ''}: "
+            "add it; without it the cache cannot be sized"
+        )
+
+    def optional_integer(self, name: str, *, least: int = 1) -> int | None:
+        """The same, or None where the field is null or absent."""
+        value = self._value(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON has one kind of number
+        most = _MOST.get(name, _MOST_OTHERS)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, value, f"must be a whole number from {least:,} to {most:,}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._value(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "must be true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._value(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, value, "must be a string")
+        return value
+
+    def items(self, name: str) -> Sequence[Any] | None:
+        """A list, whole, or None where absent."""
+        value = self._value(name, of_layer=False)
+        if value is not None and not isinstance(value, list | tuple):
+            raise self.wrong(name, value, "must be a list")
+        return value
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these fields has a value."""
+        return any(self._value(name, of_layer=False) is not None for name in names)
+
+    def dtype(self) -> str:
+        """The dtype's name; bfloat16, as nearly all published weights are, where none is stated."""
+        name = (self.text("dtype") or "bfloat16").removeprefix("torch.")
+        name = {"half": "float16", "float": "float32", "double": "float64"}.get(name, name)
+        if name not in DTYPE_BYTES:
+            raise self.wrong("dtype", name, f"is not known; known: {', '.join(DTYPE_BYTES)}")
+        return name
+
+    def entry(self, name: str) -> "Fields":
+        """This layer's entry of a list of sections."""
+        value = self._value(name)
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, value, "must be a list with one section a layer")
+        return replace(self, section=value, defaults={})
+
+    def of_layer(self, layer: int) -> "Fields":
+        """The same section as layer ``layer`` reads it."""
+        return replace(self, layer=layer)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Fields":
+        """The same section with these values above its own."""
+        return replace(self, section={**self.section, **values}) if values else self
+
+    def quotient(self, dividend: int, divisor: int, name: str) -> int:
+        """``dividend / divisor``. Raises: ConfigError naming ``name`` where it leaves a rest."""
+        if dividend % divisor:
+            raise self.wrong(name, divisor, f"does not divide {dividend:,}")
+        return dividend // divisor
+
+    def unsupported(self, reason: str) -> UnsupportedModel:
+        """The error for a model whose memory cannot be held."""
+        return UnsupportedModel(f"{self.source}: this model is not supported: {reason}")
+
+    def wrong(self, name: str, value: object, limit: str) -> ConfigError:
+        """The error for a value that cannot work, with the value cut to a readable length."""
+        shown = repr(value)
+        return ConfigError(
+            f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'} {limit}"
+        )
+
+    def _value(self, name: str, *, of_layer: bool = True) -> Any:
+        """The value under any spelling; a null in the section hides the default."""
+        spellings = (name, *SPELLINGS.get(name, ()))
+        stated = [found for spelling in spellings if (found := _look_up(self.section, spelling))]
+        if not stated:
+            stated = [
+                found for spelling in spellings if (found := _look_up(self.defaults, spelling))
+            ]
+        value = next((value for (value,) in stated if value not in (None, "auto")), None)
+        if of_layer and self.layer is not None and isinstance(value, list | tuple):
+            if self.layer >= len(value):
+                raise self.wrong(name, value, f"has no entry for layer {self.layer}")
+            return value[self.layer]
+        return value
+
+
+def _look_up(section: Mapping[str, Any], spelling: str) -> tuple[Any] | None:
+    """The value under ``a`` or ``a.b``, wrapped, since null is a value; None where it is absent."""
+    value: Any = section
+    for part in spelling.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return (value,)

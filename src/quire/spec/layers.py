@@ -1,0 +1,221 @@
+"""What one layer must remember: five kinds, a closed union.
+
+Each kind answers the same questions, and this is the only place where the KV formula stands:
+
+* ``bytes_per_token``     what one more token costs while nothing is forgotten;
+* ``live_range(n)``       which of the first n tokens a later token can still read;
+* ``bytes_for(n)``        bytes that must be kept once n tokens are computed and more may follow;
+* ``peak_tokens(n, s)``   the most tokens held at once on the way to n, in steps of s tokens;
+* ``block_bytes(B)``      bytes of one block of B tokens in this layer.
+
+How the bytes are laid out, who holds which block and how much room there is, other rooms decide.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import TypeAlias
+
+from quire.errors import ConfigError
+from quire.units import ceil_div
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "float64": 8,
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "int8": 1,
+    }
+)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises: ConfigError naming the known dtypes."""
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeysAndValues:
+    """What full, sliding and chunked attention have in common: a key and a value a head and token.
+
+    Source: block bytes = 2 x block_size x kv_heads x head_size x dtype bytes, Kwon et al. 2023 §4.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    value_head_dim: int | None = None  # None: as wide as the key
+
+    @property
+    def entry_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of one token's key and value: ([K, D], [K, Dv])."""
+        return (
+            (self.num_kv_heads, self.head_dim),
+            (self.num_kv_heads, self.value_head_dim or self.head_dim),
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return _entry_bytes(self.entry_shapes, self.dtype)
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention(_KeysAndValues):
+    """Every token's key and value, for as long as the sequence lives."""
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return num_tokens * self.bytes_per_token
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(_KeysAndValues):
+    """Keys and values of the last ``window`` tokens: token i reads (i - window, i].
+
+    Before token n is computed, its window holds n - window + 1 … n - 1: that is what stays live.
+    """
+
+    window: int  # tokens, the reading token included
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(max(0, num_tokens - self.window + 1), num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return len(self.live_range(num_tokens)) * self.bytes_per_token
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return min(num_tokens, self.window - 1 + step_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedAttention(_KeysAndValues):
+    """Keys and values of the current chunk: token i reads [i - i % chunk, i] (Llama 4)."""
+
+    chunk: int  # tokens
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(num_tokens - num_tokens % self.chunk, num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return len(self.live_range(num_tokens)) * self.bytes_per_token
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return min(num_tokens, self.chunk - 1 + step_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """One compressed latent and one rotary key a token, shared by all heads (MLA).
+
+    A model that also compresses along the tokens keeps ``1 / compress_ratio`` of them.
+    Source: DeepSeek-V2 §2.1; stored block = block_size // compress_ratio as in vLLM's MLA spec.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+    compress_ratio: int = 1
+
+    @property
+    def entry_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of one token's latent and rotary key: ([1, latent], [1, rope])."""
+        return ((1, self.latent_dim), (1, self.rope_dim))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one stored entry, which stands for ``compress_ratio`` tokens."""
+        return _entry_bytes(self.entry_shapes, self.dtype)
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.compress_ratio) * self.bytes_per_token
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return num_tokens
+
+    def storage_block_size(self, block_size: int) -> int:
+        """Entries stored for a block of ``block_size`` tokens."""
+        return block_size // self.compress_ratio
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.storage_block_size(block_size) * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """One tensor of a recurrent layer's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """A state of fixed size that each token overwrites (Mamba, linear attention, convolution).
+
+    Speculation keeps one further state for each draft token, so that a rejected one can be undone.
+    """
+
+    states: tuple[StateTensor, ...]
+    num_speculative_blocks: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 0
+
+    def live_range(self, num_tokens: int) -> range:
+        """Only the state after the last token is read again."""
+        return range(max(0, num_tokens - 1), num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return self.state_bytes * (1 + self.num_speculative_blocks) if num_tokens else 0
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return min(num_tokens, 1)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one state, whatever the block size."""
+        return self.state_bytes
+
+
+LayerSpec: TypeAlias = (
+    FullAttention | SlidingWindow | ChunkedAttention | LatentAttention | RecurrentState
+)
+AttentionSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | LatentAttention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer: what it remembers, and whose memory it reads instead."""
+
+    specs: tuple[LayerSpec, ...]  # () for none; two where attention and Mamba run side by side
+    shares_with: int | None = None  # index of the layer whose keys and values this one reads
+
+
+def _entry_bytes(shapes: tuple[tuple[int, int], ...], dtype: str) -> int:
+    return sum(prod(shape) for shape in shapes) * dtype_bytes(dtype)

@@ -1,0 +1,137 @@
+"""A whole model's memory: its layers, and the groups of layers that remember alike.
+
+``ModelSpec.from_config`` reads any Hugging Face ``config.json``; it neither imports Transformers
+nor loads weights. How one layer's bytes are counted is in ``layers``, how a file is read in
+``config_json``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.spec import config_json
+from quire.spec.layers import (
+    ChunkedAttention,
+    Layer,
+    LayerSpec,
+    RecurrentState,
+    SlidingWindow,
+    dtype_bytes,
+)
+
+__all__ = ["Group", "Layer", "ModelSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers with an equal spec: one block id names the same tokens in all of them."""
+
+    spec: LayerSpec
+    layers: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token costs in all the group's layers, while nothing is forgotten."""
+        return self.num_layers * self.spec.bytes_per_token
+
+    def live_range(self, num_tokens: int) -> range:
+        """Which of the first tokens a later token can still read here."""
+        return self.spec.live_range(num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes to keep in all the group's layers once that many tokens are computed."""
+        return self.num_layers * self.spec.bytes_for(num_tokens)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in all the group's layers."""
+        return self.num_layers * self.spec.block_bytes(block_size)
+
+    def peak_bytes(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """The most bytes held at once on the way to ``num_tokens``, in steps of ``step_tokens``."""
+        if not isinstance(self.spec, SlidingWindow | ChunkedAttention):
+            return self.bytes_for(num_tokens)  # nothing is forgotten: the end is the peak
+        return self.bytes_per_token * self.spec.peak_tokens(num_tokens, step_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a model must remember."""
+
+    model_type: str
+    layers: tuple[Layer, ...]
+    max_model_len: int  # tokens: the context that the model was made for
+    dtype: str  # of the weights, and of K and V unless told otherwise
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> "ModelSpec":
+        """Read a parsed config.json; ``source`` is its name in error messages.
+
+        Raises: ConfigError for a field that is missing or wrong; UnsupportedModel for a model whose
+        memory is of no kind known here.
+        """
+        reading = config_json.read(config, source)
+        return cls(
+            model_type=reading.model_type,
+            layers=reading.layers,
+            max_model_len=reading.max_model_len,
+            dtype=reading.dtype,
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelSpec":
+        """Read a config.json, or the one in a model's folder. Raises: also ModelNotLoadable."""
+        config, source = config_json.load(path)
+        return cls.from_config(config, source)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Layers with equal specs, in the order of their first layer."""
+        members: dict[LayerSpec, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for spec in layer.specs:
+                members.setdefault(spec, []).append(index)
+        return tuple(Group(spec=spec, layers=tuple(layers)) for spec, layers in members.items())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token costs while nothing is forgotten."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes that must be kept once ``num_tokens`` are computed and more may follow."""
+        return sum(group.bytes_for(num_tokens) for group in self.groups)
+
+    def peak_bytes(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """The most bytes held at once on the way to ``num_tokens``, in steps of ``step_tokens``."""
+        return sum(group.peak_bytes(num_tokens, step_tokens) for group in self.groups)
+
+    def live_ranges(self, num_tokens: int) -> tuple[tuple[Group, range], ...]:
+        """For each group, which of the first tokens a later token can still read."""
+        return tuple((group, group.live_range(num_tokens)) for group in self.groups)
+
+    def with_kv_dtype(self, dtype: str) -> "ModelSpec":
+        """The same model with keys, values and latents in ``dtype``; recurrent states keep theirs.
+
+        Raises: ConfigError for an unknown dtype.
+        """
+        dtype_bytes(dtype)
+
+        def stored(spec: LayerSpec) -> LayerSpec:
+            return spec if isinstance(spec, RecurrentState) else replace(spec, dtype=dtype)
+
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, specs=tuple(stored(spec) for spec in layer.specs))
+                for layer in self.layers
+            ),
+        )

@@ -1,0 +1,85 @@
+"""The four strategies: each an accounting (who holds which tokens) and a storage (where bytes lie).
+
+``build`` makes the pair by name. Importing this room imports no torch; building a storage does.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from quire.errors import ConfigError
+from quire.memory import MemoryProvider
+from quire.spec import Group, ModelSpec, RecurrentState
+from quire.strategies.base import (
+    Accounting,
+    CacheConfig,
+    Change,
+    Commit,
+    Copy,
+    Fits,
+    Growth,
+    LayerView,
+    Never,
+    NotNow,
+    Release,
+    Storage,
+    Usage,
+    Verdict,
+)
+from quire.strategies.contiguous import ContiguousAccounting
+from quire.strategies.growing import GrowingAccounting
+from quire.strategies.paged import PagedAccounting
+from quire.strategies.storage import BlockStorage, RangeStorage
+from quire.strategies.virtual import VirtualAccounting
+
+
+class _MakeAccounting(Protocol):
+    def __call__(self, groups: tuple[Group, ...], config: CacheConfig) -> Accounting: ...
+
+
+class _MakeStorage(Protocol):
+    def __call__(self, accounting: Accounting, provider: MemoryProvider) -> Storage: ...
+
+
+STRATEGIES: Mapping[str, tuple[_MakeAccounting, _MakeStorage]] = MappingProxyType(
+    {
+        "contiguous": (ContiguousAccounting, RangeStorage),
+        "growing": (GrowingAccounting, RangeStorage),
+        "paged": (PagedAccounting, BlockStorage),
+        "virtual": (VirtualAccounting, RangeStorage),
+    }
+)
+
+
+def build_accounting(strategy: str, spec: ModelSpec, config: CacheConfig) -> Accounting:
+    """Who holds which tokens of the attention layers. Raises: ConfigError for an unknown name."""
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"cache strategy {strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+    groups = tuple(g for g in spec.groups if not isinstance(g.spec, RecurrentState))
+    return STRATEGIES[strategy][0](groups, config)
+
+
+def build_storage(strategy: str, accounting: Accounting, provider: MemoryProvider) -> Storage:
+    """Where the bytes of an accounting lie, in pages of ``provider``."""
+    return STRATEGIES[strategy][1](accounting, provider)
+
+
+__all__ = [
+    "STRATEGIES",
+    "Accounting",
+    "CacheConfig",
+    "Change",
+    "Commit",
+    "Copy",
+    "Fits",
+    "Growth",
+    "LayerView",
+    "Never",
+    "NotNow",
+    "Release",
+    "Storage",
+    "Usage",
+    "Verdict",
+    "build_accounting",
+    "build_storage",
+]

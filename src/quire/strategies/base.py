@@ -1,0 +1,262 @@
+"""The two halves of a strategy: ``Accounting`` (who holds what) and ``Storage`` (where it lies).
+
+Accounting has no tensors. It decides, and notes each physical consequence as a ``Change``: pages to
+commit, tokens to copy, pages to release. Storage carries the changes out, in order. So the planner
+and the simulator run the same decisions without a tensor, and the peak that an order of changes
+causes is a property of the list, not of who executes it.
+
+Slots are counted per group: slot s is the place of one token in each layer of the group.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.memory import CountedMemory
+from quire.spec import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Slots: TypeAlias = npt.NDArray[np.int64]
+
+
+# -- what a strategy is built from ---------------------------------------------------------------
+
+Growth: TypeAlias = Literal["uniform", "doubling", "staggered"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The numbers of a cache. They are final here; defaults for a user are in ``quire.config``."""
+
+    max_model_len: int  # tokens: the longest a sequence may become
+    max_num_seqs: int  # sequences at once: sizes address space, not memory
+    capacity_bytes: int  # ceiling on committed bytes
+    block_size: int = 16  # tokens; paged
+    page_bytes: int = 4096  # of the memory provider
+    reserve: Literal["max_model_len", "request"] = "max_model_len"  # contiguous
+    defrag: bool = False  # contiguous: close the holes when a range fits in none of them
+    growth: Growth = "uniform"  # growing
+    growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
+    keep_old: bool = False  # growing: the old buffer lives until the next step, as OpenVINO's does
+
+    def never(self, num_tokens: int, token_bytes: int) -> "Never":
+        """The verdict on a sequence of ``num_tokens`` that no empty cache could hold."""
+        too_long = num_tokens > self.max_model_len
+        return Never(
+            need_bytes=num_tokens * token_bytes,
+            capacity_bytes=self.capacity_bytes,
+            fitting_tokens=min(self.max_model_len, self.capacity_bytes // token_bytes),
+            option="max_model_len" if too_long else "kv_cache_memory_bytes",
+        )
+
+
+# -- what accounting asks of storage ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Back slots [start, stop) of a group with pages."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy the entries of ``num_slots`` consecutive slots; source and target may overlap."""
+
+    group: int
+    source: int
+    target: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the pages of slots [start, stop) of a group back."""
+
+    group: int
+    start: int
+    stop: int
+
+
+Change: TypeAlias = Commit | Copy | Release
+
+
+# -- what accounting answers --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fits:
+    """There is room, and it has been taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotNow:
+    """No room at present; nothing has changed. It fits once holders end."""
+
+    need_bytes: int
+    free_bytes: int
+    holders: tuple[int, ...]  # ids of the sequences that hold memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Never:
+    """No room even in an empty cache; nothing has changed."""
+
+    need_bytes: int
+    capacity_bytes: int
+    fitting_tokens: int  # the longest sequence that would fit
+    option: str  # what to change
+
+
+Verdict: TypeAlias = Fits | NotNow | Never
+FITS = Fits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Where the bytes are, as accounting knows it.
+
+    reserved ≥ committed ≥ used; wasted is what is committed and holds no token that can be read.
+    """
+
+    reserved_bytes: int  # address space
+    committed_bytes: int  # backed with pages
+    used_bytes: int  # entries that a later token can still read, shared ones counted once
+    num_sequences: int
+    num_tokens: int  # of all sequences, shared ones counted for each holder
+
+    @property
+    def wasted_bytes(self) -> int:
+        return self.committed_bytes - self.used_bytes
+
+
+# -- the two protocols --------------------------------------------------------------------------
+
+
+class Accounting(Protocol):
+    """Who holds which tokens. No tensors. A refusal has changed nothing.
+
+    Sequence ids are the caller's. Every verb takes one sequence; the caller plans, so that exactly
+    one of these calls mutates at a time.
+    """
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose slots are counted here; ``Change.group`` indexes this tuple."""
+        ...
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether ``fork`` shares what is held instead of copying it."""
+        ...
+
+    def num_slots(self, group: int) -> int:
+        """Slots of address space in a group."""
+        ...
+
+    def block_size(self, group: int) -> int:
+        """Tokens that one entry of a block table stands for."""
+        ...
+
+    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+        """Announce a sequence. It holds nothing yet.
+
+        ``max_tokens`` is the longest it can become, if the caller knows.
+        Raises: KeyError if the id is in use.
+        """
+        ...
+
+    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+        """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none."""
+        ...
+
+    def fork(self, seq_id: int, new_id: int) -> Verdict:
+        """Begin ``new_id`` as a copy of ``seq_id``, shared until written where blocks are."""
+        ...
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        """Keep only the first ``num_tokens`` tokens.
+
+        The last extension can always be undone. Further back, a window may have given back tokens
+        that it would read again. Raises: ValueError then.
+        """
+        ...
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence and give back what only it holds."""
+        ...
+
+    def num_tokens(self, seq_id: int) -> int:
+        """Tokens that a sequence has room for."""
+        ...
+
+    def table(self, group: int, seq_id: int) -> Slots:
+        """A sequence's block table: ids of its blocks (i64[P]), -1 where a window has passed.
+
+        One entry for the strategies that hold a range: the slot where it begins.
+        """
+        ...
+
+    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
+        """The slots (i64[stop - start]) of a sequence's tokens [start, stop)."""
+        ...
+
+    def drain(self) -> list[Change]:
+        """The changes since the last call, in order. Storage applies them before anyone writes."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def check(self) -> None:
+        """Recompute every derived figure. Raises: AssertionError if one is off."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerView:
+    """One layer's keys and values, as every attention kernel sees them.
+
+    Entry i of a block table is row i here. The strategies that hold ranges give overlapping rows
+    (row i begins one token after row i - 1), so a range is a table of one entry.
+    """
+
+    k: "Tensor"  # [N, K, B, D], any strides
+    v: "Tensor"  # [N, K, B, Dv]
+
+
+class Storage(Protocol):
+    """Where the bytes lie. Layers are the model's layer indices."""
+
+    @property
+    def memory(self) -> CountedMemory:
+        """Bytes reserved, committed, at peak and given back so far."""
+        ...
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Carry out what accounting decided.
+
+        Raises: MemoryUnavailable if the system refuses pages.
+        """
+        ...
+
+    def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
+        """Put each token's entry into its slot. Shapes: slots i64[T], k [T, K, D], v [T, K, Dv]."""
+        ...
+
+    def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
+        """Copy entries out of any slots. Shapes: slots i64[*S] → k [K, *S, D], v [K, *S, Dv]."""
+        ...
+
+    def view(self, layer: int) -> LayerView: ...
+
+    def close(self) -> None:
+        """Give every page back."""
+        ...

@@ -1,0 +1,198 @@
+"""Reserve the maximum: one range a sequence in an arena, committed whole on admission.
+
+What Hugging Face's StaticCache, llama.cpp and most first engines do. Both kinds of fragmentation
+live here: inside a range (reserved for tokens that never come) and, once ranges differ in length,
+between them. Every layer holds the whole range, windows too: it cannot give back its beginning.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.blocks import FirstFit
+from quire.spec import Group
+from quire.strategies.base import (
+    FITS,
+    CacheConfig,
+    Change,
+    Commit,
+    Copy,
+    Never,
+    NotNow,
+    Release,
+    Slots,
+    Usage,
+    Verdict,
+)
+from quire.strategies.layout import common_page_tokens
+from quire.units import align_up
+
+
+@dataclass(slots=True)
+class _Range:
+    max_tokens: int
+    num_tokens: int = 0
+    start: int | None = None  # None until the first token needs room
+
+
+class ContiguousAccounting:
+    """One arena of slots, the same in every group; first fit."""
+
+    shares_blocks = False
+
+    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+        self.groups = groups
+        self._config = config
+        self._align = common_page_tokens(groups, config.page_bytes)
+        self._token_bytes = sum(group.bytes_per_token for group in groups)
+        capacity_tokens = config.capacity_bytes // self._token_bytes
+        longest = align_up(config.max_model_len, self._align)
+        # No more address space than can be used: every sequence at its longest, or the capacity.
+        num_slots = min(capacity_tokens // self._align * self._align, config.max_num_seqs * longest)
+        self._arena = FirstFit(num_slots)
+        self._ranges: dict[int, _Range] = {}
+        self._changes: list[Change] = []
+
+    def num_slots(self, group: int) -> int:
+        return self._arena.num_slots
+
+    def block_size(self, group: int) -> int:
+        return self._config.max_model_len
+
+    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+        if seq_id in self._ranges:
+            raise KeyError(f"sequence {seq_id} is already here")
+        longest = self._config.max_model_len
+        if self._config.reserve == "request" and max_tokens is not None:
+            longest = min(longest, max_tokens)
+        self._ranges[seq_id] = _Range(max_tokens=longest)
+
+    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+        held = self._ranges[seq_id]
+        if num_tokens > held.max_tokens:
+            return Never(
+                need_bytes=num_tokens * self._token_bytes,
+                capacity_bytes=held.max_tokens * self._token_bytes,
+                fitting_tokens=held.max_tokens,
+                option="max_model_len",
+            )
+        if held.start is None:
+            length = align_up(held.max_tokens, self._align)
+            start = self._place(length)
+            if start is None:
+                return self._refusal(length)
+            held.start = start
+            self._each_group(Commit, start, start + length)
+        held.num_tokens = max(held.num_tokens, num_tokens)
+        return FITS
+
+    def fork(self, seq_id: int, new_id: int) -> Verdict:
+        source = self._ranges[seq_id]
+        self.add(new_id, max_tokens=source.max_tokens)
+        verdict = self.try_extend(new_id, source.num_tokens)
+        if verdict is not FITS:
+            del self._ranges[new_id]
+        elif source.num_tokens:
+            target = self._ranges[new_id]
+            assert source.start is not None
+            assert target.start is not None
+            for group in range(len(self.groups)):
+                self._changes.append(Copy(group, source.start, target.start, source.num_tokens))
+        return verdict
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        held = self._ranges[seq_id]
+        held.num_tokens = min(held.num_tokens, num_tokens)
+
+    def free(self, seq_id: int) -> None:
+        held = self._ranges.pop(seq_id)
+        if held.start is not None:
+            self._arena.free(held.start)
+            self._each_group(Release, held.start, held.start + self._length(held))
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._ranges[seq_id].num_tokens
+
+    def table(self, group: int, seq_id: int) -> Slots:
+        start = self._ranges[seq_id].start
+        return np.array([] if start is None else [start], np.int64)
+
+    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
+        first = self._ranges[seq_id].start
+        assert first is not None, f"sequence {seq_id} holds nothing"
+        return np.arange(first + start, first + stop)
+
+    def drain(self) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    @property
+    def fragmentation(self) -> float:
+        """External fragmentation: the share of the free slots outside the largest hole."""
+        return self._arena.fragmentation
+
+    def defrag(self) -> int:
+        """Slide every range down; the number of tokens copied (llama.cpp's defrag pass)."""
+        by_start = {held.start: held for held in self._ranges.values() if held.start is not None}
+        copied = 0
+        for move in self._arena.compact():
+            held = by_start[move.source]
+            held.start = move.target
+            # Only the part that does not overlap the old place changes hands with the system.
+            shift = min(move.source - move.target, move.length)
+            self._each_group(Commit, move.target, move.target + shift)
+            for group in range(len(self.groups)):
+                self._changes.append(Copy(group, move.source, move.target, held.num_tokens))
+            end = move.source + move.length
+            self._each_group(Release, end - shift, end)
+            copied += held.num_tokens
+        return copied
+
+    def usage(self) -> Usage:
+        placed = [held for held in self._ranges.values() if held.start is not None]
+        return Usage(
+            reserved_bytes=self._arena.num_slots * self._token_bytes,
+            committed_bytes=sum(map(self._length, placed)) * self._token_bytes,
+            used_bytes=sum(
+                group.bytes_for(held.num_tokens) for group in self.groups for held in placed
+            ),
+            num_sequences=len(self._ranges),
+            num_tokens=sum(held.num_tokens for held in placed),
+        )
+
+    def check(self) -> None:
+        self._arena.check()
+        placed = {h.start: self._length(h) for h in self._ranges.values() if h.start is not None}
+        held_slots = self._arena.num_slots - self._arena.free_slots
+        assert sum(placed.values()) == held_slots, "the arena holds ranges that no sequence has"
+        for seq_id, held in self._ranges.items():
+            assert held.num_tokens <= held.max_tokens, f"sequence {seq_id} is past its range"
+            assert held.start is not None or not held.num_tokens, f"sequence {seq_id} has no range"
+
+    def _place(self, length: int) -> int | None:
+        start = self._arena.allocate(length)
+        if start is None and self._config.defrag and length <= self._arena.free_slots:
+            self.defrag()
+            start = self._arena.allocate(length)
+        return start
+
+    def _refusal(self, length: int) -> Verdict:
+        if length > self._arena.num_slots:
+            return Never(
+                need_bytes=length * self._token_bytes,
+                capacity_bytes=self._arena.num_slots * self._token_bytes,
+                fitting_tokens=self._arena.num_slots,
+                option="max_model_len or kv_cache_memory_bytes",
+            )
+        return NotNow(
+            need_bytes=length * self._token_bytes,
+            free_bytes=self._arena.largest_hole * self._token_bytes,
+            holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
+        )
+
+    def _length(self, held: _Range) -> int:
+        return align_up(held.max_tokens, self._align)
+
+    def _each_group(self, change: type[Commit] | type[Release], start: int, stop: int) -> None:
+        if start < stop:
+            self._changes.extend(change(group, start, stop) for group in range(len(self.groups)))

@@ -1,0 +1,269 @@
+"""Grow and copy: one buffer a sequence and layer, replaced by a larger one when it is full.
+
+Old and new live together while tokens are copied. Two things decide how high that peak is: whether
+all layers grow at the same step (``staggered`` spreads them, as OpenVINO's GPU plugin does), and
+whether an old buffer is given back right after its copy or, where the graph still reads it, only at
+the next step (``keep_old``). Each layer is a group of its own, since no two need be of one size.
+
+Source: OpenVINO ``128 + id % 64`` tokens ahead; mlx-lm steps of 256; Hugging Face's DynamicCache is
+a step of 1.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from quire.spec import Group
+from quire.strategies.base import (
+    FITS,
+    CacheConfig,
+    Change,
+    Commit,
+    Copy,
+    Growth,
+    NotNow,
+    Release,
+    Slots,
+    Usage,
+    Verdict,
+)
+from quire.strategies.layout import page_tokens
+from quire.units import align_up
+
+NextCapacity = Callable[[int, int, int, int], int]
+
+
+def uniform(capacity: int, needed: int, step: int, layer: int) -> int:
+    """Whole steps; every layer grows at the same token."""
+    return align_up(needed, step)
+
+
+def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
+    """Twice as much until it suffices: few copies, up to half of it unused."""
+    capacity = max(capacity, step)
+    while capacity < needed:
+        capacity *= 2
+    return capacity
+
+
+def staggered(capacity: int, needed: int, step: int, layer: int) -> int:
+    """``step + layer % 64`` tokens ahead: no two neighbouring layers are full at the same token."""
+    return needed + step + layer % 64
+
+
+GROWTH: Mapping[Growth, NextCapacity] = MappingProxyType(
+    {"uniform": uniform, "doubling": doubling, "staggered": staggered}
+)
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """A sequence's buffers: for each layer its capacity, and which of its two places it is in."""
+
+    row: int
+    num_tokens: int
+    capacities: list[int]  # tokens, as the policy asked
+    sides: list[int]  # 0 or 1: a buffer grows into the place that it is not in
+
+
+class GrowingAccounting:
+    """Buffers that grow by copying; bytes are counted in pages, old and new together."""
+
+    shares_blocks = False
+
+    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+        self.groups = tuple(
+            Group(spec=group.spec, layers=(layer,)) for group in groups for layer in group.layers
+        )
+        self._config = config
+        self._grow = GROWTH[config.growth]
+        self._slot_bytes = [group.bytes_per_token for group in self.groups]
+        self._page_tokens = [page_tokens(group, config.page_bytes) for group in self.groups]
+        self._place_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._sequences: dict[int, _Buffers] = {}
+        self._committed_bytes = 0
+        self._outgrown: list[Release] = []  # with keep_old: what the next step gives back
+        self._changes: list[Change] = []
+
+    def num_slots(self, group: int) -> int:
+        return 2 * self._config.max_num_seqs * self._place_slots[group]
+
+    def block_size(self, group: int) -> int:
+        return self._config.max_model_len
+
+    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+        if seq_id in self._sequences:
+            raise KeyError(f"sequence {seq_id} is already here")
+        empty = [0] * len(self.groups)
+        self._sequences[seq_id] = _Buffers(
+            row=-1, num_tokens=0, capacities=empty, sides=empty.copy()
+        )
+
+    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+        held = self._sequences[seq_id]
+        if num_tokens > self._config.max_model_len:
+            return self._config.never(num_tokens, sum(self._slot_bytes))
+        wanted = [self._capacity(held, group, num_tokens) for group in range(len(self.groups))]
+        outgrown_bytes = sum(map(self._release_bytes, self._outgrown))
+        peak = self._peak_bytes(held, wanted)
+        if self._committed_bytes - outgrown_bytes + peak > self._config.capacity_bytes:
+            fresh = [self._backed_bytes(g, capacity) for g, capacity in enumerate(wanted)]
+            if sum(fresh) > self._config.capacity_bytes:
+                return self._config.never(num_tokens, sum(self._slot_bytes))
+            return self._not_now(peak)
+        if held.row < 0:
+            if not self._free_rows:
+                return self._not_now(peak)
+            held.row = self._free_rows.pop()
+        if wanted != held.capacities:
+            self._give_back_outgrown()
+            self._replace(held, wanted)
+        held.num_tokens = max(held.num_tokens, num_tokens)
+        return FITS
+
+    def fork(self, seq_id: int, new_id: int) -> Verdict:
+        source = self._sequences[seq_id]
+        self.add(new_id)
+        verdict = self.try_extend(new_id, source.num_tokens)
+        if verdict is not FITS:
+            del self._sequences[new_id]
+        elif source.num_tokens:
+            target = self._sequences[new_id]
+            for group in range(len(self.groups)):
+                start, goal = self._first_slot(group, source), self._first_slot(group, target)
+                self._changes.append(Copy(group, start, goal, source.num_tokens))
+        return verdict
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        held = self._sequences[seq_id]
+        held.num_tokens = min(held.num_tokens, num_tokens)
+
+    def free(self, seq_id: int) -> None:
+        self._give_back_outgrown()
+        held = self._sequences.pop(seq_id)
+        if held.row < 0:
+            return
+        for group in range(len(self.groups)):
+            if held.capacities[group]:
+                self._release(self._buffer(group, held))
+        self._free_rows.append(held.row)
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._sequences[seq_id].num_tokens
+
+    def spare_tokens(self, group: int, seq_id: int) -> int:
+        """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
+        held = self._sequences[seq_id]
+        return held.capacities[group] - held.num_tokens
+
+    def table(self, group: int, seq_id: int) -> Slots:
+        held = self._sequences[seq_id]
+        return np.array([self._first_slot(group, held)] if held.row >= 0 else [], np.int64)
+
+    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
+        first = self._first_slot(group, self._sequences[seq_id])
+        return np.arange(first + start, first + stop)
+
+    def drain(self) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    def usage(self) -> Usage:
+        return Usage(
+            reserved_bytes=sum(
+                self.num_slots(group) * size for group, size in enumerate(self._slot_bytes)
+            ),
+            committed_bytes=self._committed_bytes,
+            used_bytes=sum(
+                group.bytes_for(held.num_tokens)
+                for group in self.groups
+                for held in self._sequences.values()
+            ),
+            num_sequences=len(self._sequences),
+            num_tokens=sum(held.num_tokens for held in self._sequences.values()),
+        )
+
+    def check(self) -> None:
+        rows = [held.row for held in self._sequences.values() if held.row >= 0]
+        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
+            "a row is lost or held twice"
+        )
+        total = sum(map(self._release_bytes, self._outgrown))
+        for held in self._sequences.values():
+            assert held.row < 0 or held.num_tokens <= min(held.capacities), "a buffer is too short"
+            total += sum(self._backed_bytes(g, size) for g, size in enumerate(held.capacities))
+        assert total == self._committed_bytes, "committed bytes differ from the buffers"
+
+    def _capacity(self, held: _Buffers, group: int, num_tokens: int) -> int:
+        capacity = held.capacities[group]
+        if num_tokens <= capacity:
+            return capacity
+        layer = self.groups[group].layers[0]
+        grown = self._grow(capacity, num_tokens, self._config.growth_tokens, layer)
+        return min(grown, self._config.max_model_len)
+
+    def _peak_bytes(self, held: _Buffers, wanted: list[int]) -> int:
+        """The most by which the committed total rises on the way, layer by layer."""
+        rise = peak = 0
+        for group, (old, new) in enumerate(zip(held.capacities, wanted, strict=True)):
+            if new != old:
+                rise += self._backed_bytes(group, new)
+                peak = max(peak, rise)
+                if not self._config.keep_old:
+                    rise -= self._backed_bytes(group, old)
+        return peak
+
+    def _replace(self, held: _Buffers, wanted: list[int]) -> None:
+        sizes = zip(held.capacities, wanted, strict=True)
+        held.capacities = held.capacities.copy()
+        for group, (old_capacity, capacity) in enumerate(sizes):
+            if capacity == old_capacity:
+                continue
+            old = self._buffer(group, held)
+            held.capacities[group] = capacity
+            if old_capacity:
+                held.sides[group] ^= 1
+            new = self._buffer(group, held)
+            self._committed_bytes += self._release_bytes(new)
+            self._changes.append(Commit(group, new.start, new.stop))
+            if held.num_tokens:
+                self._changes.append(Copy(group, old.start, new.start, held.num_tokens))
+            if old_capacity and self._config.keep_old:
+                self._outgrown.append(old)
+            elif old_capacity:
+                self._release(old)
+
+    def _give_back_outgrown(self) -> None:
+        for release in self._outgrown:
+            self._release(release)
+        self._outgrown = []
+
+    def _release(self, release: Release) -> None:
+        self._committed_bytes -= self._release_bytes(release)
+        self._changes.append(release)
+
+    def _buffer(self, group: int, held: _Buffers) -> Release:
+        """The pages of a buffer, as what would give them back."""
+        start = self._first_slot(group, held)
+        return Release(
+            group, start, start + align_up(held.capacities[group], self._page_tokens[group])
+        )
+
+    def _release_bytes(self, release: Release) -> int:
+        return (release.stop - release.start) * self._slot_bytes[release.group]
+
+    def _backed_bytes(self, group: int, capacity: int) -> int:
+        return align_up(capacity, self._page_tokens[group]) * self._slot_bytes[group]
+
+    def _first_slot(self, group: int, held: _Buffers) -> int:
+        return (2 * held.row + held.sides[group]) * self._place_slots[group]
+
+    def _not_now(self, need: int) -> NotNow:
+        return NotNow(
+            need_bytes=need,
+            free_bytes=self._config.capacity_bytes - self._committed_bytes,
+            holders=tuple(i for i, held in self._sequences.items() if held.row >= 0),
+        )

@@ -1,0 +1,214 @@
+"""Page in hardware: the longest possible range is address space only, and pages follow the tokens.
+
+Each sequence has one fixed range of addresses, so an unmodified kernel reads it as if it had been
+reserved whole; the processor's page table does what a block table does elsewhere. Pages behind a
+window are given back while the sequence runs. (uzu calls this a sparse buffer.)
+
+Nothing is shared between sequences here: a fork copies.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.spec import Group
+from quire.strategies.base import (
+    FITS,
+    CacheConfig,
+    Change,
+    Commit,
+    Copy,
+    NotNow,
+    Release,
+    Slots,
+    Usage,
+    Verdict,
+)
+from quire.strategies.layout import (
+    check_trim,
+    page_tokens,
+)
+from quire.units import align_down, align_up
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence's range of addresses, by number, and the part of it that has pages."""
+
+    row: int
+    num_tokens: int = 0
+    backed: list[range] = field(default_factory=list)  # a group: tokens with pages, page-aligned
+
+
+class VirtualAccounting:
+    """``max_num_seqs`` ranges of ``max_model_len`` slots; bytes are counted in pages."""
+
+    shares_blocks = False
+
+    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+        self.groups = groups
+        self._config = config
+        self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
+        self._slot_bytes = [group.bytes_per_token for group in groups]
+        self._row_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._rows: dict[int, _Row] = {}
+        self._committed_bytes = 0
+        self._changes: list[Change] = []
+
+    def num_slots(self, group: int) -> int:
+        return self._config.max_num_seqs * self._row_slots[group]
+
+    def block_size(self, group: int) -> int:
+        return self._config.max_model_len
+
+    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+        if seq_id in self._rows:
+            raise KeyError(f"sequence {seq_id} is already here")
+        # A sequence without pages needs no row yet, and there may be more of them than rows.
+        self._rows[seq_id] = _Row(row=-1, backed=[range(0)] * len(self.groups))
+
+    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+        held = self._rows[seq_id]
+        if num_tokens > self._config.max_model_len:
+            return self._config.never(num_tokens, sum(self._slot_bytes))
+        backed = self._backed_for(held, num_tokens)
+        need = self._grown_bytes(held.backed, backed)
+        if self._committed_bytes + need > self._config.capacity_bytes:
+            if (
+                self._grown_bytes([range(0)] * len(self.groups), backed)
+                > self._config.capacity_bytes
+            ):
+                return self._config.never(num_tokens, sum(self._slot_bytes))
+            return self._not_now(need)
+        if held.row < 0:
+            if not self._free_rows:
+                return self._not_now(need)
+            held.row = self._free_rows.pop()
+        self._set_backed(held, backed)
+        held.num_tokens = max(held.num_tokens, num_tokens)
+        return FITS
+
+    def fork(self, seq_id: int, new_id: int) -> Verdict:
+        source = self._rows[seq_id]
+        self.add(new_id)
+        verdict = self.try_extend(new_id, source.num_tokens)
+        if verdict is not FITS:
+            del self._rows[new_id]
+            return verdict
+        for group, backed in enumerate(source.backed):
+            first = min(backed.start, source.num_tokens)
+            if first < source.num_tokens:
+                self._changes.append(
+                    Copy(
+                        group,
+                        self._first_slot(group, source) + first,
+                        self._first_slot(group, self._rows[new_id]) + first,
+                        source.num_tokens - first,
+                    )
+                )
+        return verdict
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        # The pages stay: a trimmed sequence is about to write there again.
+        held = self._rows[seq_id]
+        held.num_tokens = min(held.num_tokens, num_tokens)
+        for group, backed in enumerate(held.backed):
+            check_trim(self.groups[group], backed.start, held.num_tokens)
+
+    def free(self, seq_id: int) -> None:
+        held = self._rows.pop(seq_id)
+        if held.row >= 0:
+            self._set_backed(held, [range(0)] * len(self.groups))
+            self._free_rows.append(held.row)
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._rows[seq_id].num_tokens
+
+    def table(self, group: int, seq_id: int) -> Slots:
+        held = self._rows[seq_id]
+        return np.array([self._first_slot(group, held)] if held.row >= 0 else [], np.int64)
+
+    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
+        first = self._first_slot(group, self._rows[seq_id])
+        return np.arange(first + start, first + stop)
+
+    def drain(self) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    def usage(self) -> Usage:
+        return Usage(
+            reserved_bytes=sum(
+                self.num_slots(group) * size for group, size in enumerate(self._slot_bytes)
+            ),
+            committed_bytes=self._committed_bytes,
+            used_bytes=sum(
+                group.bytes_for(held.num_tokens)
+                for group in self.groups
+                for held in self._rows.values()
+            ),
+            num_sequences=len(self._rows),
+            num_tokens=sum(held.num_tokens for held in self._rows.values()),
+        )
+
+    def check(self) -> None:
+        rows = [held.row for held in self._rows.values() if held.row >= 0]
+        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
+            "a row is lost or held twice"
+        )
+        total = 0
+        for held in self._rows.values():
+            for group, backed in enumerate(held.backed):
+                total += len(backed) * self._slot_bytes[group]
+                live = self.groups[group].live_range(held.num_tokens)
+                assert not live or (backed.start <= live.start and live.stop <= backed.stop), (
+                    "a token that can be read has no page"
+                )
+        assert total == self._committed_bytes, "committed bytes differ from the pages of the rows"
+
+    def _backed_for(self, held: _Row, num_tokens: int) -> list[range]:
+        """Pages from the first token that the *first* new token reads, to the last new token.
+
+        So a step never frees what its own tokens read, and undoing the step never misses a token.
+        """
+        ranges: list[range] = []
+        for group, backed in zip(self.groups, held.backed, strict=True):
+            step = self._page_tokens[len(ranges)]
+            live = group.live_range(held.num_tokens)
+            first = max(backed.start, align_down(live.start, step))
+            ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
+        return ranges
+
+    def _grown_bytes(self, before: list[range], after: list[range]) -> int:
+        """Bytes by which the committed total grows when ``before`` becomes ``after``."""
+        sizes = zip(before, after, self._slot_bytes, strict=True)
+        return sum((len(new) - len(old)) * size for old, new, size in sizes)
+
+    def _set_backed(self, held: _Row, after: list[range]) -> None:
+        self._committed_bytes += self._grown_bytes(held.backed, after)
+        pairs = list(enumerate(zip(held.backed, after, strict=True)))
+        # Releases first, so that the total never rises above what was asked for.
+        for group, (old, new) in pairs:
+            gone = range(old.start, min(new.start, old.stop)) if new else old
+            self._note(Release, group, held, gone)
+        for group, (old, new) in pairs:
+            self._note(Commit, group, held, range(max(old.stop, new.start), new.stop))
+        held.backed = after
+
+    def _note(
+        self, change: type[Commit] | type[Release], group: int, held: _Row, tokens: range
+    ) -> None:
+        if tokens:
+            first = self._first_slot(group, held)
+            self._changes.append(change(group, first + tokens.start, first + tokens.stop))
+
+    def _first_slot(self, group: int, held: _Row) -> int:
+        return held.row * self._row_slots[group]
+
+    def _not_now(self, need: int) -> NotNow:
+        return NotNow(
+            need_bytes=need,
+            free_bytes=self._config.capacity_bytes - self._committed_bytes,
+            holders=tuple(i for i, held in self._rows.items() if held.row >= 0),
+        )

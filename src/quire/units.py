@@ -1,0 +1,80 @@
+"""Numbers with units: parse and format bytes, tokens and seconds; round to blocks and pages.
+
+Bytes are spelled in powers of 1024 (``KiB``, ``MiB``, ``GiB``) when written. When read, ``16GB`` is
+16 * 10**9 and ``16GiB`` (or ``16G``, as everyone types it) is 16 * 2**30.
+"""
+
+import re
+
+from quire.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 2**10,
+    "kib": 2**10,
+    "kb": 10**3,
+    "m": 2**20,
+    "mib": 2**20,
+    "mb": 10**6,
+    "g": 2**30,
+    "gib": 2**30,
+    "gb": 10**9,
+    "t": 2**40,
+    "tib": 2**40,
+    "tb": 10**12,
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """The quotient rounded up."""
+    return -(-numerator // denominator)
+
+
+def align_up(value: int, step: int) -> int:
+    """The least multiple of ``step`` that is not below ``value``."""
+    return ceil_div(value, step) * step
+
+
+def align_down(value: int, step: int) -> int:
+    """The greatest multiple of ``step`` that is not above ``value``."""
+    return value // step * step
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read ``"1.5GiB"``, ``"16GB"``, ``"512m"`` or a plain number of bytes.
+
+    Raises: ConfigError for anything else.
+    """
+    if isinstance(text, int):
+        return text
+    match = _BYTES.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size: write e.g. 512MiB, 16GB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write bytes with three or four significant digits: ``14.06 MiB``."""
+    sign, value = ("-" if num_bytes < 0 else ""), abs(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            digits = 0 if unit == "B" or value >= 1000 else 1 if value >= 100 else 2
+            return f"{sign}{value:.{digits}f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: int) -> str:
+    """Write a count with thousands separators: ``40,960``."""
+    return f"{count:,}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration in the unit a person would use: ``12 ms``, ``3.4 s``, ``2 m 05 s``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds // 60:.0f} m {seconds % 60:02.0f} s"
