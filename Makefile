@@ -9,6 +9,10 @@ DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MAX_LINES := 400
 
+# OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
+# then runs five to ten times slower. Benchmarks choose for themselves.
+demo test: export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format types size bench docs setup clean
 
@@ -26,7 +30,7 @@ check: lint types test ## lint, types and test, one after the other
 
 lint: $(READY) ## rules and layout of the source (ruff)
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check . || { echo "To lay it out: make format"; exit 1; }
+	@$(BIN)/ruff format --check . || { echo "To lay it out: make format" >&2; exit 1; }
 
 format: $(READY) ## lay the source out, and mend what can be mended mechanically
 	@$(BIN)/ruff check --fix .
@@ -49,7 +53,7 @@ bench: $(READY) ## run every benchmark and print its tables
 	done
 
 docs: $(DOCS) ## build the documentation into site/
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html is ready."
 
 setup: $(READY) ## make .venv, with Quire and its tools
@@ -59,16 +63,17 @@ clean: ## remove all that these verbs have made, .venv too
 	@rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated.
+# A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated;
+# after a change of these files only the difference is installed. For another Python: make clean first.
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
-	  echo "There is no $(PYTHON) here. Install Python 3.11 or later, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	  echo "There is no $(PYTHON) here. Install Python 3.11 or later, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Quire needs 3.11 or later. Name one: make PYTHON=python3.12"; exit 1; }
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Quire needs 3.11 or later. Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	@echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)."
-	@$(PYTHON) -m venv $(VENV)
+	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)."; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "[2/3] Installing torch, the large one: about a minute, more on a slow line."
 	@$(PIP) install -c constraints.txt torch
 	@echo "[3/3] Installing Quire, transformers and the tools: about a minute."

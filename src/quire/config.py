@@ -13,8 +13,10 @@ from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata=MappingProxyType({"help": help}))
+def _option(default: Any, help: str, *, flag_type: Any = None) -> Any:
+    """A field and its description. ``flag_type``: what a flag takes, if not the field's type."""
+    extra = {} if flag_type is None else {"flag_type": flag_type}
+    return field(default=default, metadata=MappingProxyType({"help": help, **extra}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,9 @@ class EngineConfig:
     )
     block_size: int = _option(16, "Tokens in a block (paged).")
     kv_cache_memory_bytes: int | None = _option(
-        None, "Ceiling on KV memory, e.g. 2GiB. Default: 80 % of what is available."
+        None,
+        "Ceiling on KV memory, e.g. 2GiB. Default: 80 % of what is available.",
+        flag_type=str | None,
     )
     growth: Literal["uniform", "doubling", "staggered"] = _option(
         "uniform", "How buffers grow (growing)."
@@ -46,11 +50,14 @@ class EngineConfig:
     seed: int = _option(0, "Seed of requests that bring none.")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "growth_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_memory_bytes"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+        _in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
+            _in_range(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            _in_range("max_model_len", self.max_model_len, 2)  # a prompt and a token
+        if self.kv_cache_memory_bytes is not None:
+            _in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
+        _in_range("seed", self.seed, 0, 2**63)
         _one_of("cache", self.cache, tuple(STRATEGIES))
         _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         _one_of("reserve", self.reserve, ("max_model_len", "request"))
@@ -74,9 +81,11 @@ def _nearest(name: str, known: set[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value:,} must be at least {least:,}")
+def _in_range(name: str, value: Any, least: int, most: int = 2**40) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} must be a whole number")
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value:,} must be from {least:,} to {most:,}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

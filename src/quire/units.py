@@ -5,25 +5,29 @@ Bytes are spelled in powers of 1024 (``KiB``, ``MiB``, ``GiB``) when written. Wh
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from quire.errors import ConfigError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 2**10,
-    "kib": 2**10,
-    "kb": 10**3,
-    "m": 2**20,
-    "mib": 2**20,
-    "mb": 10**6,
-    "g": 2**30,
-    "gib": 2**30,
-    "gb": 10**9,
-    "t": 2**40,
-    "tib": 2**40,
-    "tb": 10**12,
-}
+_UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "": 1,
+        "b": 1,
+        "k": 2**10,
+        "kib": 2**10,
+        "kb": 10**3,
+        "m": 2**20,
+        "mib": 2**20,
+        "mb": 10**6,
+        "g": 2**30,
+        "gib": 2**30,
+        "gb": 10**9,
+        "t": 2**40,
+        "tib": 2**40,
+        "tb": 10**12,
+    }
+)
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 

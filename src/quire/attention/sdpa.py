@@ -65,7 +65,8 @@ def attend_sequence(
             rows[None], k[None], v[None], attn_mask=row_mask, scale=scale
         )[0]
     else:
-        scores = (rows @ k.transpose(1, 2)).float() * scale
+        # In float32, as the fused kernel does inside: a rounded score is a wrong weight.
+        scores = rows.float() @ k.transpose(1, 2).float() * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if row_mask is not None:
@@ -74,5 +75,5 @@ def attend_sequence(
             sink = sinks.float().view(k.shape[0], sharing, 1).repeat_interleave(num_queries, 1)
             scores = torch.cat([scores, sink], 2)
         weights = scores.softmax(-1)[..., : k.shape[1]]
-        result = weights.to(v.dtype) @ v
+        result = (weights @ v.float()).to(q.dtype)
     return result.view(heads, num_queries, -1).transpose(0, 1)

@@ -34,6 +34,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, when the end comes without a token."""
+        if self.stopped:
+            return ""
         before = self._decode(self._ids[self._context : self._shown])
         after = self._decode(self._ids[self._context :])
         self._held += after[len(before) :]
@@ -41,10 +43,11 @@ class Detokenizer:
         return self._release(last=True)
 
     def _release(self, *, last: bool) -> str:
-        ends = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
             self.stopped = True
-            text, self._held = self._held[: min(ends)], ""
+            _, start = min(found)  # the one that is complete first, however the tokens fall
+            text, self._held = self._held[:start], ""
             return text
         keep = 0 if last else max((self._overlap(stop) for stop in self._stop), default=0)
         cut = len(self._held) - keep

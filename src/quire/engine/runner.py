@@ -7,11 +7,17 @@ from torch import Tensor
 
 from quire.attention import AttentionBackend, make_batch
 from quire.engine.scheduler import StepPlan
-from quire.errors import UnsupportedModel
-from quire.models.hooks import forward, install, make_step
+from quire.errors import ConfigError, UnsupportedModel
+from quire.models.hooks import forward, make_step
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec, RecurrentState
-from quire.strategies import Accounting, Fits, Storage
+from quire.strategies import Accounting, Fits, Never, Storage
+from quire.units import format_bytes
+
+_TRIAL_TOKENS = 12
+_TRIAL_ID = -1  # requests count from 1
+# What a model raises when it finds something else than it expects in its cache or its arguments.
+_MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class Runner(Protocol):
@@ -23,11 +29,7 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs a model over packed chunks, its keys and values kept by any strategy.
-
-    Construction ends with a trial: the model must give through the hooks what it gives alone.
-    Raises: UnsupportedModel if it does not, naming the layers that never reported.
-    """
+    """Runs a model over packed chunks, its keys and values kept by any strategy."""
 
     def __init__(
         self,
@@ -36,14 +38,10 @@ class ModelRunner:
         storage: Storage,
         backend: AttentionBackend,
     ) -> None:
-        refuse_recurrent(loaded.spec)
         self._model = loaded.model
         self._accounting = accounting
         self._storage = storage
         self._backend = backend
-        expected = _plain_logits(loaded)
-        install(self._model)
-        self._try_out(loaded, expected)
 
     def run(self, plan: StepPlan) -> Tensor:
         self._storage.apply(self._accounting.drain())
@@ -57,6 +55,47 @@ class ModelRunner:
         logits, _ = self._forward(chunks, token_ids, ends)
         return logits
 
+    def try_out(self, loaded: LoadedModel, *, max_tokens: int) -> None:
+        """A trial, in two chunks: the model must give through the hooks what it gives alone.
+
+        Raises: UnsupportedModel if it does not, naming the layers that never reported.
+        """
+        name = f"{loaded.name} ({loaded.spec.model_type})"
+        token_ids = _trial_tokens(loaded, min(max_tokens, _TRIAL_TOKENS))
+        middle = (len(token_ids) + 1) // 2
+        self._accounting.add(_TRIAL_ID, max_tokens=len(token_ids))
+        try:
+            rows = []
+            for start, stop in ((0, middle), (middle, len(token_ids))):
+                if not isinstance(self._accounting.try_extend(_TRIAL_ID, stop), Fits):
+                    return  # a few tokens fit, so there is a use for it; each request is told
+                self._storage.apply(self._accounting.drain())
+                try:
+                    logits, silent = self._forward(
+                        [(_TRIAL_ID, start, stop)], token_ids[start:stop], [*range(stop - start)]
+                    )
+                except UnsupportedModel:
+                    raise
+                except _MODEL_ERRORS as error:
+                    raise UnsupportedModel(f"{name} does not run packed: {error!r}") from error
+                if silent:
+                    raise UnsupportedModel(
+                        f"{name}: layers {silent} never reached the cache; their attention does "
+                        f"not go through Transformers' interface"
+                    )
+                rows.append(logits)
+        finally:
+            self._accounting.free(_TRIAL_ID)
+            self._storage.apply(self._accounting.drain())
+        expected = _plain_logits(loaded, token_ids)
+        deviation = (torch.cat(rows) - expected).abs().max() / expected.abs().max()
+        limit = 1e-3 if loaded.model.dtype == torch.float32 else 5e-2
+        if not deviation <= limit:
+            raise UnsupportedModel(
+                f"{name} gives other logits packed than alone: {deviation:.1e} of the largest, "
+                f"{limit:.0e} allowed"
+            )
+
     def _forward(
         self, chunks: list[tuple[int, int, int]], token_ids: list[int], logits_at: list[int]
     ) -> tuple[Tensor, list[int]]:
@@ -68,43 +107,6 @@ class ModelRunner:
         wanted = torch.tensor(logits_at, dtype=torch.long)
         logits = forward(self._model, step, torch.tensor(token_ids), positions, wanted)
         return logits, step.silent
-
-    def _try_out(self, loaded: LoadedModel, expected: Tensor) -> None:
-        trial_id = -1
-        token_ids = _trial_tokens(loaded)
-        half = len(token_ids) // 2
-        self._accounting.add(trial_id, max_tokens=len(token_ids))
-        try:
-            rows = []
-            for start, stop in ((0, half), (half, len(token_ids))):
-                if not isinstance(self._accounting.try_extend(trial_id, stop), Fits):
-                    return  # too little memory to try: the first request will be told
-                self._storage.apply(self._accounting.drain())
-                ids = token_ids[start:stop]
-                try:
-                    logits, silent = self._forward(
-                        [(trial_id, start, stop)], ids, list(range(len(ids)))
-                    )
-                except (KeyError, AttributeError, IndexError, RuntimeError, TypeError) as error:
-                    raise UnsupportedModel(
-                        f"{loaded.name} ({loaded.spec.model_type}) does not run packed: {error!r}"
-                    ) from error
-                if silent:
-                    raise UnsupportedModel(
-                        f"{loaded.name} ({loaded.spec.model_type}): layers {silent} never reached "
-                        f"the cache; their attention does not go through Transformers' interface"
-                    )
-                rows.append(logits)
-        finally:
-            self._accounting.free(trial_id)
-            self._storage.apply(self._accounting.drain())
-        deviation = (torch.cat(rows) - expected).abs().max() / expected.abs().max()
-        limit = 1e-3 if loaded.model.dtype == torch.float32 else 5e-2
-        if not deviation <= limit:
-            raise UnsupportedModel(
-                f"{loaded.name} ({loaded.spec.model_type}) gives other logits packed than alone: "
-                f"{deviation:.1e} of the largest, {limit:.0e} allowed"
-            )
 
 
 def refuse_recurrent(spec: ModelSpec) -> None:
@@ -121,14 +123,30 @@ def refuse_recurrent(spec: ModelSpec) -> None:
         )
 
 
-def _trial_tokens(loaded: LoadedModel) -> list[int]:
+def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
+    """Raises: ConfigError for a cache in which no sequence, however short, finds room."""
+    least = min(max_tokens, 2)  # a prompt and a token
+    accounting.add(_TRIAL_ID, max_tokens=least)
+    verdict = accounting.try_extend(_TRIAL_ID, least)
+    accounting.free(_TRIAL_ID)
+    accounting.drain()
+    if isinstance(verdict, Never):
+        raise ConfigError(
+            f"{format_bytes(verdict.capacity_bytes)} of KV memory cannot hold even a short "
+            f"sequence, which takes {format_bytes(verdict.need_bytes)}: raise "
+            f"kv_cache_memory_bytes or lower what one sequence takes (max_model_len, block_size, "
+            f"growth_tokens)"
+        )
+
+
+def _trial_tokens(loaded: LoadedModel, num_tokens: int) -> list[int]:
     vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
-    return [(3 + 7 * i) % vocab_size for i in range(12)]
+    return [(3 + 7 * i) % vocab_size for i in range(num_tokens)]
 
 
-def _plain_logits(loaded: LoadedModel) -> Tensor:
-    """What the model says by itself, without any cache: [12, vocabulary]."""
+def _plain_logits(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
+    """What the model says by itself, without any cache: [T, vocabulary]."""
     with torch.inference_mode():
-        ids = torch.tensor([_trial_tokens(loaded)])
+        ids = torch.tensor([token_ids])
         logits: Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0]
     return logits

@@ -39,7 +39,7 @@ class Sampler:
         if sequence.seq_id not in self._generators:
             seed = sequence.request.params.seed
             generator = torch.Generator()
-            generator.manual_seed(self._seed + sequence.seq_id if seed is None else seed)
+            generator.manual_seed((self._seed + sequence.seq_id if seed is None else seed) % 2**64)
             self._generators[sequence.seq_id] = generator
         return torch.empty(size).exponential_(generator=self._generators[sequence.seq_id])
 
@@ -47,18 +47,23 @@ class Sampler:
 def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Logits ([S, vocabulary]) with temperature applied and what the filters exclude at -inf."""
     column = logits.new_tensor
-    logits = logits / column([p.temperature for p in params])[:, None]
+    # From the largest logit down, so that a temperature close to 0 cannot divide it to infinity.
+    temperature = column([p.temperature for p in params]).clamp(min=torch.finfo(logits.dtype).tiny)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     if not any(p.top_k or p.top_p < 1 or p.min_p for p in params):
         return logits
     size = logits.shape[-1]
-    ordered, order = logits.sort(-1, descending=True)
+    ordered, order = logits.sort(
+        dim=-1, descending=True, stable=True
+    )  # of equals, the lower id first
     ranks = torch.arange(size)
     top_k = torch.tensor([min(p.top_k, size) or size for p in params])[:, None]
     ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
     weights = ordered.softmax(-1)
     # A token stays while the weight before it has not yet reached top_p: the first always does.
     before = weights.cumsum(-1) - weights
-    drop = before >= column([p.top_p for p in params])[:, None]
+    # Infinity where top_p is off: in float32 the sum may reach 1 before the last token.
+    drop = before >= column([p.top_p if p.top_p < 1 else torch.inf for p in params])[:, None]
     drop |= weights < weights[:, :1] * column([p.min_p for p in params])[:, None]
     drop[:, 0] = False
     return torch.full_like(logits, -torch.inf).scatter(

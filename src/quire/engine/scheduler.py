@@ -159,6 +159,11 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._accounting.free(sequence.seq_id)
 
+    def finish_all(self, reason: FinishReason, detail: str = "") -> None:
+        """End every sequence."""
+        for sequence in [*self._running, *self._waiting]:
+            self.finish(sequence, reason, detail)
+
     def check(self) -> None:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
@@ -170,22 +175,31 @@ class Scheduler:
         assert len(self._running) <= self._max_num_seqs
 
     def _extend(self, sequence: Sequence, budget: int, *, may_preempt: bool) -> Chunk | None:
-        """Take room for the next chunk, or None: the sequence waits, was preempted, or has ended."""
+        """Take room for the next chunk. None: the sequence waits, was preempted or has ended."""
         start = sequence.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)
         while True:
-            verdict = self._accounting.try_extend(sequence.seq_id, stop)
+            room = sequence.num_tokens if sequence.needs_room_at_once else stop
+            verdict = self._accounting.try_extend(sequence.seq_id, room)
             if isinstance(verdict, Fits):
+                sequence.needs_room_at_once = False
                 return Chunk(sequence=sequence, start=start, stop=stop)
             if isinstance(verdict, Never):
-                self._end_for_lack_of_room(sequence, verdict)
+                if room == start + 1 or sequence.needs_room_at_once:
+                    self._end_for_lack_of_room(sequence, room, verdict)
+                    return None
+                # A window that moves in smaller steps holds less at once.
+                stop = start + (stop - start) // 2
+            elif not may_preempt:
                 return None
-            if not may_preempt:
-                return None
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return None
+            else:
+                victim = self._running[-1]
+                # Alone and yet without room: growing in place takes more than there is, as a copy
+                # into a larger buffer does. Begun anew in one piece it fits, or else never will.
+                victim.needs_room_at_once = len(self._running) == 1
+                self._preempt(victim)
+                if victim is sequence:
+                    return None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's room away. It goes to the head of the queue and recomputes."""
@@ -198,13 +212,16 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
-        longest = min(sequence.max_tokens, self._max_model_len)
-        self._accounting.add(sequence.seq_id, max_tokens=longest)
+        self._accounting.add(sequence.seq_id, max_tokens=self._longest(sequence))
 
-    def _end_for_lack_of_room(self, sequence: Sequence, verdict: Never) -> None:
+    def _longest(self, sequence: Sequence) -> int:
+        return min(sequence.max_tokens, self._max_model_len)
+
+    def _end_for_lack_of_room(self, sequence: Sequence, num_tokens: int, verdict: Never) -> None:
         detail = (
-            f"{format_count(sequence.num_tokens)} tokens need {format_bytes(verdict.need_bytes)} "
-            f"of KV memory and {format_bytes(verdict.capacity_bytes)} can be had: at most "
+            f"{format_count(num_tokens)} tokens, of {format_count(self._longest(sequence))} at "
+            f"most, need {format_bytes(verdict.need_bytes)} of KV memory and "
+            f"{format_bytes(verdict.capacity_bytes)} can be had: at most "
             f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
         )
         self.finish(sequence, "capacity", detail)

@@ -4,7 +4,7 @@ Nothing here knows about memory; ``num_computed_tokens`` says how many tokens th
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import RequestError
 
@@ -18,6 +18,8 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch those filters off. With a
     ``seed`` a request gives the same text whatever else is in the batch. ``stop`` strings end the
     text and are not part of it.
+
+    Raises: RequestError naming the parameter, its value and its limit.
     """
 
     max_tokens: int = 16
@@ -30,17 +32,21 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        infinity = float("inf")
         limits = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "stop": (all(self.stop), "strings that are not empty"),
+            "max_tokens": (_is_int(self.max_tokens, 1), "a whole number of at least 1"),
+            "temperature": (_is_number(self.temperature, 0, infinity), "a number of 0 or more"),
+            "top_k": (_is_int(self.top_k, 0), "a whole number: 0 (off) or more"),
+            "top_p": (_is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"),
+            "min_p": (_is_number(self.min_p, 0, 1), "between 0 and 1"),
+            "seed": (self.seed is None or _is_int(self.seed), "a whole number, or None"),
+            "stop": (_are_strings(self.stop), "a string or several, none of them empty"),
         }
         for name, (holds, limit) in limits.items():
             if not holds:
                 raise RequestError(f"{name}={getattr(self, name)!r} must be {limit}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)  # a list, or one string, as people write it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt and continuation
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    needs_room_at_once: bool = False  # it was preempted with nobody else there to make room
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
 
@@ -86,3 +93,21 @@ class Sequence:
     def max_tokens(self) -> int:
         """The longest it can become, prompt included. The last token's entry is never needed."""
         return len(self.request.prompt_token_ids) + self.request.params.max_tokens
+
+
+def _is_int(value: Any, least: int | None = None) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and (least is None or value >= least)
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    """Whether it is in [least, most]; infinity and NaN are not numbers here."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most and value != float("inf")
+
+
+def _are_strings(value: Any) -> bool:
+    several = [value] if isinstance(value, str) else value
+    return isinstance(several, list | tuple) and all(
+        isinstance(text, str) and bool(text) for text in several
+    )

@@ -9,6 +9,7 @@ page, it kills a process instead, so stay below ``probe.available_bytes``.
 import contextlib
 import ctypes
 import functools
+import logging
 import mmap
 import os
 import sys
@@ -20,6 +21,8 @@ from quire.units import align_up, format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 _LINUX = sys.platform == "linux"
 # Linux's numbers for what Python's mmap module has no name for.
@@ -39,14 +42,16 @@ class HostMemory:
     """Memory of the CPU.
 
     With ``portable`` it uses only what every POSIX system has: a page is committed by writing a
-    zero to it and given back by mapping a fresh one over it. Slower; it is the only way, and chosen
-    without asking, where the kernel lacks the calls above (Linux before 5.14, macOS).
+    zero to it and given back by mapping a fresh one over it. Slower; chosen by itself, and logged,
+    where the kernel lacks the calls above: Linux before 5.14, macOS.
     """
 
     __slots__ = ("portable",)
 
     def __init__(self, *, portable: bool = False) -> None:
         self.portable = portable or not _can_populate()
+        if self.portable and not portable:
+            log.info("host memory commits by writing: no MADV_POPULATE_WRITE in this kernel")
 
     @property
     def page_bytes(self) -> int:

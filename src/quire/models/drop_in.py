@@ -5,7 +5,8 @@ own layer classes. Reads are views wherever the strategy holds a range, so that 
 works unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from quire.errors import ConfigError, UnsupportedModel
+from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
 from quire.memory.probe import available_bytes
 from quire.models.rows import Rows
@@ -47,6 +48,7 @@ class DropInCache(Cache):
         self._spec = _windows_for_chunks(spec)
         self._make_rows = make_rows
         self._rows: Rows | None = None
+        self._dtype: torch.dtype | None = None  # of the rows
         kinds, arguments = get_layer_types_and_kwargs(model_config.get_text_config(decoder=True))
         layers: list[Any] = []
         for index, (kind, kwargs) in enumerate(zip(kinds, arguments, strict=True)):
@@ -62,13 +64,17 @@ class DropInCache(Cache):
 
         Raises: ConfigError for a device or dtype that cannot be kept.
         """
+        if k.device.type != "cpu":
+            raise ConfigError(f"the model runs on {k.device}; this cache keeps CPU tensors only")
         if self._rows is None:
-            if k.device.type != "cpu":
-                raise ConfigError(
-                    f"the model runs on {k.device}; this cache keeps CPU tensors only"
-                )
             dtype = str(k.dtype).removeprefix("torch.")
             self._rows = self._make_rows(self._spec.with_kv_dtype(dtype), k.shape[0])
+            self._dtype = k.dtype
+        if k.dtype != self._dtype:
+            raise ConfigError(
+                f"this cache holds {self._dtype} and was given {k.dtype}: "
+                f"make a new one, or call reset()"
+            )
         if len(self._rows) != k.shape[0]:
             raise ConfigError(
                 f"this cache holds {len(self._rows)} rows and was given {k.shape[0]}: "
@@ -137,13 +143,24 @@ class DropInCache(Cache):
         for layer in self._other_layers:
             layer.batch_repeat_interleave(repeats)
         if self._rows is not None:
-            self._rows.select([row for row in range(len(self._rows)) for _ in range(repeats)])
+            with self.whole_or_empty():
+                self._rows.select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         for layer in self._other_layers:
             layer.batch_select_indices(indices)
         if self._rows is not None:
-            self._rows.select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+            with self.whole_or_empty():
+                self._rows.select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+
+    @contextmanager
+    def whole_or_empty(self) -> Iterator[None]:
+        """If the system refuses pages half-way, give everything back: the cache begins anew."""
+        try:
+            yield
+        except MemoryUnavailable:
+            self.close()
+            raise
 
     @property
     def _own_layers(self) -> list["DropInLayer"]:
@@ -187,7 +204,8 @@ class DropInLayer(CacheLayerMixin):
         start = self.cumulative_length
         stop = start + key_states.shape[-2]
         if rows.num_tokens < stop:  # the first layer of a step makes room in all of them
-            rows.extend(stop)
+            with self._owner.whole_or_empty():
+                rows.extend(stop)
         rows.write(self._layer, start, key_states, value_states)
         self.cumulative_length = stop
         return rows.read(self._layer, self._spec.live_range(start).start, stop)
@@ -232,6 +250,8 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     spec = ModelSpec.from_config(model.config.to_dict(), type(model).__name__ + ".config")
     longest = spec.max_model_len if max_model_len is None else max_model_len
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
+    if max_num_seqs is not None:
+        _at_least_one(max_num_seqs=max_num_seqs)
     memory = CountedMemory(HostMemory() if provider is None else provider)
     available = available_bytes()
     ceiling = available if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)

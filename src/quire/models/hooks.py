@@ -1,16 +1,17 @@
 """Two seams of Transformers carry a paged, packed batch through its unmodified models.
 
 * *Write*: an ``EngineCache`` stands in for ``past_key_values``; each layer hands it the new keys
-and
-  values (or the latent) and it puts them into their slots.
+  and values (or the latent) and it puts them into their slots.
 * *Read*: an attention function registered under a name that is not registered as a mask, so that no
   tokens x tokens mask is ever built; the step travels to it as a keyword argument of
   ``model(...)``.
 
+Both hold for one ``forward`` only: between two steps the model is its owner's, as it was.
 ``Step.silent`` names the layers whose reads or writes did not come by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.attention.base import read_sequence, readable
 from quire.attention.sdpa import attend_sequence
+from quire.errors import UnsupportedModel
 from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import Accounting, Storage
 from quire.strategies.layout import attention_spec
@@ -82,10 +84,29 @@ class EngineCache:
         return -1
 
 
-def install(model: PreTrainedModel) -> None:
-    """Make a model read through ``attend``. ``EngineCache`` and ``Step`` come with each call."""
+@contextmanager
+def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
+    """While it lasts the model reads through ``attend``; then it has its own attention back.
+
+    Raises: UnsupportedModel for one whose attention does not go through Transformers' interface.
+    """
     AttentionInterface.register(ATTENTION_NAME, attend)
+    config = model.config
+    own = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        if getattr(config, name) is not None:
+            own[name] = getattr(config, name)._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        if config._attn_implementation != ATTENTION_NAME:
+            raise UnsupportedModel(
+                f"{type(model).__name__} ({config.model_type}): no layer can be reached, for its "
+                f"attention does not go through Transformers' interface; "
+                f"model.generate(past_key_values=quire.cache(model)) runs it"
+            )
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 def forward(
@@ -95,8 +116,8 @@ def forward(
     positions: Tensor,  # i64[T]
     logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
 ) -> Tensor:
-    """One packed forward pass: logits [S, vocabulary]."""
-    with torch.inference_mode():
+    """One packed forward pass: logits [S, vocabulary]. Raises: UnsupportedModel."""
+    with torch.inference_mode(), reading_through_attend(model):
         logits: Tensor = model(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -138,10 +159,7 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
 ) -> tuple[Tensor, None]:
     """Transformers' attention function (the read seam): [1, T, H, Dv]."""
     if quire_step is None:
-        raise RuntimeError(
-            "this model was prepared for quire.LLM: call it through the engine, or give it back "
-            "its own attention with model.set_attn_implementation('sdpa')"
-        )
+        raise RuntimeError("the step's keyword arguments did not reach the attention layers")
     layer: int = module.layer_idx  # type: ignore[assignment]
     spec, batch = quire_step.specs[layer], quire_step.batches[layer]
     quire_step.read.add(layer)

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as hf_logging
 
 from quire.errors import ConfigError, ModelNotLoadable, UnsupportedModel
 from quire.spec import ModelSpec
@@ -21,6 +28,8 @@ from quire.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +42,13 @@ class LoadedModel:
     spec: ModelSpec
 
 
-def load(name: str | Path | None = None, *, dtype: str = "auto") -> LoadedModel:
+def load(
+    name: str | Path | None = None, *, dtype: str = "auto", show_progress: bool = False
+) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+    ``show_progress`` lets Transformers draw its bars on standard error.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -45,32 +57,42 @@ def load(name: str | Path | None = None, *, dtype: str = "auto") -> LoadedModel:
     source = str(folder or name)
     if folder is not None:
         check_weights(folder)
+    set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
+    set_bars()
+    config, spec = _read_config(source, folder)
     try:
-        config = AutoConfig.from_pretrained(source)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
-    spec = ModelSpec.from_config(config.to_dict(), f"config.json of {source}")
-    weights_dtype = spec.dtype if dtype == "auto" else dtype
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=getattr(torch, weights_dtype)
-        ).eval()
-    except Exception as error:
-        raise _not_loadable(source, folder, error) from error
+    _refuse_random_weights(source, found)
     return LoadedModel(
         name=DEMO_MODEL if name is None else source,
-        model=model,
+        model=model.eval(),
         tokenizer=_tokenizer(source),
-        spec=spec.with_kv_dtype(weights_dtype),
+        spec=spec.with_kv_dtype(_dtype_name(model)),
     )
 
 
-def adopt(model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
-    """Take a model that is in memory already."""
+def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
+    """Take a model that is in memory already. Raises: ConfigError, UnsupportedModel."""
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model is a folder, a hub name or a Transformers model, not {name}")
+    if model.device.type != "cpu":
+        raise ConfigError(f"{name} is on {model.device}; only models on the CPU run so far")
+    if model.training:
+        raise ConfigError(f"{name} is in training mode, with dropout: call model.eval()")
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")
-    dtype = str(model.dtype).removeprefix("torch.")
-    return LoadedModel(name=name, model=model, tokenizer=tokenizer, spec=spec.with_kv_dtype(dtype))
+    return LoadedModel(
+        name=name, model=model, tokenizer=tokenizer, spec=spec.with_kv_dtype(_dtype_name(model))
+    )
 
 
 def check_weights(folder: Path) -> None:
@@ -80,14 +102,9 @@ def check_weights(folder: Path) -> None:
     """
     if not (folder / "config.json").is_file():
         raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
-    try:
-        json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
-        raise ModelNotLoadable(f"{folder / 'config.json'} is not JSON: {error}") from error
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights and not list(folder.glob("*.bin")):
-        raise ModelNotLoadable(f"{folder} has no weights: neither *.safetensors nor *.bin")
-    for file in weights:
+    for file in _weight_files(folder):
+        if not file.is_file():
+            raise ModelNotLoadable(f"{file} is missing, and {_INDEX} lists it: fetch it")
         try:
             with safe_open(file, framework="pt") as tensors:
                 tensors.keys()
@@ -97,14 +114,72 @@ def check_weights(folder: Path) -> None:
             ) from error
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that Transformers will read; none where it reads *.bin."""
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        if not list(folder.glob("pytorch_model*.bin")):
+            raise ModelNotLoadable(
+                f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} nor pytorch_model.bin"
+            )
+        return []
+    try:
+        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        return [folder / shard for shard in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelNotLoadable(
+            f"{folder / _INDEX} does not map tensors to files ({error!r}): fetch it again"
+        ) from error
+
+
+def _read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
+    """Transformers' reading of config.json and ours, which is the one of ``quire plan``."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(source)
+    except Exception as error:
+        raise _not_loadable(source, folder, error) from error
+    spec = ModelSpec.from_config(raw, f"config.json of {source}")
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False), spec
+    except Exception as error:
+        raise _not_loadable(source, folder, error) from error
+
+
+def _refuse_random_weights(source: str, found: Any) -> None:
+    """Transformers fills what a checkpoint lacks with random numbers, and only warns.
+
+    Raises: ModelNotLoadable naming the first of the tensors.
+    """
+    for name, given, wanted in sorted(found["mismatched_keys"]):
+        raise ModelNotLoadable(
+            f"{source}: the weights do not match config.json: {name} is {list(given)}, and "
+            f"config.json asks for {list(wanted)} ({len(found['mismatched_keys'])} tensors differ)"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelNotLoadable(
+            f"{source}: the weights lack {len(missing)} of the model's tensors: "
+            f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
+        )
+
+
+def _dtype_name(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
 def _folder(name: str | Path | None) -> Path | None:
     """The local folder that a name means; None if it is to be looked up on the hub."""
     if name is None:
         return Path(str(files("quire") / "demo_model"))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name; no such user
+        raise ModelNotLoadable(f"{str(name)[:80]!r} is no folder: {error}") from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise ModelNotLoadable(f"{path} is a file: give the folder that holds config.json")
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise ModelNotLoadable(f"there is no folder {path}")
@@ -113,7 +188,7 @@ def _folder(name: str | Path | None) -> Path | None:
 
 def _tokenizer(source: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # Transformers raises many kinds here
         log.warning("%s comes without a usable tokenizer (%s): give token ids", source, error)
         return None

@@ -20,9 +20,9 @@ from quire.strategies import (
     CacheConfig,
     Fits,
     Never,
+    NotNow,
     Storage,
     Usage,
-    Verdict,
     build_accounting,
     build_storage,
 )
@@ -42,6 +42,7 @@ class Rows:
     ) -> None:
         self.num_tokens = 0
         self._max_rows = config.max_num_seqs
+        self._check_room_for(num_rows)
         self._accounting: Accounting = build_accounting(strategy, spec, config)
         self._storage: Storage = build_storage(strategy, self._accounting, provider)
         self._group_of = {
@@ -68,12 +69,18 @@ class Rows:
         return self._accounting.usage()
 
     def extend(self, num_tokens: int) -> None:
-        """Make room up to ``num_tokens`` in every row.
+        """Make room up to ``num_tokens`` in every row, or in none.
 
-        Raises: RequestTooLong, OutOfKVMemory. Rows extended before the refusal keep their room.
+        Raises: RequestTooLong, OutOfKVMemory; MemoryUnavailable, and then only ``close`` is left.
         """
-        for seq_id in self._ids:
-            self._settle(self._accounting.try_extend(seq_id, num_tokens), num_tokens)
+        for index, seq_id in enumerate(self._ids):
+            verdict = self._accounting.try_extend(seq_id, num_tokens)
+            if not isinstance(verdict, Fits):
+                for extended in self._ids[:index]:
+                    self._accounting.trim(extended, self.num_tokens)
+                self._apply()
+                raise self._error(verdict, num_tokens)
+        self._apply()
         if self._beam_table is not None:
             own = torch.arange(len(self._ids))[:, None].expand(-1, num_tokens - self.num_tokens)
             self._beam_table = torch.cat([self._beam_table, own], 1)
@@ -81,7 +88,7 @@ class Rows:
         self._slots.clear()
 
     def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v [rows, K, T, Dv]."""
+        """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v likewise."""
         stop = start + k.shape[2]
         slots = self._own_slots(self._group_of[layer], start, stop)
         self._storage.write(
@@ -120,10 +127,7 @@ class Rows:
 
     def select(self, source_rows: list[int]) -> None:
         """Keep copies of some rows, in that order; there may be more or fewer than before."""
-        if len(source_rows) > self._max_rows:
-            raise OutOfKVMemory(
-                f"{len(source_rows)} rows asked, {self._max_rows} at most: raise max_num_seqs"
-            )
+        self._check_room_for(len(source_rows))
         if self._beam_table is None:
             self._become(source_rows)
             return
@@ -162,12 +166,18 @@ class Rows:
 
     def _become(self, source_rows: list[int]) -> None:
         """Replace the rows by forks of rows; the first fork of each takes its memory over."""
-        old_ids, new_ids = self._ids, []
+        old_ids = self._ids
+        new_ids: list[int] = []
         taken: set[int] = set()
         for row in source_rows:
             if row in taken:
                 (seq_id,) = self._new_ids(1)
-                self._settle(self._accounting.fork(old_ids[row], seq_id), self.num_tokens)
+                verdict = self._accounting.fork(old_ids[row], seq_id)
+                if not isinstance(verdict, Fits):
+                    for fork in set(new_ids) - set(old_ids):
+                        self._accounting.free(fork)
+                    self._apply()
+                    raise self._error(verdict, self.num_tokens)
                 new_ids.append(seq_id)
             else:
                 taken.add(row)
@@ -179,21 +189,24 @@ class Rows:
         self._ids = new_ids
         self._slots.clear()
 
+    def _check_room_for(self, num_rows: int) -> None:
+        if num_rows > self._max_rows:
+            raise OutOfKVMemory(
+                f"{num_rows} rows asked, {self._max_rows} at most: raise max_num_seqs"
+            )
+
     def _new_ids(self, count: int) -> list[int]:
         self._next_id += count
         return list(range(self._next_id - count, self._next_id))
 
-    def _settle(self, verdict: Verdict, num_tokens: int) -> None:
-        self._apply()
-        if isinstance(verdict, Fits):
-            return
+    def _error(self, verdict: NotNow | Never, num_tokens: int) -> Exception:
         if isinstance(verdict, Never):
-            raise RequestTooLong(
+            return RequestTooLong(
                 f"{format_count(num_tokens)} tokens need {format_bytes(verdict.need_bytes)} of KV "
                 f"memory, {format_bytes(verdict.capacity_bytes)} can ever be had: at most "
                 f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
             )
-        raise OutOfKVMemory(
+        return OutOfKVMemory(
             f"{len(self._ids)} rows of {format_count(num_tokens)} tokens: "
             f"{format_bytes(verdict.need_bytes)} more KV memory is needed, "
             f"{format_bytes(verdict.free_bytes)} is free; raise kv_cache_memory_bytes, or lower "

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError, ModelNotLoadable
@@ -38,18 +39,22 @@ from quire.spec.patterns import (
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _DTYPES = ("dtype", "torch_dtype")
 
-_REFUSED_FIELDS = {
-    "index_topk": "its sparse indexer (index_topk) keeps keys of its own, of no kind held here",
-    "is_encoder_decoder": "it is an encoder-decoder (is_encoder_decoder), and Quire runs decoders",
-}
+_REFUSED_FIELDS = MappingProxyType(
+    {
+        "index_topk": "its sparse indexer (index_topk) keeps keys of its own, of no kind held here",
+        "is_encoder_decoder": "it is an encoder-decoder (is_encoder_decoder): not a decoder alone",
+    }
+)
 
 # Kind of layer → the kinds of memory that it keeps side by side.
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    NOTHING: (),
-    CONV: (RECURRENT,),
-    HYBRID: (FULL, RECURRENT),
-    HYBRID_SLIDING: (SLIDING, RECURRENT),
-}
+_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        NOTHING: (),
+        CONV: (RECURRENT,),
+        HYBRID: (FULL, RECURRENT),
+        HYBRID_SLIDING: (SLIDING, RECURRENT),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +88,14 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
     """The layers of the text part. Raises: ConfigError, UnsupportedModel."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source} holds a {type(config).__name__}, not a JSON object")
+    outer = Fields(section=config, source=source).text("model_type") or ""
     section, source = text_section(config, source)
-    model_type = Fields(section=section, source=source).text("model_type") or ""
-    family = FAMILIES.get(model_type, Family())
+    model_type = Fields(section=section, source=source).text("model_type") or outer
+    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text", Family())
     nested = section is not config
     defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
     fields = Fields(section=section, source=source, defaults=defaults)
-    _refuse(fields, family, model_type)
+    _refuse(fields, family)
     kinds = stated(fields) or family.pattern(fields)
     return Reading(
         model_type=model_type,
@@ -102,28 +108,31 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
 def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:
     """The innermost section that describes the writer of text; the config itself if it has none.
 
-    A section inherits the dtype of the file.
+    A section inherits the dtype of the file around it.
     """
-    for name in _TEXT_SECTIONS:
-        inner = config.get(name)
-        if isinstance(inner, Mapping) and inner:
-            dtype = next((c[k] for c in (inner, config) for k in _DTYPES if c.get(k)), None)
-            return text_section({**inner, "dtype": dtype}, f"{source}, {name}")
-    return config, source
+    section, dtype = config, None
+    while True:
+        dtype = next((section[name] for name in _DTYPES if section.get(name)), dtype)
+        inner = [name for name in _TEXT_SECTIONS if isinstance(section.get(name), Mapping)]
+        if not inner:
+            return ({**section, "dtype": dtype} if section is not config else config), source
+        section, source = section[inner[0]], f"{source}, {inner[0]}"
 
 
-def _refuse(fields: Fields, family: Family, model_type: str) -> None:
+def _refuse(fields: Fields, family: Family) -> None:
     """Raise UnsupportedModel for what would otherwise be read, and read wrongly."""
     if family.refused:
         raise fields.unsupported(family.refused)
+    if fields.section.get("use_bidirectional_attention") in (True, "all"):
+        raise fields.unsupported("it attends in both directions, so it can keep no cache")
     for name, reason in _REFUSED_FIELDS.items():
-        if fields.section.get(name):
+        if fields.has(name):
             raise fields.unsupported(reason)
     unread = [name for name in RULES if fields.has(name)]
-    if model_type not in FAMILIES and unread and not fields.has("layer_types"):
+    if family == Family() and unread and not fields.has("layer_types"):
         raise fields.unsupported(
-            f"{', '.join(unread)} make its layers differ in a way that is not known here for "
-            f"model_type {model_type!r}: list 'layer_types', or add a row to quire.spec.families"
+            f"{', '.join(unread)} make its layers differ in a way that is not known here: "
+            "list 'layer_types', or add a row for its model_type to quire.spec.families"
         )
 
 
@@ -166,17 +175,9 @@ def _of_layer(fields: Fields, family: Family, layer: int, kind: str) -> Fields:
 
 def _specs(fields: Fields, family: Family, kind: str) -> tuple[LayerSpec, ...]:
     """What a layer of this kind remembers: nothing, one part, or two side by side."""
-    parts = _PARTS.get(kind, (kind,))
-    if RECURRENT in parts and family.recurrent is None:
-        raise fields.unsupported(
-            "it has recurrent layers whose state is of no shape known here: "
-            "add a row for its model_type to quire.spec.families"
-        )
     return tuple(
-        family.recurrent(fields)
-        if part == RECURRENT and family.recurrent
-        else _attention(fields, family, part)
-        for part in parts
+        family.recurrent(fields) if part == RECURRENT else _attention(fields, family, part)
+        for part in _PARTS.get(kind, (kind,))
     )
 
 

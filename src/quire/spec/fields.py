@@ -6,6 +6,7 @@ model family needs, and what they mean, is said in ``families``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from reprlib import Repr
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "linear_attn_config.short_conv_kernel_size",
             "conv_L_cache",
         ),
+        "block_types": ("_block_types",),
         "linear_num_heads": ("linear_attn_config.num_heads",),
         "linear_head_dim": ("linear_attn_config.head_dim",),
     }
@@ -132,9 +134,9 @@ class Fields:
             raise self.wrong(name, value, "must be a list")
         return value
 
-    def has(self, *names: str) -> bool:
-        """Whether any of these fields has a value."""
-        return any(self._value(name, of_layer=False) is not None for name in names)
+    def has(self, name: str) -> bool:
+        """Whether the field says anything: null, false and an empty list do not."""
+        return bool(self._value(name, of_layer=False))
 
     def dtype(self) -> str:
         """The dtype's name; bfloat16, as nearly all published weights are, where none is stated."""
@@ -170,11 +172,8 @@ class Fields:
         return UnsupportedModel(f"{self.source}: this model is not supported: {reason}")
 
     def wrong(self, name: str, value: object, limit: str) -> ConfigError:
-        """The error for a value that cannot work, with the value cut to a readable length."""
-        shown = repr(value)
-        return ConfigError(
-            f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'} {limit}"
-        )
+        """The error for a value that cannot work."""
+        return ConfigError(f"{self.source}: {name} = {shown(value)} {limit}")
 
     def _value(self, name: str, *, of_layer: bool = True) -> Any:
         """The value under any spelling; a null in the section hides the default."""
@@ -190,6 +189,17 @@ class Fields:
                 raise self.wrong(name, value, f"has no entry for layer {self.layer}")
             return value[self.layer]
         return value
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, however long or deep it is."""
+    short = Repr()
+    short.maxstring = short.maxlong = 60
+    try:
+        text = short.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _look_up(section: Mapping[str, Any], spelling: str) -> tuple[Any] | None:

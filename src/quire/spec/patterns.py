@@ -5,27 +5,33 @@ A pattern takes a section's fields and returns one kind word a layer, in Transfo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from quire.errors import ConfigError
-from quire.spec.fields import Fields
+from quire.spec.fields import Fields, shown
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT, CONV = "linear_attention", "conv"  # a state instead of keys and values
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # both, side by side
 NOTHING = "nothing"  # a layer that remembers nothing: a feed-forward block
 
-_WORDS: Mapping[str, str] = {
-    **{word: word for word in (FULL, SLIDING, CHUNKED, RECURRENT, CONV, HYBRID, HYBRID_SLIDING)},
-    **dict.fromkeys(("attention", "global", "global_attention"), FULL),
-    **dict.fromkeys(("local", "local_attention", "sliding_window"), SLIDING),
-    **dict.fromkeys(("mamba", "mamba2", "recurrent", "linear"), RECURRENT),
-    **dict.fromkeys(("moe", "mlp", "dense", "sparse"), NOTHING),
-}
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            word: word for word in (FULL, SLIDING, CHUNKED, RECURRENT, CONV, HYBRID, HYBRID_SLIDING)
+        },
+        **dict.fromkeys(("attention", "global", "global_attention"), FULL),
+        **dict.fromkeys(("local", "local_attention", "sliding_window"), SLIDING),
+        **dict.fromkeys(("mamba", "mamba2", "recurrent", "linear"), RECURRENT),
+        **dict.fromkeys(("moe", "mlp"), NOTHING),
+    }
+)
 
 # Fields that say which layer is of which kind, or that some layers keep a state. A model_type that
 # has one of these but no row in ``families`` would be misread as plain attention.
 RULES = (
+    "attention_chunk_size",
     "attn_layer_period",
     "attn_layer_indices",
     "attn_type_list",
@@ -59,15 +65,15 @@ def stated(fields: Fields) -> Sequence[str] | None:
     for word in words:
         if not isinstance(word, str) or word not in _WORDS:
             raise fields.unsupported(
-                f"its layer_types name {word!r}; known kinds: {', '.join(sorted(_WORDS))}"
+                f"its layer_types name {shown(word)}; known kinds: {', '.join(sorted(_WORDS))}"
             )
     return [_WORDS[word] for word in words]
 
 
 def uniform(fields: Fields) -> Sequence[str]:
     """All layers alike: with a window where one is stated and not switched off, else full."""
-    switched_off = fields.has("use_sliding_window") and not fields.flag("use_sliding_window")
-    windowed = not switched_off and fields.optional_integer("sliding_window") is not None
+    switched_on = fields.flag("use_sliding_window", default=True)
+    windowed = switched_on and fields.optional_integer("sliding_window") is not None
     return [SLIDING if windowed else FULL] * _num_layers(fields)
 
 

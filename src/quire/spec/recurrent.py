@@ -12,6 +12,14 @@ from quire.spec.layers import RecurrentState, StateTensor
 _SCAN_DTYPE = "float32"
 
 
+def unknown(fields: Fields) -> RecurrentState:
+    """For families that no row describes. Raises: UnsupportedModel."""
+    raise fields.unsupported(
+        "it has recurrent layers whose state is of no shape known here: "
+        "add a row for its model_type to quire.spec.families"
+    )
+
+
 def mamba(fields: Fields) -> RecurrentState:
     """Conv [I, W], scan [I, N]. Source: Gu and Dao 2023, §3; modeling_mamba, modeling_jamba."""
     inner = _inner(fields)

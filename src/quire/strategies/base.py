@@ -8,7 +8,8 @@ causes is a property of the list, not of who executes it.
 Slots are counted per group: slot s is the place of one token in each layer of the group.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -42,15 +43,16 @@ class CacheConfig:
     defrag: bool = False  # contiguous: close the holes when a range fits in none of them
     growth: Growth = "uniform"  # growing
     growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
-    keep_old: bool = False  # growing: the old buffer lives until the next step, as OpenVINO's does
+    keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
 
-    def never(self, num_tokens: int, token_bytes: int) -> "Never":
-        """The verdict on a sequence of ``num_tokens`` that no empty cache could hold."""
+    def never(self, num_tokens: int, bytes_for: Callable[[int], int]) -> "Never":
+        """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache."""
         too_long = num_tokens > self.max_model_len
+        lengths = range(1, self.max_model_len + 1)
         return Never(
-            need_bytes=num_tokens * token_bytes,
+            need_bytes=bytes_for(num_tokens),
             capacity_bytes=self.capacity_bytes,
-            fitting_tokens=min(self.max_model_len, self.capacity_bytes // token_bytes),
+            fitting_tokens=bisect_right(lengths, self.capacity_bytes, key=bytes_for),
             option="max_model_len" if too_long else "kv_cache_memory_bytes",
         )
 
@@ -99,21 +101,28 @@ class Fits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotNow:
-    """No room at present; nothing has changed. It fits once holders end."""
+    """No room at present; nothing has changed. It fits once holders end.
+
+    The asking sequence may be the only holder: where it must copy itself to grow, or lies scattered
+    over pages, it fits only if it ends too and begins again.
+    """
 
     need_bytes: int
     free_bytes: int
-    holders: tuple[int, ...]  # ids of the sequences that hold memory
+    holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Never:
-    """No room even in an empty cache; nothing has changed."""
+    """No room for this step even in an empty cache; nothing has changed.
+
+    Behind a window, smaller steps may still go further: what a step adds is held at once.
+    """
 
     need_bytes: int
     capacity_bytes: int
-    fitting_tokens: int  # the longest sequence that would fit
-    option: str  # what to change
+    fitting_tokens: int  # the longest sequence that would fit in one step
+    option: str  # what to raise
 
 
 Verdict: TypeAlias = Fits | NotNow | Never
@@ -146,6 +155,9 @@ class Accounting(Protocol):
 
     Sequence ids are the caller's. Every verb takes one sequence; the caller plans, so that exactly
     one of these calls mutates at a time.
+
+    A *step* is what happens between two calls of ``drain``. Tokens that a step makes room for are
+    written after its changes are applied, so a sequence is forked or trimmed at its beginning.
     """
 
     @property
@@ -175,7 +187,12 @@ class Accounting(Protocol):
         ...
 
     def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
-        """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none."""
+        """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none.
+
+        It does nothing if there is room already. Else, at most once a step, all that the first new
+        token reads stays readable: a window passes only what was behind it before. A refusal leaves
+        usage, tables and changes as they were.
+        """
         ...
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
@@ -186,7 +203,7 @@ class Accounting(Protocol):
         """Keep only the first ``num_tokens`` tokens.
 
         The last extension can always be undone. Further back, a window may have given back tokens
-        that it would read again. Raises: ValueError then.
+        that it would read again, or their places. Raises: ValueError then, and nothing has changed.
         """
         ...
 
@@ -210,7 +227,10 @@ class Accounting(Protocol):
         ...
 
     def drain(self) -> list[Change]:
-        """The changes since the last call, in order. Storage applies them before anyone writes."""
+        """End the step: its changes, in order. Storage applies them before anyone writes.
+
+        Applied one by one they never commit more than ``capacity_bytes``.
+        """
         ...
 
     def usage(self) -> Usage: ...
@@ -243,7 +263,9 @@ class Storage(Protocol):
     def apply(self, changes: Iterable[Change]) -> None:
         """Carry out what accounting decided.
 
-        Raises: MemoryUnavailable if the system refuses pages.
+        Raises: MemoryUnavailable if the system refuses pages. The changes before the refused one are
+        done, it and those after it are not, in any layer. Accounting is then ahead of the pages that
+        exist: all that is left to do with the pair is ``close``, and to begin again with a new one.
         """
         ...
 

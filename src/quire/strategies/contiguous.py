@@ -50,11 +50,15 @@ class ContiguousAccounting:
         # No more address space than can be used: every sequence at its longest, or the capacity.
         num_slots = min(capacity_tokens // self._align * self._align, config.max_num_seqs * longest)
         self._arena = FirstFit(num_slots)
+        # A kernel may be given the longest range from any start, so that addresses go on for one
+        # more behind the arena. Where every range is the longest, one arena of it is enough.
+        past_end = longest if config.reserve == "request" else 0
+        self._num_slots = max(num_slots + past_end, longest)
         self._ranges: dict[int, _Range] = {}
         self._changes: list[Change] = []
 
     def num_slots(self, group: int) -> int:
-        return self._arena.num_slots
+        return self._num_slots
 
     def block_size(self, group: int) -> int:
         return self._config.max_model_len
@@ -69,21 +73,20 @@ class ContiguousAccounting:
 
     def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
         held = self._ranges[seq_id]
+        if num_tokens <= held.num_tokens:
+            return FITS
         if num_tokens > held.max_tokens:
-            return Never(
-                need_bytes=num_tokens * self._token_bytes,
-                capacity_bytes=held.max_tokens * self._token_bytes,
-                fitting_tokens=held.max_tokens,
-                option="max_model_len",
-            )
+            return self._never(held, num_tokens)
         if held.start is None:
-            length = align_up(held.max_tokens, self._align)
+            length = self._length(held)
+            if length > self._arena.num_slots:
+                return self._never(held, num_tokens)
             start = self._place(length)
             if start is None:
-                return self._refusal(length)
+                return self._not_now(length)
             held.start = start
             self._each_group(Commit, start, start + length)
-        held.num_tokens = max(held.num_tokens, num_tokens)
+        held.num_tokens = num_tokens
         return FITS
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
@@ -119,8 +122,8 @@ class ContiguousAccounting:
 
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
         first = self._ranges[seq_id].start
-        assert first is not None, f"sequence {seq_id} holds nothing"
-        return np.arange(first + start, first + stop)
+        assert first is not None or start == stop, f"sequence {seq_id} holds nothing"
+        return (first or 0) + np.arange(start, stop)
 
     def drain(self) -> list[Change]:
         changes, self._changes = self._changes, []
@@ -151,7 +154,7 @@ class ContiguousAccounting:
     def usage(self) -> Usage:
         placed = [held for held in self._ranges.values() if held.start is not None]
         return Usage(
-            reserved_bytes=self._arena.num_slots * self._token_bytes,
+            reserved_bytes=self._num_slots * self._token_bytes,
             committed_bytes=sum(map(self._length, placed)) * self._token_bytes,
             used_bytes=sum(
                 group.bytes_for(held.num_tokens) for group in self.groups for held in placed
@@ -176,14 +179,20 @@ class ContiguousAccounting:
             start = self._arena.allocate(length)
         return start
 
-    def _refusal(self, length: int) -> Verdict:
-        if length > self._arena.num_slots:
-            return Never(
-                need_bytes=length * self._token_bytes,
-                capacity_bytes=self._arena.num_slots * self._token_bytes,
-                fitting_tokens=self._arena.num_slots,
-                option="max_model_len or kv_cache_memory_bytes",
-            )
+    def _never(self, held: _Range, num_tokens: int) -> Never:
+        option = "kv_cache_memory_bytes, or lower max_model_len"
+        if num_tokens > held.max_tokens:
+            whole = held.max_tokens == self._config.max_model_len
+            option = "max_model_len" if whole else "max_tokens"
+        longest = align_up(max(num_tokens, held.max_tokens), self._align)
+        return Never(
+            need_bytes=longest * self._token_bytes,
+            capacity_bytes=self._config.capacity_bytes,
+            fitting_tokens=min(held.max_tokens, self._arena.num_slots),
+            option=option,
+        )
+
+    def _not_now(self, length: int) -> NotNow:
         return NotNow(
             need_bytes=length * self._token_bytes,
             free_bytes=self._arena.largest_hole * self._token_bytes,

@@ -2,7 +2,7 @@
 
 Old and new live together while tokens are copied. Two things decide how high that peak is: whether
 all layers grow at the same step (``staggered`` spreads them, as OpenVINO's GPU plugin does), and
-whether an old buffer is given back right after its copy or, where the graph still reads it, only at
+whether an old buffer is given back right after its copy or, where the graph still reads it, only in
 the next step (``keep_old``). Each layer is a group of its own, since no two need be of one size.
 
 Source: OpenVINO ``128 + id % 64`` tokens ahead; mlx-lm steps of 256; Hugging Face's DynamicCache is
@@ -10,7 +10,7 @@ a step of 1.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -66,6 +66,8 @@ class _Buffers:
     num_tokens: int
     capacities: list[int]  # tokens, as the policy asked
     sides: list[int]  # 0 or 1: a buffer grows into the place that it is not in
+    outgrown: list[Release] = field(default_factory=list)  # with keep_old: what is still kept …
+    outgrown_in: int = -1  # … since this step
 
 
 class GrowingAccounting:
@@ -85,7 +87,7 @@ class GrowingAccounting:
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._sequences: dict[int, _Buffers] = {}
         self._committed_bytes = 0
-        self._outgrown: list[Release] = []  # with keep_old: what the next step gives back
+        self._step = 0  # calls of drain so far
         self._changes: list[Change] = []
 
     def num_slots(self, group: int) -> int:
@@ -104,34 +106,28 @@ class GrowingAccounting:
 
     def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
         held = self._sequences[seq_id]
+        if num_tokens <= held.num_tokens:
+            return FITS
         if num_tokens > self._config.max_model_len:
-            return self._config.never(num_tokens, sum(self._slot_bytes))
-        wanted = [self._capacity(held, group, num_tokens) for group in range(len(self.groups))]
-        outgrown_bytes = sum(map(self._release_bytes, self._outgrown))
-        peak = self._peak_bytes(held, wanted)
-        if self._committed_bytes - outgrown_bytes + peak > self._config.capacity_bytes:
-            fresh = [self._backed_bytes(g, capacity) for g, capacity in enumerate(wanted)]
-            if sum(fresh) > self._config.capacity_bytes:
-                return self._config.never(num_tokens, sum(self._slot_bytes))
-            return self._not_now(peak)
-        if held.row < 0:
-            if not self._free_rows:
-                return self._not_now(peak)
-            held.row = self._free_rows.pop()
-        if wanted != held.capacities:
-            self._give_back_outgrown()
-            self._replace(held, wanted)
-        held.num_tokens = max(held.num_tokens, num_tokens)
-        return FITS
+            return self._config.never(num_tokens, self._fresh_bytes)
+        wanted = [
+            self._capacity(group, capacity, num_tokens)
+            for group, capacity in enumerate(held.capacities)
+        ]
+        # Alone it could go on as it is, or begin again at this length.
+        alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
+        if min(alone, self._fresh_bytes(num_tokens)) > self._config.capacity_bytes:
+            return self._config.never(num_tokens, self._fresh_bytes)
+        return self._take(held, wanted, num_tokens)
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
         source = self._sequences[seq_id]
         self.add(new_id)
-        verdict = self.try_extend(new_id, source.num_tokens)
+        target = self._sequences[new_id]
+        verdict = self._take(target, source.capacities, source.num_tokens)
         if verdict is not FITS:
             del self._sequences[new_id]
         elif source.num_tokens:
-            target = self._sequences[new_id]
             for group in range(len(self.groups)):
                 start, goal = self._first_slot(group, source), self._first_slot(group, target)
                 self._changes.append(Copy(group, start, goal, source.num_tokens))
@@ -142,10 +138,10 @@ class GrowingAccounting:
         held.num_tokens = min(held.num_tokens, num_tokens)
 
     def free(self, seq_id: int) -> None:
-        self._give_back_outgrown()
         held = self._sequences.pop(seq_id)
         if held.row < 0:
             return
+        self._give_back_outgrown(held)
         for group in range(len(self.groups)):
             if held.capacities[group]:
                 self._release(self._buffer(group, held))
@@ -168,6 +164,10 @@ class GrowingAccounting:
         return np.arange(first + start, first + stop)
 
     def drain(self) -> list[Change]:
+        for held in self._sequences.values():
+            if held.outgrown_in < self._step:
+                self._give_back_outgrown(held)
+        self._step += 1
         changes, self._changes = self._changes, []
         return changes
 
@@ -191,19 +191,47 @@ class GrowingAccounting:
         assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
             "a row is lost or held twice"
         )
-        total = sum(map(self._release_bytes, self._outgrown))
+        total = 0
         for held in self._sequences.values():
-            assert held.row < 0 or held.num_tokens <= min(held.capacities), "a buffer is too short"
-            total += sum(self._backed_bytes(g, size) for g, size in enumerate(held.capacities))
+            assert held.num_tokens <= min(held.capacities), "a buffer is too short"
+            assert held.row >= 0 or not any(held.capacities), "a buffer without a place"
+            total += self._buffer_bytes(held.capacities) + self._outgrown_bytes(held)
         assert total == self._committed_bytes, "committed bytes differ from the buffers"
 
-    def _capacity(self, held: _Buffers, group: int, num_tokens: int) -> int:
-        capacity = held.capacities[group]
+    def _take(self, held: _Buffers, wanted: list[int], num_tokens: int) -> Verdict:
+        """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
+        peak = self._peak_bytes(held, wanted)
+        # Nobody reads any more what earlier steps have outgrown, nor what this step just copied.
+        unread = [
+            other
+            for other in self._sequences.values()
+            if other is held or other.outgrown_in < self._step
+        ]
+        free = self._config.capacity_bytes - self._committed_bytes
+        needs_row = held.row < 0 and any(wanted)
+        if peak > free + sum(map(self._outgrown_bytes, unread)) or (
+            needs_row and not self._free_rows
+        ):
+            return NotNow(
+                need_bytes=peak,
+                free_bytes=free,
+                holders=tuple(i for i, other in self._sequences.items() if other.row >= 0),
+            )
+        if needs_row:
+            held.row = self._free_rows.pop()
+        if wanted != held.capacities:
+            for other in unread:
+                self._give_back_outgrown(other)
+            self._replace(held, wanted)
+        held.num_tokens = num_tokens
+        return FITS
+
+    def _capacity(self, group: int, capacity: int, num_tokens: int) -> int:
         if num_tokens <= capacity:
             return capacity
         layer = self.groups[group].layers[0]
         grown = self._grow(capacity, num_tokens, self._config.growth_tokens, layer)
-        return min(grown, self._config.max_model_len)
+        return max(num_tokens, min(grown, self._config.max_model_len))
 
     def _peak_bytes(self, held: _Buffers, wanted: list[int]) -> int:
         """The most by which the committed total rises on the way, layer by layer."""
@@ -232,14 +260,15 @@ class GrowingAccounting:
             if held.num_tokens:
                 self._changes.append(Copy(group, old.start, new.start, held.num_tokens))
             if old_capacity and self._config.keep_old:
-                self._outgrown.append(old)
+                held.outgrown.append(old)
+                held.outgrown_in = self._step
             elif old_capacity:
                 self._release(old)
 
-    def _give_back_outgrown(self) -> None:
-        for release in self._outgrown:
+    def _give_back_outgrown(self, held: _Buffers) -> None:
+        for release in held.outgrown:
             self._release(release)
-        self._outgrown = []
+        held.outgrown = []
 
     def _release(self, release: Release) -> None:
         self._committed_bytes -= self._release_bytes(release)
@@ -255,15 +284,19 @@ class GrowingAccounting:
     def _release_bytes(self, release: Release) -> int:
         return (release.stop - release.start) * self._slot_bytes[release.group]
 
+    def _outgrown_bytes(self, held: _Buffers) -> int:
+        return sum(map(self._release_bytes, held.outgrown))
+
+    def _fresh_bytes(self, num_tokens: int) -> int:
+        """What a sequence takes that reaches its length in one step."""
+        groups = range(len(self.groups))
+        return self._buffer_bytes([self._capacity(group, 0, num_tokens) for group in groups])
+
+    def _buffer_bytes(self, capacities: list[int]) -> int:
+        return sum(self._backed_bytes(g, capacity) for g, capacity in enumerate(capacities))
+
     def _backed_bytes(self, group: int, capacity: int) -> int:
         return align_up(capacity, self._page_tokens[group]) * self._slot_bytes[group]
 
     def _first_slot(self, group: int, held: _Buffers) -> int:
         return (2 * held.row + held.sides[group]) * self._place_slots[group]
-
-    def _not_now(self, need: int) -> NotNow:
-        return NotNow(
-            need_bytes=need,
-            free_bytes=self._config.capacity_bytes - self._committed_bytes,
-            holders=tuple(i for i, held in self._sequences.items() if held.row >= 0),
-        )

@@ -37,13 +37,13 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
 
 
 def check_trim(group: Group, first_held: int, num_tokens: int) -> None:
-    """Refuse to go back to where a window would read tokens that have been given back.
+    """Refuse to go back to where a window would use places that have been given back.
 
     Raises: ValueError. Undoing the last extension is always possible: see ``Accounting.trim``.
     """
-    live = group.live_range(num_tokens)
-    if live and live.start < first_held:
+    first = group.live_range(num_tokens).start
+    if first < first_held:
         raise ValueError(
-            f"cannot go back to {num_tokens} tokens: layers {group.layers} would read token "
-            f"{live.start}, and their window has passed {first_held}"
+            f"cannot go back to {num_tokens} tokens: layers {group.layers} would begin at token "
+            f"{first}, and their window has passed all before {first_held}"
         )

@@ -66,8 +66,10 @@ class PagedAccounting:
 
     def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
         held = self._held[seq_id]
+        if num_tokens <= held.num_tokens:
+            return FITS
         if num_tokens > self._config.max_model_len:
-            return self._never(num_tokens)
+            return self._config.never(num_tokens, self._fresh_bytes)
         passed = [self._passed(group, held) for group in range(len(self.groups))]
         need = [self._need_blocks(group, held, num_tokens) for group in range(len(self.groups))]
         refusal = self._refusal(held, need, passed, num_tokens)
@@ -78,10 +80,10 @@ class PagedAccounting:
                 self._release(group, held.tables[group][index])
                 held.tables[group][index] = _PASSED
         for group in range(len(self.groups)):
-            self._own_last_block(group, held, num_tokens)
+            self._own_last_block(group, held)
             missing = ceil_div(num_tokens, self._config.block_size) - len(held.tables[group])
-            held.tables[group] += self._allocate(group, max(0, missing))
-        held.num_tokens = max(held.num_tokens, num_tokens)
+            held.tables[group] += self._allocate(group, missing)
+        held.num_tokens = num_tokens
         return FITS
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
@@ -166,7 +168,7 @@ class PagedAccounting:
             # … with a block each to spare, for copy-on-write.
             align_up(most + self._config.max_num_seqs, granule),
         )
-        return BlockPool(num_blocks, granule_blocks=granule)
+        return BlockPool(max(num_blocks, granule), granule_blocks=granule)
 
     def _passed(self, group: int, held: _Held) -> range:
         """Indices of the blocks that the *first* new token's window has left behind.
@@ -178,19 +180,18 @@ class PagedAccounting:
         return range(table.count(_PASSED), min(live.start // self._config.block_size, len(table)))
 
     def _need_blocks(self, group: int, held: _Held, num_tokens: int) -> int:
-        table = held.tables[group]
-        need = max(0, ceil_div(num_tokens, self._config.block_size) - len(table))
-        return need + self._writes_shared_block(group, held, num_tokens)
+        need = ceil_div(num_tokens, self._config.block_size) - len(held.tables[group])
+        return need + self._writes_shared_block(group, held)
 
-    def _writes_shared_block(self, group: int, held: _Held, num_tokens: int) -> bool:
+    def _writes_shared_block(self, group: int, held: _Held) -> bool:
         """Whether the next token goes into a block that somebody else holds too."""
-        if num_tokens <= held.num_tokens or held.num_tokens % self._config.block_size == 0:
+        if held.num_tokens % self._config.block_size == 0:
             return False
         return bool(self._pools[group].refs[held.tables[group][-1]] > 1)
 
-    def _own_last_block(self, group: int, held: _Held, num_tokens: int) -> None:
+    def _own_last_block(self, group: int, held: _Held) -> None:
         """Copy-on-write: a private copy of the block that the next token is written to."""
-        if not self._writes_shared_block(group, held, num_tokens):
+        if not self._writes_shared_block(group, held):
             return
         table, size = held.tables[group], self._config.block_size
         (copy,) = self._allocate(group, 1)
@@ -212,26 +213,20 @@ class PagedAccounting:
             rise_bytes += (rise or 0) * self._granule_bytes(group)
         if fits and self._committed_bytes() + rise_bytes <= self._config.capacity_bytes:
             return None
-        others = tuple(
-            i for i, other in self._held.items() if other is not held and other.num_tokens
-        )
-        if not others or self._least_bytes(held, num_tokens) > self._config.capacity_bytes:
-            return self._never(num_tokens)
+        if self._fresh_bytes(num_tokens, held.num_tokens) > self._config.capacity_bytes:
+            return self._config.never(num_tokens, self._fresh_bytes)
         return NotNow(
             need_bytes=sum(n * size for n, size in zip(need, self._block_bytes, strict=True)),
             free_bytes=self._config.capacity_bytes - self._committed_bytes(),
-            holders=others,
+            holders=tuple(i for i, other in self._held.items() if other.num_tokens),
         )
 
-    def _never(self, num_tokens: int) -> Verdict:
-        return self._config.never(num_tokens, sum(group.bytes_per_token for group in self.groups))
-
-    def _least_bytes(self, held: _Held, num_tokens: int) -> int:
-        """What the sequence would hold after this step with nobody to share with."""
+    def _fresh_bytes(self, num_tokens: int, computed_tokens: int = 0) -> int:
+        """What a sequence commits in an empty cache when a step begins at ``computed_tokens``."""
         size, total = self._config.block_size, 0
-        for group, block_bytes in zip(self.groups, self._block_bytes, strict=True):
-            first = group.live_range(held.num_tokens).start // size
-            total += (ceil_div(num_tokens, size) - first) * block_bytes
+        for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
+            blocks = ceil_div(num_tokens, size) - group.live_range(computed_tokens).start // size
+            total += ceil_div(blocks, pool.granule_blocks) * self._granule_bytes(index)
         return total
 
     def _allocate(self, group: int, num_blocks: int) -> list[int]:
@@ -256,10 +251,10 @@ class PagedAccounting:
         return sum(pool.num_granules * self._granule_bytes(g) for g, pool in enumerate(self._pools))
 
     def _used_bytes(self, group: int) -> int:
-        """Bytes that some holder can still read; a shared block counts for its fullest reader."""
+        """Bytes that some holder can still read, each token counted once."""
         size = self._config.block_size
         pool = self._pools[group]
-        shared: dict[int, range] = {}
+        shared: dict[int, int] = {}  # block → a bit for each token of it that can be read
         tokens = 0
         for held in self._held.values():
             live = self.groups[group].live_range(held.num_tokens)
@@ -268,12 +263,9 @@ class PagedAccounting:
             for index in range(live.start // size, len(table)):
                 block = table[index]
                 if pool.refs[block] > 1:
-                    readable = range(
-                        max(live.start - index * size, 0), min(live.stop - index * size, size)
-                    )
-                    tokens -= len(readable)
-                    known = shared.get(block, readable)
-                    shared[block] = range(
-                        min(known.start, readable.start), max(known.stop, readable.stop)
-                    )
-        return (tokens + sum(map(len, shared.values()))) * self.groups[group].bytes_per_token
+                    first = max(live.start - index * size, 0)
+                    stop = min(live.stop - index * size, size)
+                    tokens -= stop - first
+                    shared[block] = shared.get(block, 0) | (1 << stop) - (1 << first)
+        tokens += sum(readable.bit_count() for readable in shared.values())
+        return tokens * self.groups[group].bytes_per_token

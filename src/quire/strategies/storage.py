@@ -6,10 +6,11 @@ is one piece of memory and a head's keys and values are neighbours. Both carry o
 and never decide anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes
@@ -26,6 +27,23 @@ class _Layer:
     view: LayerView
     k: "Tensor"  # ranges: [K, slots, D]; blocks: [N, K, B, D]
     v: "Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of one layer that go together: ``count`` equal pieces, ``stride`` bytes apart."""
+
+    region: Region
+    offset: int
+    nbytes: int
+    stride: int = 0
+    count: int = 1
+
+    def commit(self) -> None:
+        self.region.commit(self.offset, self.nbytes, stride=self.stride, count=self.count)
+
+    def decommit(self) -> None:
+        self.region.decommit(self.offset, self.nbytes, stride=self.stride, count=self.count)
 
 
 class RangeStorage:
@@ -45,11 +63,12 @@ class RangeStorage:
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            for layer in self._groups[change.group].layers:
-                if isinstance(change, Copy):
-                    self._copy(self._layers[layer], change)
-                else:
-                    self._back(layer, change)
+            layers = [self._layers[layer] for layer in self._groups[change.group].layers]
+            if isinstance(change, Copy):
+                for held in layers:
+                    self._copy(held, change)
+            else:
+                _back(change, [pages for held in layers for pages in self._pages(held, change)])
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -81,16 +100,14 @@ class RangeStorage:
         )
         return _Layer(region, view, k, v)
 
-    def _back(self, layer: int, change: Commit | Release) -> None:
-        """Commit or give back one piece a head, among the keys and among the values."""
+    def _pages(self, held: _Layer, change: Commit | Release) -> Iterator[_Pages]:
+        """One piece a head, among the keys and among the values."""
         spec = attention_spec(self._groups[change.group])
-        slots = self._num_slots[change.group]
-        region, base = self._layers[layer].region, 0
-        act = region.commit if isinstance(change, Commit) else region.decommit
+        slots, base = self._num_slots[change.group], 0
         for heads, width in spec.entry_shapes:
             row = width * dtype_bytes(spec.dtype)
             length = (change.stop - change.start) * row
-            act(base + change.start * row, length, stride=slots * row, count=heads)
+            yield _Pages(held.region, base + change.start * row, length, slots * row, heads)
             base += heads * slots * row
 
     @staticmethod
@@ -118,14 +135,14 @@ class BlockStorage:
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
             group = self._groups[change.group]
-            for layer in group.layers:
-                held = self._layers[layer]
-                if isinstance(change, Copy):
+            layers = [self._layers[layer] for layer in group.layers]
+            if isinstance(change, Copy):
+                for held in layers:
                     self._copy(held, change)
-                else:
-                    row = attention_spec(group).bytes_per_token
-                    act = held.region.commit if isinstance(change, Commit) else held.region.decommit
-                    act(change.start * row, (change.stop - change.start) * row)
+            else:
+                row = attention_spec(group).bytes_per_token
+                start, length = change.start * row, (change.stop - change.start) * row
+                _back(change, [_Pages(held.region, start, length) for held in layers])
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -168,6 +185,21 @@ class BlockStorage:
             blocks[target, :, goal : goal + change.num_slots] = blocks[
                 source, :, start : start + change.num_slots
             ]
+
+
+def _back(change: Commit | Release, pages: list[_Pages]) -> None:
+    """Carry a change out in every layer. A commit that is refused has committed none of them."""
+    if isinstance(change, Release):
+        for piece in pages:
+            piece.decommit()
+        return
+    for index, piece in enumerate(pages):
+        try:
+            piece.commit()
+        except MemoryUnavailable:
+            for done in pages[:index]:
+                done.decommit()
+            raise
 
 
 def _ranges_from_every_slot(rows: "Tensor", longest: int) -> "Tensor":

@@ -51,6 +51,7 @@ class VirtualAccounting:
         self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
         self._slot_bytes = [group.bytes_per_token for group in groups]
         self._row_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
+        self._nothing = [range(0)] * len(groups)
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._rows: dict[int, _Row] = {}
         self._committed_bytes = 0
@@ -66,60 +67,50 @@ class VirtualAccounting:
         if seq_id in self._rows:
             raise KeyError(f"sequence {seq_id} is already here")
         # A sequence without pages needs no row yet, and there may be more of them than rows.
-        self._rows[seq_id] = _Row(row=-1, backed=[range(0)] * len(self.groups))
+        self._rows[seq_id] = _Row(row=-1, backed=self._nothing)
 
     def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
         held = self._rows[seq_id]
+        if num_tokens <= held.num_tokens:
+            return FITS
         if num_tokens > self._config.max_model_len:
-            return self._config.never(num_tokens, sum(self._slot_bytes))
+            return self._config.never(num_tokens, self._fresh_bytes)
         backed = self._backed_for(held, num_tokens)
-        need = self._grown_bytes(held.backed, backed)
-        if self._committed_bytes + need > self._config.capacity_bytes:
-            if (
-                self._grown_bytes([range(0)] * len(self.groups), backed)
-                > self._config.capacity_bytes
-            ):
-                return self._config.never(num_tokens, sum(self._slot_bytes))
-            return self._not_now(need)
-        if held.row < 0:
-            if not self._free_rows:
-                return self._not_now(need)
-            held.row = self._free_rows.pop()
-        self._set_backed(held, backed)
-        held.num_tokens = max(held.num_tokens, num_tokens)
-        return FITS
+        if self._grown_bytes(self._nothing, backed) > self._config.capacity_bytes:
+            return self._config.never(num_tokens, self._fresh_bytes)
+        return self._take(held, backed, num_tokens)
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
-        source = self._rows[seq_id]
+        source, num_tokens = self._rows[seq_id], self._rows[seq_id].num_tokens
         self.add(new_id)
-        verdict = self.try_extend(new_id, source.num_tokens)
+        target = self._rows[new_id]
+        backed = [
+            range(old.start, min(old.stop, align_up(num_tokens, step)))
+            for old, step in zip(source.backed, self._page_tokens, strict=True)
+        ]
+        verdict = self._take(target, backed, num_tokens)
         if verdict is not FITS:
             del self._rows[new_id]
             return verdict
-        for group, backed in enumerate(source.backed):
-            first = min(backed.start, source.num_tokens)
-            if first < source.num_tokens:
-                self._changes.append(
-                    Copy(
-                        group,
-                        self._first_slot(group, source) + first,
-                        self._first_slot(group, self._rows[new_id]) + first,
-                        source.num_tokens - first,
-                    )
-                )
+        for group, pages in enumerate(backed):
+            if pages.start < num_tokens:
+                start = self._first_slot(group, source) + pages.start
+                goal = self._first_slot(group, target) + pages.start
+                self._changes.append(Copy(group, start, goal, num_tokens - pages.start))
         return verdict
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         # The pages stay: a trimmed sequence is about to write there again.
         held = self._rows[seq_id]
-        held.num_tokens = min(held.num_tokens, num_tokens)
-        for group, backed in enumerate(held.backed):
-            check_trim(self.groups[group], backed.start, held.num_tokens)
+        num_tokens = min(held.num_tokens, num_tokens)
+        for group, backed in zip(self.groups, held.backed, strict=True):
+            check_trim(group, backed.start, num_tokens)
+        held.num_tokens = num_tokens
 
     def free(self, seq_id: int) -> None:
         held = self._rows.pop(seq_id)
         if held.row >= 0:
-            self._set_backed(held, [range(0)] * len(self.groups))
+            self._set_backed(held, self._nothing)
             self._free_rows.append(held.row)
 
     def num_tokens(self, seq_id: int) -> int:
@@ -159,6 +150,7 @@ class VirtualAccounting:
         )
         total = 0
         for held in self._rows.values():
+            assert held.row >= 0 or not any(held.backed), "pages without a row"
             for group, backed in enumerate(held.backed):
                 total += len(backed) * self._slot_bytes[group]
                 live = self.groups[group].live_range(held.num_tokens)
@@ -166,6 +158,24 @@ class VirtualAccounting:
                     "a token that can be read has no page"
                 )
         assert total == self._committed_bytes, "committed bytes differ from the pages of the rows"
+
+    def _take(self, held: _Row, backed: list[range], num_tokens: int) -> Verdict:
+        """Give a sequence exactly these pages, and a row if it has none, or refuse."""
+        need = self._grown_bytes(held.backed, backed)
+        needs_row = held.row < 0 and any(backed)
+        if self._committed_bytes + need > self._config.capacity_bytes or (
+            needs_row and not self._free_rows
+        ):
+            return NotNow(
+                need_bytes=need,
+                free_bytes=self._config.capacity_bytes - self._committed_bytes,
+                holders=tuple(i for i, other in self._rows.items() if other.row >= 0),
+            )
+        if needs_row:
+            held.row = self._free_rows.pop()
+        self._set_backed(held, backed)
+        held.num_tokens = num_tokens
+        return FITS
 
     def _backed_for(self, held: _Row, num_tokens: int) -> list[range]:
         """Pages from the first token that the *first* new token reads, to the last new token.
@@ -179,6 +189,11 @@ class VirtualAccounting:
             first = max(backed.start, align_down(live.start, step))
             ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
         return ranges
+
+    def _fresh_bytes(self, num_tokens: int) -> int:
+        """What a sequence takes that reaches its length in one step."""
+        sizes = zip(self._page_tokens, self._slot_bytes, strict=True)
+        return sum(align_up(num_tokens, step) * size for step, size in sizes)
 
     def _grown_bytes(self, before: list[range], after: list[range]) -> int:
         """Bytes by which the committed total grows when ``before`` becomes ``after``."""
@@ -205,10 +220,3 @@ class VirtualAccounting:
 
     def _first_slot(self, group: int, held: _Row) -> int:
         return held.row * self._row_slots[group]
-
-    def _not_now(self, need: int) -> NotNow:
-        return NotNow(
-            need_bytes=need,
-            free_bytes=self._config.capacity_bytes - self._committed_bytes,
-            holders=tuple(i for i, held in self._rows.items() if held.row >= 0),
-        )

@@ -1,0 +1,124 @@
+"""The same prompts under every strategy: what each takes from the system, and when.
+
+One model, one schedule, four runs. Figures are sampled after every step, so the lines can be laid
+over each other: step n computes the same tokens in all four.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.sequence import SamplingParams
+from quire.figure import Line, line_chart
+from quire.strategies import STRATEGIES, Usage
+from quire.units import format_bytes
+
+if TYPE_CHECKING:
+    from quire.models.loader import LoadedModel
+
+# Beginnings that a model of Python sources can continue, of very different lengths.
+PROMPTS = (
+    "def fibonacci(n):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "class Node:\n    def __init__(self, value, next=None):\n",
+    'def parse_args(args):\n    """Parse the command line."""\n    parser = ',
+    "try:\n    import json\nexcept ImportError:\n",
+    "for line in lines:\n    line = line.strip()\n    if not line:\n        continue\n",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One strategy's run."""
+
+    strategy: str
+    history: tuple[Usage, ...]  # after each step
+    texts: tuple[str, ...]
+    num_output_tokens: int
+    elapsed_s: float
+    reserved_bytes: int
+    peak_committed_bytes: int
+    returned_bytes: int
+    left_bytes: int  # committed once every sequence has ended
+
+    @property
+    def peak(self) -> Usage:
+        """The step at which most was committed, and of those the one with most in use."""
+        return max(self.history, key=lambda usage: (usage.committed_bytes, usage.used_bytes))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.elapsed_s
+
+
+def lengths(num_prompts: int, longest: int) -> list[int]:
+    """Output lengths from a quarter of ``longest`` up to it, so that sequences end one by one."""
+    return [max(1, longest * (1 + index % 4) // 4) for index in range(num_prompts)]
+
+
+def compare(
+    loaded: "LoadedModel",
+    prompts: Sequence[str],
+    params: Sequence[SamplingParams],
+    *,
+    report: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> list[Run]:
+    """Run ``prompts`` under every strategy, each with its params. ``report`` is told who begins."""
+    runs = []
+    for strategy in STRATEGIES:
+        report(strategy)
+        runs.append(_run(loaded, strategy, prompts, params, options))
+    return runs
+
+
+def picture(runs: Sequence[Run], *, subtitle: str) -> str:
+    """Committed bytes over the steps, a line a strategy, over what the tokens themselves need."""
+    needed = Line(
+        label="the tokens' own bytes",
+        values=[usage.used_bytes for usage in runs[0].history],
+        filled=True,
+    )
+    lines = [
+        Line(label=run.strategy, values=[usage.committed_bytes for usage in run.history])
+        for run in runs
+    ]
+    return line_chart(
+        [needed, *lines],
+        title="KV memory committed while the same prompts run",
+        subtitle=subtitle,
+        x_label="step",
+        format_value=lambda value: format_bytes(value) if value else "0",
+        tick_base=1024,
+    )
+
+
+def _run(
+    loaded: "LoadedModel",
+    strategy: str,
+    prompts: Sequence[str],
+    params: Sequence[SamplingParams],
+    options: dict[str, Any],
+) -> Run:
+    from quire.engine.engine import LLM
+
+    history: list[Usage] = []
+    with LLM(loaded, **{**options, "cache": strategy}) as llm:
+        begin = perf_counter()
+        completions = llm.generate(list(prompts), list(params), observe=history.append)
+        elapsed_s = perf_counter() - begin
+        memory = llm.memory
+        return Run(
+            strategy=strategy,
+            history=tuple(history),
+            texts=tuple(completion.text for completion in completions),
+            num_output_tokens=sum(len(completion.token_ids) for completion in completions),
+            elapsed_s=elapsed_s,
+            reserved_bytes=memory.reserved_bytes,
+            peak_committed_bytes=memory.peak_committed_bytes,
+            returned_bytes=memory.returned_bytes,
+            left_bytes=memory.committed_bytes,
+        )

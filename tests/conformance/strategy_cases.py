@@ -1,0 +1,70 @@
+"""The strategies with their interesting options, and the memories of models that they must hold.
+
+A later strategy or option is one more entry of ``OPTIONS``, a later kind of layer one of ``KINDS``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.spec import (
+    ChunkedAttention,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LayerSpec,
+    ModelSpec,
+    SlidingWindow,
+)
+from quire.spec.layers import dtype_bytes
+
+# name → strategy, and what differs from CacheConfig's defaults
+OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "contiguous": ("contiguous", {}),
+    "contiguous-request": ("contiguous", {"reserve": "request"}),
+    "contiguous-request-defrag": ("contiguous", {"reserve": "request", "defrag": True}),
+    **{
+        f"growing-{growth}-{'kept' if keep_old else 'freed'}": (
+            "growing",
+            {"growth": growth, "growth_tokens": 8, "keep_old": keep_old},
+        )
+        for growth in ("uniform", "doubling", "staggered")
+        for keep_old in (False, True)
+    },
+    "paged-1": ("paged", {"block_size": 1}),
+    "paged-4": ("paged", {"block_size": 4}),
+    "paged-16": ("paged", {"block_size": 16}),
+    "virtual": ("virtual", {}),
+}
+
+
+def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
+    """The layers of a model of one kind. ``wide``: a few tokens fill a page of 4096 bytes."""
+    dim = 512 // dtype_bytes(dtype) if wide else 16
+    full = FullAttention(num_kv_heads=2, head_dim=dim, dtype=dtype)
+    sliding = SlidingWindow(num_kv_heads=1, head_dim=dim, dtype=dtype, window=9)
+    if kind == "full":
+        return (full, full, full)
+    if kind == "full+sliding":
+        return (full, sliding, sliding, full)
+    if kind == "sliding":
+        return (sliding, sliding)
+    if kind == "sliding-1":
+        return (full, SlidingWindow(num_kv_heads=1, head_dim=dim, dtype=dtype, window=1))
+    if kind == "chunked":
+        return (ChunkedAttention(num_kv_heads=2, head_dim=dim, dtype=dtype, chunk=8), full)
+    if kind == "latent":
+        return (LatentAttention(latent_dim=4 * dim, rope_dim=dim // 2, dtype=dtype),)
+    assert kind == "odd"
+    return (FullAttention(num_kv_heads=3, head_dim=80, value_head_dim=96, dtype=dtype), sliding)
+
+
+KINDS = ("full", "full+sliding", "sliding", "sliding-1", "chunked", "latent", "odd")
+
+
+def model_spec(layers: tuple[LayerSpec, ...], *, max_model_len: int = 64) -> ModelSpec:
+    return ModelSpec(
+        model_type="tiny",
+        layers=tuple(Layer(specs=(spec,)) for spec in layers),
+        max_model_len=max_model_len,
+        dtype="bfloat16",
+    )

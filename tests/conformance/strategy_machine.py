@@ -1,0 +1,391 @@
+"""Random use of a strategy, against an obvious model: a list of unique token ids a sequence.
+
+The machine does not care what a token's bytes are. A ``Store`` does: it is told the changes and
+where each token id is written, and is asked what lies in a slot. ``SlotStore`` is a store without
+tensors, for the accounting alone; the storage suite brings one with tensors.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from conformance.strategy_cases import KINDS, OPTIONS, layers_of, model_spec
+from quire.spec import ChunkedAttention, SlidingWindow
+from quire.strategies import (
+    Accounting,
+    CacheConfig,
+    Change,
+    Commit,
+    Copy,
+    Fits,
+    Never,
+    NotNow,
+    Release,
+    Usage,
+    Verdict,
+    build_accounting,
+)
+from quire.strategies.contiguous import ContiguousAccounting
+
+Ids = npt.NDArray[np.int64]
+
+
+class Store(Protocol):
+    """Where the machine's token ids lie."""
+
+    committed_bytes: int
+    peak_committed_bytes: int
+
+    def apply(self, changes: Sequence[Change]) -> None: ...
+    def write(self, group: int, slots: Ids, ids: Ids) -> None: ...
+    def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None: ...
+    def verify(self, usage: Usage) -> None: ...
+    def close(self) -> None: ...
+
+
+class SlotStore:
+    """A token id a slot; replays changes one by one and holds them to the contract."""
+
+    def __init__(self, accounting: Accounting, capacity_bytes: int) -> None:
+        self.committed_bytes = self.peak_committed_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._slot_bytes = [group.bytes_per_token for group in accounting.groups]
+        sizes = [accounting.num_slots(group) for group in range(len(accounting.groups))]
+        self._committed = [np.zeros(size, bool) for size in sizes]
+        self._ids: list[Ids] = [np.full(size, -1) for size in sizes]  # -1: nothing written
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            committed, ids = self._committed[change.group], self._ids[change.group]
+            if isinstance(change, Copy):
+                source = slice(change.source, change.source + change.num_slots)
+                target = slice(change.target, change.target + change.num_slots)
+                assert committed[source].all(), f"{change} reads what is not committed"
+                assert committed[target].all(), f"{change} writes what is not committed"
+                ids[target] = ids[source].copy()
+                continue
+            pages = slice(change.start, change.stop)
+            assert 0 <= change.start < change.stop <= len(committed), f"{change} is out of bounds"
+            if isinstance(change, Commit):
+                assert not committed[pages].any(), f"{change} commits twice"
+            else:
+                assert committed[pages].all(), f"{change} releases what is not committed"
+            committed[pages] = isinstance(change, Commit)
+            ids[pages] = -1
+            num_bytes = (change.stop - change.start) * self._slot_bytes[change.group]
+            self.committed_bytes += num_bytes if isinstance(change, Commit) else -num_bytes
+            self.peak_committed_bytes = max(self.peak_committed_bytes, self.committed_bytes)
+            assert self.committed_bytes <= self._capacity_bytes, f"{change} passes the ceiling"
+
+    def write(self, group: int, slots: Ids, ids: Ids) -> None:
+        assert self._committed[group][slots].all(), "a token has no page"
+        self._ids[group][slots] = ids
+
+    def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None:
+        assert self._committed[group][slots].all(), "a token that can be read has no page"
+        assert (self._ids[group][slots] == expected).all(), "a token that can be read is lost"
+
+    def verify(self, usage: Usage) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(kw_only=True)
+class Held:
+    """What the model knows of a sequence."""
+
+    ids: list[int] = field(default_factory=list)
+    written: int = 0  # tokens whose ids lie in the store
+    base: int = 0  # tokens before the last extension: what it may still be undone to
+    max_tokens: int | None = None
+    history: list[tuple[str, int]] = field(default_factory=list)
+
+    def copy(self) -> "Held":
+        return Held(
+            ids=self.ids.copy(),
+            written=self.written,
+            base=len(self.ids),
+            max_tokens=self.max_tokens,
+            history=self.history.copy(),
+        )
+
+
+class StrategyMachine(RuleBasedStateMachine):
+    """One cache, used at random. Which strategy it is, and how tight, is drawn at the start."""
+
+    def __init__(
+        self,
+        option: str,
+        make_store: Callable[[Accounting, CacheConfig], Store],
+        *,
+        page_bytes: int,
+        dtypes: Sequence[str] = ("bfloat16",),
+        wide: bool = False,
+    ) -> None:
+        super().__init__()
+        self.strategy, self.changed = OPTIONS[option]
+        self.make_store, self.page_bytes = make_store, page_bytes
+        self.dtypes, self.wide = dtypes, wide
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        draw = data.draw
+        kind, dtype = draw(st.sampled_from(KINDS)), draw(st.sampled_from(self.dtypes))
+        self.spec = model_spec(layers_of(kind, dtype, wide=self.wide))
+        token_bytes = self.spec.bytes_per_token
+        longest = draw(st.sampled_from([20, 50, 64]))
+        capacity_bytes = draw(st.sampled_from([10, 45, 90, 250, 700])) * token_bytes
+        self.config = CacheConfig(
+            max_model_len=longest,
+            max_num_seqs=draw(st.sampled_from([1, 3, 6])),
+            capacity_bytes=capacity_bytes + draw(st.integers(0, 99)),
+            page_bytes=self.page_bytes,
+            **self.changed,
+        )
+        self.accounting = self.fresh()
+        self.store = self.make_store(self.accounting, self.config)
+        self.forgets = any(
+            isinstance(group.spec, SlidingWindow | ChunkedAttention) for group in self.spec.groups
+        )
+        self.held: dict[int, Held] = {}
+        self.next_seq = self.next_token = 0
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.held) < 8)
+    @rule(max_tokens=st.none() | st.integers(1, 70))
+    def add(self, max_tokens: int | None) -> None:
+        self.accounting.add(self.next_seq, max_tokens=max_tokens)
+        self.held[self.next_seq] = Held(max_tokens=max_tokens)
+        self.next_seq += 1
+        self.end_step()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_actions=st.integers(1, 4))
+    def step(self, data: st.DataObject, num_actions: int) -> None:
+        """A step of an engine: some sequences grow, some end; then the changes are carried out."""
+        grown: set[int] = set()
+        for _ in range(num_actions):
+            if not self.held:
+                break
+            seq_id = data.draw(st.sampled_from(sorted(self.held)))
+            if data.draw(st.integers(0, 9)) == 0:
+                self.free_one(seq_id)
+                continue
+            now = len(self.held[seq_id].ids)
+            reach = st.integers(now, now + 9) | st.integers(0, self.config.max_model_len + 2)
+            num_tokens = data.draw(st.integers(0, now) if seq_id in grown else reach)
+            refused = not self.extend_one(seq_id, num_tokens)
+            grown.add(seq_id)
+            if refused and num_actions == 1:
+                changes = self.accounting.drain()
+                # With keep_old a step begins by giving back what the one before it has outgrown.
+                assert all(isinstance(change, Release) for change in changes)
+                self.store.apply(changes)
+        self.end_step()
+
+    @precondition(lambda self: self.held and len(self.held) < 8)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.held)))
+        before = self.snapshot()
+        verdict = self.accounting.fork(seq_id, self.next_seq)
+        if isinstance(verdict, Fits):
+            self.held[self.next_seq] = self.held[seq_id].copy()
+            self.next_seq += 1
+        else:
+            assert self.snapshot() == before, "a refusal has changed something"
+            assert not self.accounting.shares_blocks, "sharing needs no room"
+            # The cache holds such a sequence already: it cannot be impossible.
+            assert isinstance(verdict, NotNow)
+            self.check_holders(verdict)
+        self.end_step()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[seq_id]
+        near = st.integers(held.base, len(held.ids))
+        num_tokens = data.draw(near | st.integers(0, self.config.max_model_len))
+        before = self.snapshot()
+        refusal = ""
+        try:
+            self.accounting.trim(seq_id, num_tokens)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal:
+            assert self.forgets, "nothing is ever forgotten, so anything can be undone"
+            assert num_tokens < held.base, "the last extension could not be undone"
+            assert f"to {num_tokens} tokens" in refusal
+            assert self.snapshot() == before, "a refusal has changed something"
+        else:
+            held.ids = held.ids[:num_tokens]
+            held.written = min(held.written, num_tokens)
+            held.base = min(held.base, num_tokens)
+            held.history.append(("trim", num_tokens))
+        self.end_step()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.free_one(data.draw(st.sampled_from(sorted(self.held))))
+        self.end_step()
+
+    @precondition(lambda self: isinstance(self.accounting, ContiguousAccounting))
+    @rule()
+    def defrag(self) -> None:
+        assert isinstance(self.accounting, ContiguousAccounting)
+        self.accounting.defrag()
+        assert self.accounting.fragmentation == 0
+        self.end_step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for seq_id in list(self.held):
+            self.free_one(seq_id)
+        self.end_step()
+        usage = self.accounting.usage()
+        assert usage.committed_bytes == usage.used_bytes == self.store.committed_bytes == 0
+        assert self.accounting.drain() == []
+        self.store.close()
+
+    # -- what the rules are made of --------------------------------------------------------------
+
+    def fresh(self) -> Accounting:
+        return build_accounting(self.strategy, self.spec, self.config)
+
+    def free_one(self, seq_id: int) -> None:
+        self.accounting.free(seq_id)
+        del self.held[seq_id]
+
+    def extend_one(self, seq_id: int, num_tokens: int) -> bool:
+        held = self.held[seq_id]
+        before = self.snapshot()
+        verdict = self.accounting.try_extend(seq_id, num_tokens)
+        if not isinstance(verdict, Fits):
+            assert self.snapshot() == before, "a refusal has changed something"
+            self.check_refusal(held, num_tokens, verdict)
+            return False
+        if num_tokens <= len(held.ids):
+            assert self.snapshot() == before, "there was room already"
+            return True
+        held.base = len(held.ids)
+        held.history.append(("extend", num_tokens))
+        for _ in range(num_tokens - len(held.ids)):
+            held.ids.append(self.next_token)
+            self.next_token += 1
+        return True
+
+    def end_step(self) -> None:
+        """Carry out the changes, write the new tokens, and look at everything."""
+        changes = self.accounting.drain()
+        self.store.apply(changes)
+        for seq_id, held in self.held.items():
+            for group in range(len(self.accounting.groups)):
+                slots = self.accounting.slots(group, seq_id, held.written, len(held.ids))
+                self.store.write(group, slots, np.array(held.ids[held.written :], np.int64))
+            held.written = len(held.ids)
+        self.accounting.check()
+        self.check_usage()
+        self.check_contents()
+
+    def snapshot(self) -> Any:
+        """All that can be seen from outside."""
+        accounting = self.accounting
+        return accounting.usage(), [
+            (seq_id, accounting.num_tokens(seq_id), accounting.table(group, seq_id).tolist())
+            for seq_id in self.held
+            for group in range(len(accounting.groups))
+        ]
+
+    # -- what is demanded ------------------------------------------------------------------------
+
+    def check_contents(self) -> None:
+        """Every token that the last step read, or a later one can read, is where it should be."""
+        for seq_id, held in self.held.items():
+            assert self.accounting.num_tokens(seq_id) == len(held.ids)
+            for index, group in enumerate(self.accounting.groups):
+                start = group.live_range(held.base).start
+                slots = self.accounting.slots(index, seq_id, start, len(held.ids))
+                expected = np.array(held.ids[start:], np.int64)
+                table = self.accounting.table(index, seq_id)
+                self.store.read(index, table, slots, start, expected)
+
+    def check_usage(self) -> None:
+        usage = self.accounting.usage()
+        groups = list(enumerate(self.accounting.groups))
+        used_bytes = reserved_bytes = 0
+        for index, group in groups:
+            live: set[int] = set()
+            for seq_id, held in self.held.items():
+                range_ = group.live_range(len(held.ids))
+                slots = self.accounting.slots(index, seq_id, range_.start, range_.stop)
+                live.update(slots.tolist())
+            used_bytes += len(live) * group.bytes_per_token
+            reserved_bytes += self.accounting.num_slots(index) * group.bytes_per_token
+        assert usage == Usage(
+            reserved_bytes=reserved_bytes,
+            committed_bytes=self.store.committed_bytes,
+            used_bytes=used_bytes,
+            num_sequences=len(self.held),
+            num_tokens=sum(len(held.ids) for held in self.held.values()),
+        )
+        assert usage.reserved_bytes >= usage.committed_bytes >= usage.used_bytes
+        assert usage.committed_bytes <= self.config.capacity_bytes
+        self.store.verify(usage)
+
+    def check_refusal(self, held: Held, num_tokens: int, verdict: Verdict) -> None:
+        routes = [held.history, []]
+        if self.strategy in ("paged", "virtual"):  # here a window may be passed token by token
+            routes.append([("extend", n + 1) for n in range(len(held.ids))])
+        alone = any(self.fits_alone(held, route, num_tokens) for route in routes)
+        if isinstance(verdict, NotNow):
+            assert alone, f"{num_tokens} tokens will never fit: {verdict}"
+            self.check_holders(verdict)
+            return
+        assert isinstance(verdict, Never)
+        assert not alone, f"{num_tokens} tokens fit an empty cache: {verdict}"
+        at_most = verdict.fitting_tokens
+        assert at_most < num_tokens or self.strategy == "contiguous"
+        assert self.fits_alone(held, [], at_most, limit=at_most), f"fewer would fit: {verdict}"
+        if at_most < min(held.max_tokens or 70, self.config.max_model_len):
+            more = at_most + 1
+            assert not self.fits_alone(held, [], more, limit=more), f"more would fit: {verdict}"
+
+    def check_holders(self, verdict: NotNow) -> None:
+        assert verdict.holders
+        assert all(self.accounting.table(0, seq_id).size for seq_id in verdict.holders)
+
+    def fits_alone(
+        self,
+        held: Held,
+        route: Iterable[tuple[str, int]],
+        num_tokens: int,
+        *,
+        limit: int | None = None,
+    ) -> bool:
+        """Whether an empty cache could take the sequence there and to ``num_tokens``.
+
+        Contiguous reserves for the longest: with ``limit`` that is all that is asked to fit.
+        """
+        cache, max_tokens = self.fresh(), held.max_tokens
+        if limit is not None and self.strategy == "contiguous":
+            config = replace(self.config, max_model_len=max(1, limit))
+            cache, max_tokens = build_accounting(self.strategy, self.spec, config), None
+        cache.add(0, max_tokens=max_tokens)
+        for verb, n in (*route, ("extend", num_tokens)):
+            if verb == "trim":
+                cache.trim(0, n)
+            elif not isinstance(cache.try_extend(0, n), Fits):
+                return False
+            cache.drain()
+        return True

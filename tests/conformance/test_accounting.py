@@ -1,0 +1,131 @@
+"""What every Accounting promises, over all strategies, their options and several models' memories.
+
+Slots are replayed without tensors: see ``strategy_machine``. The page is tiny, so that a few tokens
+fill several and, with small blocks, a page holds several blocks.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from conformance.strategy_cases import OPTIONS, layers_of, model_spec
+from conformance.strategy_machine import SlotStore, StrategyMachine
+from quire.errors import ConfigError
+from quire.strategies import (
+    STRATEGIES,
+    Accounting,
+    CacheConfig,
+    Fits,
+    Never,
+    build_accounting,
+)
+
+SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("page_bytes", [128, 2048])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_random_use(option: str, page_bytes: int) -> None:
+    def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
+        return SlotStore(accounting, config.capacity_bytes)
+
+    run_state_machine_as_test(
+        lambda: StrategyMachine(option, store, page_bytes=page_bytes), settings=SETTINGS
+    )
+
+
+CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**20, page_bytes=128)
+SPEC = model_spec(layers_of("full+sliding", "bfloat16", wide=False))
+
+
+@pytest.fixture(params=OPTIONS)
+def accounting(request: pytest.FixtureRequest) -> Accounting:
+    strategy, changed = OPTIONS[request.param]
+    return build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+
+
+def test_an_id_is_used_once(accounting: Accounting) -> None:
+    accounting.add(7)
+    accounting.add(8)
+    with pytest.raises(KeyError):
+        accounting.add(7)
+    with pytest.raises(KeyError):
+        accounting.fork(8, 7)
+    assert accounting.usage().num_sequences == 2
+    accounting.free(7)
+    accounting.add(7)
+
+
+def test_an_unknown_id_is_a_key_error(accounting: Accounting) -> None:
+    for verb in (
+        lambda: accounting.try_extend(1, 1),
+        lambda: accounting.fork(1, 2),
+        lambda: accounting.trim(1, 0),
+        lambda: accounting.free(1),
+        lambda: accounting.table(0, 1),
+    ):
+        with pytest.raises(KeyError):
+            verb()
+    assert accounting.usage().num_sequences == 0
+
+
+def test_a_sequence_without_tokens_takes_nothing(accounting: Accounting) -> None:
+    accounting.add(0)
+    assert isinstance(accounting.try_extend(0, 0), Fits)
+    assert isinstance(accounting.fork(0, 1), Fits)
+    accounting.trim(0, 0)
+    accounting.free(0)
+    assert accounting.drain() == []
+    assert accounting.usage().committed_bytes == 0
+
+
+def test_longer_than_the_longest_can_never_be(accounting: Accounting) -> None:
+    accounting.add(0)
+    verdict = accounting.try_extend(0, CONFIG.max_model_len + 1)
+    assert isinstance(verdict, Never)
+    assert verdict.option == "max_model_len"
+    assert verdict.fitting_tokens == CONFIG.max_model_len
+    assert verdict.need_bytes > CONFIG.max_model_len * SPEC.bytes_per_token
+    assert isinstance(accounting.try_extend(0, CONFIG.max_model_len), Fits)
+
+
+def test_a_cache_too_small_for_anything_says_so(accounting: Accounting) -> None:
+    strategy = next(name for name in STRATEGIES if type(accounting) is STRATEGIES[name][0])
+    cache = build_accounting(strategy, SPEC, replace(CONFIG, capacity_bytes=100))
+    cache.add(0)
+    verdict = cache.try_extend(0, 1)
+    assert isinstance(verdict, Never)
+    assert verdict.capacity_bytes == 100 < verdict.need_bytes
+    assert verdict.fitting_tokens == 0
+    assert "kv_cache_memory_bytes" in verdict.option
+
+
+def test_every_layer_is_in_one_group(accounting: Accounting) -> None:
+    layers = [layer for group in accounting.groups for layer in group.layers]
+    assert sorted(layers) == list(range(SPEC.num_layers))
+
+
+def test_an_unknown_strategy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'pagde' is unknown; known: contiguous, growing, paged"):
+        build_accounting("pagde", SPEC, CONFIG)
+
+
+def test_accounting_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from quire.spec import FullAttention, Layer, ModelSpec\n"
+        "from quire.strategies import STRATEGIES, CacheConfig, build_accounting\n"
+        "full = FullAttention(num_kv_heads=1, head_dim=64, dtype='float32')\n"
+        "spec = ModelSpec(model_type='', layers=(Layer(specs=(full,)),), max_model_len=9,\n"
+        "                 dtype='float32')\n"
+        "config = CacheConfig(max_model_len=9, max_num_seqs=1, capacity_bytes=2**20)\n"
+        "for name in STRATEGIES:\n"
+        "    cache = build_accounting(name, spec, config)\n"
+        "    cache.add(0)\n"
+        "    assert cache.try_extend(0, 9).__class__.__name__ == 'Fits'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,245 @@
+"""Every strategy end to end: random use with bytes, over pages that are checked and counted.
+
+Each token's keys and values are *canaries*, made from its unique id, the layer and the head: what
+is read must be what was written for exactly that token of that sequence, layer and head. A page is
+4096 bytes as on the machine, heads are so wide that a few tokens fill one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
+
+from conformance.strategy_cases import OPTIONS, layers_of, model_spec
+from conformance.strategy_machine import Ids, SlotStore, StrategyMachine
+from quire.errors import MemoryUnavailable
+from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
+from quire.memory.composed import CheckedRegion
+from quire.memory.probe import resident_bytes
+from quire.strategies import (
+    STRATEGIES,
+    Accounting,
+    CacheConfig,
+    Change,
+    Fits,
+    Usage,
+    build_accounting,
+    build_storage,
+)
+from quire.strategies.layout import attention_spec
+
+SETTINGS = settings(max_examples=8, stateful_step_count=25, deadline=None)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class RegionsInView:
+    """A provider that remembers its regions, so that the kernel can be asked about them."""
+
+    def __init__(self, upstream: MemoryProvider) -> None:
+        self.regions: list[CheckedRegion] = []
+        self._upstream = CheckedMemory(upstream)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._upstream.page_bytes
+
+    def reserve(self, nbytes: int) -> CheckedRegion:
+        self.regions.append(self._upstream.reserve(nbytes))
+        return self.regions[-1]
+
+    def resident_bytes(self) -> int | None:
+        """Bytes that the kernel has backed; None if it does not say."""
+        counts = [
+            resident_bytes(region.tensor(torch.uint8).data_ptr(), region.nbytes)
+            for region in self.regions
+        ]
+        return sum(count for count in counts if count is not None) if None not in counts else None
+
+
+def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor:
+    """i64[T] → [T, heads, width], whole numbers below 251, which every dtype here can hold."""
+    head = torch.arange(heads)[:, None] * 17
+    place = torch.arange(width)
+    # Even places tell ids apart that are near, odd ones those that are far.
+    parts = torch.where(place % 2 == 0, ids[:, None, None], ids[:, None, None] // 251)
+    return (parts + head + place + 29 * layer + salt) % 251
+
+
+class TensorStore:
+    """The machine's token ids as keys and values in a strategy's storage."""
+
+    def __init__(self, strategy: str, accounting: Accounting, config: CacheConfig) -> None:
+        self.provider = RegionsInView(HostMemory())
+        self.accounting = accounting
+        self.storage = build_storage(strategy, accounting, self.provider)
+        self.replayed = SlotStore(accounting, config.capacity_bytes)
+
+    @property
+    def committed_bytes(self) -> int:
+        return self.storage.memory.committed_bytes
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        self.replayed.apply(changes)
+        self.storage.apply(changes)
+
+    def write(self, group: int, slots: Ids, ids: Ids) -> None:
+        self.replayed.write(group, slots, ids)
+        for layer in self.accounting.groups[group].layers:
+            k, v = self.entries(group, layer, ids)
+            self.storage.write(layer, torch.from_numpy(slots), k, v)
+
+    def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None:
+        if not len(expected):
+            return
+        size = self.accounting.block_size(group)
+        positions = torch.arange(start, start + len(expected))
+        rows = torch.from_numpy(table)[positions // size]
+        for layer in self.accounting.groups[group].layers:
+            wanted = self.entries(group, layer, expected)
+            view = self.storage.view(layer)
+            gathered = self.storage.gather(layer, torch.from_numpy(slots))
+            for want, got, every in zip(wanted, gathered, (view.k, view.v), strict=True):
+                assert torch.equal(got.transpose(0, 1), want)
+                assert every.shape[1:] == (want.shape[1], size, want.shape[2])
+                assert torch.equal(every[rows, :, positions % size], want)
+
+    def verify(self, usage: Usage) -> None:
+        memory = self.storage.memory
+        assert memory.committed_bytes == usage.committed_bytes
+        assert memory.reserved_bytes == usage.reserved_bytes
+        assert memory.peak_committed_bytes == self.replayed.peak_committed_bytes
+        assert self.provider.resident_bytes() in (usage.committed_bytes, None)
+        for region in self.provider.regions:
+            region.check()
+
+    def close(self) -> None:
+        assert self.provider.resident_bytes() in (0, None)
+        self.storage.close()
+        assert self.storage.memory.reserved_bytes == 0
+
+    def entries(self, group: int, layer: int, ids: Ids) -> tuple[Tensor, Tensor]:
+        spec = attention_spec(self.accounting.groups[group])
+        dtype = getattr(torch, spec.dtype)
+        (heads, key_width), (_, value_width) = spec.entry_shapes
+        tokens = torch.from_numpy(ids)
+        return (
+            canary(tokens, layer, heads, key_width, salt=0).to(dtype),
+            canary(tokens, layer, heads, value_width, salt=101).to(dtype),
+        )
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_random_use(option: str) -> None:
+    strategy, _ = OPTIONS[option]
+    page_bytes = HostMemory().page_bytes
+    run_state_machine_as_test(
+        lambda: StrategyMachine(
+            option,
+            lambda accounting, config: TensorStore(strategy, accounting, config),
+            page_bytes=page_bytes,
+            dtypes=DTYPES,
+            wide=True,
+        ),
+        settings=SETTINGS,
+    )
+
+
+PAGE = HostMemory().page_bytes
+SPEC = model_spec(layers_of("full+sliding", "bfloat16", wide=True))
+CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**22, page_bytes=PAGE)
+
+
+def changes_of(accounting: Accounting) -> list[Change]:
+    """Two sequences that grow, a fork that is written to: commits, copies and releases."""
+    changes: list[Change] = []
+    for seq_id in (0, 1):
+        accounting.add(seq_id, max_tokens=40)
+        assert isinstance(accounting.try_extend(seq_id, 30), Fits)
+        changes += accounting.drain()
+    assert isinstance(accounting.fork(0, 2), Fits)
+    for num_tokens in (39, 40):
+        assert isinstance(accounting.try_extend(2, num_tokens), Fits)
+        changes += accounting.drain()
+    accounting.free(1)
+    return changes + accounting.drain()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_refused_commit_leaves_no_layer_committed(option: str) -> None:
+    strategy, changed = OPTIONS[option]
+    failing = FailingMemory(HostMemory(), failing=())
+    total = _apply_until_refused(strategy, changed, failing)
+    assert failing.num_commits > 1
+    for number in range(1, failing.num_commits + 1, 3):
+        failing = FailingMemory(HostMemory(), failing={number})
+        assert _apply_until_refused(strategy, changed, failing) < total
+
+
+def _apply_until_refused(
+    strategy: str, changed: Mapping[str, Any], provider: MemoryProvider
+) -> int:
+    """The number of changes that were carried out, each of them whole."""
+    accounting = build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+    in_view = RegionsInView(provider)
+    storage = build_storage(strategy, accounting, in_view)
+    replayed = SlotStore(accounting, CONFIG.capacity_bytes)
+    done = 0
+    for change in changes_of(accounting):
+        try:
+            storage.apply([change])
+        except MemoryUnavailable:
+            break
+        replayed.apply([change])
+        done += 1
+    assert storage.memory.committed_bytes == replayed.committed_bytes
+    assert in_view.resident_bytes() in (replayed.committed_bytes, None)
+    storage.close()
+    assert storage.memory.committed_bytes == storage.memory.reserved_bytes == 0
+    return done
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_closing_gives_every_page_back(option: str) -> None:
+    strategy, changed = OPTIONS[option]
+    accounting = build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+    provider = RegionsInView(HostMemory())
+    storage = build_storage(strategy, accounting, provider)
+    storage.apply(changes_of(accounting))
+    k, _ = storage.gather(0, torch.from_numpy(accounting.slots(0, 0, 0, 30)))
+    tensors = [region.tensor(torch.uint8) for region in provider.regions]
+
+    storage.close()
+    assert storage.memory.committed_bytes == storage.memory.reserved_bytes == 0
+    for flat in tensors:
+        assert resident_bytes(flat.data_ptr(), flat.numel()) in (0, None)
+    assert k.shape[1] == 30  # a copy, which outlives the storage
+    storage.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_storage_for_nothing_can_be_built(strategy: str) -> None:
+    """The verdict on the first token says why nothing fits; building must not fail before."""
+    accounting = build_accounting(strategy, SPEC, replace(CONFIG, capacity_bytes=0))
+    storage = build_storage(strategy, accounting, HostMemory())
+    assert storage.view(0).k.shape[2] == accounting.block_size(0)
+    assert storage.memory.committed_bytes == 0
+    storage.close()
+
+
+def test_a_range_may_begin_anywhere_in_the_arena() -> None:
+    """A view is as long as the longest sequence, wherever a shorter range of the arena begins."""
+    config = replace(CONFIG, reserve="request", capacity_bytes=SPEC.bytes_per_token * 32)
+    accounting = build_accounting("contiguous", SPEC, config)
+    storage = build_storage("contiguous", accounting, HostMemory())
+    for seq_id in (0, 1):
+        accounting.add(seq_id, max_tokens=16)
+        assert isinstance(accounting.try_extend(seq_id, 16), Fits)
+    storage.apply(accounting.drain())
+    (start,) = accounting.table(0, 1)
+    assert storage.view(0).k[start].shape == (2, config.max_model_len, 256)
+    storage.close()

@@ -1,0 +1,152 @@
+"""What is particular to HostMemory: how the kernel refuses, forks, and maps."""
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import MemoryUnavailable
+from quire.memory import HostMemory, Region
+from quire.memory.probe import resident_bytes
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
+PAGE = mmap.PAGESIZE
+
+
+def resident(region: Region) -> int | None:
+    return resident_bytes(region.tensor(torch.uint8).data_ptr(), region.nbytes)
+
+
+def protect(region: Region, page: int, access: int) -> None:
+    """Make one page unwritable, so that the kernel refuses to back it."""
+    address = region.tensor(torch.uint8).data_ptr() + page * PAGE
+    mprotect = ctypes.CDLL(None).mprotect
+    mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert mprotect(address, PAGE, access) == 0
+
+
+@linux
+def test_pieces_before_the_one_that_the_kernel_refuses_are_given_back() -> None:
+    memory = HostMemory()
+    if memory.portable:
+        pytest.skip("this kernel cannot refuse: it has no MADV_POPULATE_WRITE")
+    region = memory.reserve(64 * PAGE)
+    region.commit(60 * PAGE, PAGE)
+    protect(region, 40, mmap.PROT_READ)
+
+    for asked in (
+        {"offset": 0, "nbytes": 2 * PAGE, "stride": 8 * PAGE, "count": 7},  # the sixth piece
+        {"offset": 36 * PAGE, "nbytes": 8 * PAGE},  # the middle of the only piece
+        {"offset": 40 * PAGE, "nbytes": PAGE, "stride": PAGE, "count": 3},  # the first piece
+    ):
+        with pytest.raises(MemoryUnavailable, match=r"refused pages .* 4\.00 KiB of this region"):
+            region.commit(**asked)
+        assert region.committed_bytes == resident(region) == PAGE
+
+    protect(region, 40, mmap.PROT_READ | mmap.PROT_WRITE)
+    region.commit(0, 2 * PAGE, stride=8 * PAGE, count=7)
+    assert region.committed_bytes == resident(region) == 15 * PAGE
+
+
+@linux
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_long_piece_is_backed_to_its_last_page(portable: bool) -> None:
+    region = HostMemory(portable=portable).reserve(128 * 2**20)
+    region.commit(PAGE, 65 * 2**20)  # longer than two slices, and no multiple of one
+    assert region.committed_bytes == resident(region) == 65 * 2**20
+    region.decommit(2 * PAGE, 65 * 2**20 - PAGE)
+    assert region.committed_bytes == resident(region) == PAGE
+
+
+@linux
+def test_address_space_can_run_out() -> None:
+    run(
+        """
+        import resource
+        from quire.errors import MemoryUnavailable
+        from quire.memory import HostMemory
+        from quire.memory.probe import available_bytes, memory_bounds
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, -1))
+        assert "RLIMIT_AS (ulimit -v)" in [bound.source for bound in memory_bounds()]
+        room = available_bytes()
+        assert room < 8 << 30
+        try:
+            HostMemory().reserve(9 << 30)
+        except MemoryUnavailable as error:
+            assert "9.00 GiB of address space" in str(error) and "ulimit -v" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        region = HostMemory().reserve(1 << 30)
+        assert available_bytes() <= room - (1 << 30) + (64 << 20)
+        """
+    )
+
+
+@linux
+def test_a_forked_child_sees_zeros_and_shares_no_page() -> None:
+    run(
+        """
+        import os, torch
+        from quire.memory import HostMemory
+        from quire.memory.probe import resident_bytes
+        region = HostMemory().reserve(1 << 20)
+        region.commit(0, 1 << 20)
+        flat = region.tensor(torch.uint8)
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
+        flat[:] = 5
+        child = os.fork()
+        if child == 0:
+            untouched = resident_bytes(flat.data_ptr(), 1 << 20) == 0
+            zeros = int(flat.sum()) == 0
+            flat[:] = 6
+            os._exit(0 if untouched and zeros else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert flat.eq(5).all()
+        """
+    )
+
+
+@linux
+def test_a_region_stays_one_mapping_without_huge_pages() -> None:
+    region = HostMemory().reserve(2**30)
+    address = region.tensor(torch.uint8).data_ptr()
+    region.commit(0, PAGE, stride=2 * PAGE, count=500)
+    region.decommit(0, PAGE, stride=4 * PAGE, count=250)
+
+    inside = False
+    flags: list[list[str]] = []
+    with Path("/proc/self/smaps").open() as smaps:
+        for line in smaps:
+            head = line.split()[0]
+            if "-" in head:
+                start, stop = (int(edge, 16) for edge in head.split("-"))
+                inside = start < address + 2**30 and stop > address
+            elif inside and head == "VmFlags:":
+                flags.append(line.split()[1:])
+    assert len(flags) == 1
+    assert "nh" in flags[0] or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_an_old_kernel_gets_portable_memory_and_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert HostMemory(portable=True).portable
+    assert not caplog.records
+    monkeypatch.setattr("quire.memory.host._can_populate", lambda: False)
+    assert HostMemory().portable
+    assert "MADV_POPULATE_WRITE" in caplog.text
+
+
+def run(code: str) -> None:
+    lines = code.strip("\n").splitlines()
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    script = "\n".join(line[indent:] for line in lines)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,207 @@
+"""Blocks: tables, slots, sharing and copy-on-write, and what little is wasted."""
+
+import pytest
+
+from quire.spec import FullAttention, SlidingWindow
+from quire.strategies import Commit, Copy, Fits, Never, NotNow, Release
+from quire.strategies.paged import PagedAccounting
+from strategies.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
+
+BLOCK = 16
+
+
+def pool(num_tokens: int = 4096, **changed: int) -> PagedAccounting:
+    return PagedAccounting(
+        SMALL.groups,
+        config(
+            capacity_bytes=num_tokens * SMALL.bytes_per_token,
+            page_bytes=SMALL_PAGE_BYTES,
+            **changed,
+        ),
+    )
+
+
+def put(cache: PagedAccounting, seq_id: int, num_tokens: int) -> None:
+    cache.add(seq_id)
+    assert isinstance(cache.try_extend(seq_id, num_tokens), Fits)
+
+
+def test_38_tokens_are_16_and_16_and_6() -> None:
+    """Seed 4."""
+    cache = pool()
+    put(cache, 0, 38)
+    assert cache.table(0, 0).tolist() == [0, 1, 2]
+    blocks = (cache.slots(0, 0, 0, 38) // BLOCK).tolist()
+    assert [blocks.count(block) for block in (0, 1, 2)] == [16, 16, 6]
+
+
+def test_a_slot_is_block_times_size_plus_offset() -> None:
+    """Seed 3."""
+    cache = pool()
+    put(cache, 0, 20)
+    put(cache, 1, 20)
+    cache.try_extend(0, 40)
+    assert cache.table(0, 0).tolist() == [0, 1, 4]
+    assert cache.slots(0, 0, 30, 35).tolist() == [30, 31, 64, 65, 66]
+
+
+def test_block_bytes() -> None:
+    """Seed 3: 2 x block_size x kv_heads x head_size x dtype bytes, in each of 36 layers."""
+    cache = PagedAccounting(QWEN3_4B.groups, config())
+    put_bytes = 36 * 2 * 16 * 8 * 128 * 2
+    cache.add(0)
+    for num_tokens, num_blocks in ((1, 1), (16, 1), (17, 2), (4096, 256)):
+        cache.try_extend(0, num_tokens)
+        assert cache.usage().committed_bytes == num_blocks * put_bytes
+
+
+def test_a_system_prompt_is_shared_whole() -> None:
+    """Seed 4: 4,096 tokens are 256 blocks, held once however many requests read them."""
+    cache = pool(2 * 4096, max_model_len=8192)
+    put(cache, 0, 4096)
+    alone = cache.usage()
+    for seq_id in range(1, 50):
+        assert isinstance(cache.fork(0, seq_id), Fits)
+        assert len(cache.table(0, seq_id)) == 256
+    usage = cache.usage()
+    assert usage.committed_bytes == alone.committed_bytes == 4096 * SMALL.bytes_per_token
+    assert usage.used_bytes == alone.used_bytes
+    assert usage.num_tokens == 50 * 4096
+
+
+def test_three_ways_and_one_block_copied() -> None:
+    """Seed 4: three candidates share the prompt; the first write of one copies exactly a block."""
+    cache = pool()
+    put(cache, 0, 38)
+    cache.fork(0, 1)
+    cache.fork(0, 2)
+    cache.drain()
+    assert isinstance(cache.try_extend(1, 39), Fits)
+    assert cache.drain() == [
+        Commit(0, 3 * BLOCK, 4 * BLOCK),
+        Copy(0, 2 * BLOCK, 3 * BLOCK, 6),
+    ]
+    tables = [cache.table(0, seq_id).tolist() for seq_id in (0, 1, 2)]
+    assert tables == [[0, 1, 2], [0, 1, 3], [0, 1, 2]]
+    cache.try_extend(1, 40)
+    assert cache.drain() == []
+    cache.try_extend(2, 39)
+    assert [type(change) for change in cache.drain()] == [Commit, Copy]
+    cache.try_extend(0, 39)  # the last holder writes where it is
+    assert cache.drain() == []
+    assert cache.table(0, 0).tolist() == [0, 1, 2]
+
+
+def test_a_full_last_block_is_not_copied() -> None:
+    cache = pool()
+    put(cache, 0, 32)
+    cache.fork(0, 1)
+    cache.drain()
+    cache.try_extend(1, 33)
+    assert cache.drain() == [Commit(0, 2 * BLOCK, 3 * BLOCK)]
+
+
+def test_half_a_block_is_wasted() -> None:
+    """Seeds 3 and 4: at most block - 1 tokens a sequence; on average half a block, 8 of 16."""
+    cache = pool(2**20, max_num_seqs=1024)
+    wasted = []
+    for num_tokens in range(1, 1025):
+        before = cache.usage().wasted_bytes
+        put(cache, num_tokens, num_tokens)
+        wasted.append((cache.usage().wasted_bytes - before) // SMALL.bytes_per_token)
+    assert max(wasted) == BLOCK - 1
+    assert sum(wasted) / len(wasted) == pytest.approx(BLOCK / 2, abs=0.5)
+
+
+def test_no_external_fragmentation() -> None:
+    """Seed 3: any free block will do, wherever it lies."""
+    cache = pool(20 * BLOCK)
+    for seq_id in range(20):
+        put(cache, seq_id, BLOCK)
+    for seq_id in range(0, 20, 2):
+        cache.free(seq_id)
+    put(cache, 20, 10 * BLOCK)
+    assert cache.table(0, 20).tolist() == list(range(0, 20, 2))
+
+
+WINDOW = 40
+
+
+def windowed(num_blocks: int) -> PagedAccounting:
+    """A full layer and one that looks back 40 tokens, 128 bytes a token together."""
+    spec = spec_of(
+        FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"),
+        SlidingWindow(num_kv_heads=1, head_dim=16, dtype="bfloat16", window=WINDOW),
+    )
+    capacity_bytes = num_blocks * BLOCK * 64
+    return PagedAccounting(
+        spec.groups, config(capacity_bytes=capacity_bytes, page_bytes=SMALL_PAGE_BYTES)
+    )
+
+
+def test_a_window_gives_blocks_back_while_it_runs() -> None:
+    cache = windowed(num_blocks=256)
+    cache.add(0)
+    released = most = 0
+    for num_tokens in range(1, 1001):
+        cache.try_extend(0, num_tokens)
+        changes = cache.drain()
+        released += sum(isinstance(change, Release) for change in changes)
+        most = max(most, int((cache.table(1, 0) >= 0).sum()))
+    assert most == -(-(WINDOW + BLOCK - 1) // BLOCK)
+    assert cache.table(1, 0).tolist()[:60] == [-1] * 60
+    assert released == 60
+    assert (cache.table(0, 0) >= 0).all()
+
+
+def test_groups_draw_on_one_ceiling() -> None:
+    """What one group's window gives back, the other takes."""
+    cache = windowed(num_blocks=20)
+    cache.add(0)
+    num_tokens = 0
+    while isinstance(verdict := cache.try_extend(0, num_tokens + 1), Fits):
+        num_tokens += 1
+    assert isinstance(verdict, Never)
+    # 16 blocks of the full layer and, when a step begins, at most 4 of the other.
+    assert num_tokens == 16 * BLOCK
+    usage = cache.usage()
+    assert usage.committed_bytes == 19 * BLOCK * 64
+    assert verdict.fitting_tokens == 10 * BLOCK  # … in one step
+
+
+def test_going_back_behind_a_window_is_refused() -> None:
+    cache = windowed(num_blocks=256)
+    cache.add(0)
+    for num_tokens in (100, 200):
+        cache.try_extend(0, num_tokens)
+    cache.trim(0, 100)
+    before = cache.usage()
+    with pytest.raises(ValueError, match="cannot go back to 80 tokens"):
+        cache.trim(0, 80)
+    assert cache.usage() == before
+    assert cache.num_tokens(0) == 100
+
+
+def test_blocks_of_a_page_are_committed_together() -> None:
+    """A page of 4096 bytes is four blocks of 1024: a page goes when its last block goes."""
+    cache = PagedAccounting(SMALL.groups, config(page_bytes=4096))
+    for seq_id in range(5):
+        put(cache, seq_id, BLOCK)
+    assert cache.drain() == [Commit(0, 0, 4 * BLOCK), Commit(0, 4 * BLOCK, 8 * BLOCK)]
+    for seq_id in (0, 1, 2):
+        cache.free(seq_id)
+    assert cache.drain() == []
+    cache.free(3)
+    assert cache.drain() == [Release(0, 0, 4 * BLOCK)]
+
+
+def test_whole_pages_count_for_what_can_never_fit() -> None:
+    """33 tokens are three blocks, but two pages of two blocks: they will not fit in three blocks."""
+    options = dict(capacity_bytes=3 * BLOCK * 64, page_bytes=2 * BLOCK * 64)
+    cache = PagedAccounting(SMALL.groups, config(**options))
+    put(cache, 0, 1)
+    cache.add(1)
+    verdict = cache.try_extend(1, 33)
+    assert isinstance(verdict, Never)
+    assert verdict.fitting_tokens == 32
+    assert isinstance(cache.try_extend(1, 32), NotNow | Fits)

@@ -1,0 +1,154 @@
+"""The command line: it runs the shipped model, says what the cache took, and refuses clearly."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def quire(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def test_generate_streams_text_and_ends_with_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = quire(monkeypatch, "generate", "--max-tokens", "12", "--ignore-eos", "def add(a, b):\n")
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.startswith("def add(a, b):\n")
+    for word in ("reserved", "committed", "used", "wasted", "given back", "tokens/s"):
+        assert word in out
+
+
+@pytest.mark.parametrize("strategy", ["contiguous", "growing", "paged", "virtual"])
+def test_generate_as_json_adds_up(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--cache", strategy, "--max-tokens", "8", "--ignore-eos", "--json", "import os\n")
+    assert quire(monkeypatch, "generate", *arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    kv = result["kv"]
+    assert result["model"] == "demo"
+    assert kv["strategy"] == strategy
+    assert kv["output_tokens"] == 8
+    assert kv["reserved_bytes"] >= kv["committed_bytes"] >= kv["used_bytes"] > 0
+    assert kv["wasted_bytes"] == kv["committed_bytes"] - kv["used_bytes"]
+    assert kv["left_bytes"] == 0
+    assert kv["returned_bytes"] >= kv["committed_bytes"]
+
+
+def test_the_prompt_comes_from_standard_input_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("class A:\n"))
+    assert quire(monkeypatch, "generate", "--max-tokens", "2", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "class A:\n"
+
+
+def test_a_seed_makes_sampling_repeatable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(seed: str) -> str:
+        flags = ("--temperature", "1.5", "--seed", seed, "--max-tokens", "16", "--json", "def f():")
+        assert quire(monkeypatch, "generate", *flags) == 0
+        return str(json.loads(capsys.readouterr().out)["text"])
+
+    assert text("5") == text("5") != text("6")
+
+
+def test_compare_prints_a_row_a_strategy_and_draws_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "memory.svg"
+    flags = ("--max-tokens", "6", "--output", str(picture), "--dtype", "float32")
+    assert quire(monkeypatch, "compare", *flags) == 0
+    out = capsys.readouterr().out
+    root = ET.parse(picture).getroot()
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for strategy in ("contiguous", "growing", "paged", "virtual"):
+        assert strategy in out
+        assert strategy in words
+    assert "Same text under all four strategies: yes" in out
+
+
+def test_compare_as_json_orders_the_strategies_as_they_should_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--max-tokens", "4", "--json", "--output", str(tmp_path / "x.svg"))
+    assert quire(monkeypatch, "compare", *flags) == 0
+    result = json.loads(capsys.readouterr().out)
+    runs = {run["strategy"]: run for run in result["runs"]}
+    assert runs["contiguous"]["peak_committed_bytes"] > 4 * runs["growing"]["peak_committed_bytes"]
+    for strategy in ("paged", "virtual"):
+        assert runs[strategy]["peak_committed_bytes"] < runs["growing"]["peak_committed_bytes"]
+    assert all(run["left_bytes"] == 0 for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "--model", "./no/such/folder"), "there is no folder"),
+        (("generate", "--cache", "magic"), "cache 'magic' is unknown; known: contiguous"),
+        (("compare", "--dtype", "int3"), "dtype 'int3' is unknown"),
+        (("generate", "--kv-cache-memory-bytes", "much"), "'much' is not a size"),
+        (("generate", "--kv-cache-memory-bytes", "900TiB"), "more than the machine has"),
+        (("generate", "--max-model-len", "4", "a b c d e f g h"), "raise max_model_len"),
+        (("generate", "--max-model-len", "10000000"), "lower it"),
+        (("generate", "--max-num-seqs", "0"), "max_num_seqs=0 must be at least 1"),
+        (("generate", "--max-tokens", "0"), "max_tokens=0 must be at least 1"),
+        (("generate", "--temperature", "-1"), "temperature=-1.0 must be 0 or more"),
+        (("generate", "--top-p", "0"), "top_p=0.0 must be above 0"),
+        (("compare", "--output", "/no/such/folder/x.svg"), "no such folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert quire(monkeypatch, *arguments) == 1
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert said in " ".join(captured.err.split())
+
+
+def test_an_unknown_flag_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire(monkeypatch, "generate", "--max-modle-len", "5") == 2
+    assert "--max-model-len" in capsys.readouterr().err
+
+
+def test_help_names_every_engine_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import fields
+
+    from quire.config import EngineConfig
+
+    monkeypatch.setenv("COLUMNS", "200")
+    assert quire(monkeypatch, "compare", "--help") == 0
+    out = capsys.readouterr().out
+    for option in fields(EngineConfig):
+        assert "--" + option.name.replace("_", "-") in out

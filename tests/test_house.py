@@ -1,0 +1,109 @@
+"""What the documents promise holds: commands, links, code blocks and examples."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAX_EXAMPLE_LINES = 40
+
+# A block below this line is run, not only compiled. It must end by itself, offline, in seconds.
+RUNS = "<!-- this block is run by the tests -->"
+BLOCK = re.compile(
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE
+)
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)(?P<target>[^)#\s]+)")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path) -> list[tuple[int, str, bool]]:
+    """Each python block of a document: (line, code, whether it is to be run)."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        (
+            text.count("\n", 0, match.start()) + 1,
+            re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
+            text[: match.start()].rstrip().endswith(RUNS),
+        )
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_command_in_a_document_exists(path: Path) -> None:
+    from quire.cli import app
+
+    text = path.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
+    ours = {command.name or command.callback.__name__ for command in app.registered_commands}
+    # Commands stand at the beginning of a line or of a code span; prose may say "make" elsewhere.
+    verbs = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    commands = set(re.findall(r"(?:^|`)quire ([a-z]+)", text, re.MULTILINE))
+    assert verbs <= targets, f"the Makefile has no {', '.join(sorted(verbs - targets))}"
+    assert commands <= ours, f"quire has no command {', '.join(sorted(commands - ours))}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = [match["target"] for match in LINK.finditer(text)]
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing, f"{name_of(path)} links to what is not there: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_python_block_compiles_and_some_run(path: Path, tmp_path: Path) -> None:
+    for line, code, runs in blocks(path):
+        where = f"{name_of(path)}:{line}"
+        try:
+            compile(code, where, "exec")
+        except SyntaxError as error:
+            pytest.fail(f"{where}: the block is not Python: {error}", pytrace=False)
+        if runs:
+            done = run_python("-c", code, cwd=tmp_path)
+            assert done.returncode == 0, f"{where}: the block fails:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_every_example_is_short_and_runs(path: Path, tmp_path: Path) -> None:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_EXAMPLE_LINES, (
+        f"{num_lines} lines: an example has at most {MAX_EXAMPLE_LINES}, to be read at a glance"
+    )
+    done = run_python(str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example prints what it shows"
+
+
+def test_no_test_is_marked_slow() -> None:
+    slow = [
+        f"{name_of(path)}:{number}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"mark\.slow\b", line)
+    ]
+    assert not slow, f"a test that nobody runs proves nothing; make it fast: {', '.join(slow)}"

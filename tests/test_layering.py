@@ -1,0 +1,345 @@
+"""The rooms of src/quire, who may import whom, and what may be done in which of them.
+
+A failure names the file, the line and what to do. Rooms that are still to come have their rows.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+MAX_LINES = 400
+
+# What a room may import, besides itself; a module with a row of its own is a room here. Each comes
+# after all that it may import, so there is no cycle. The package's own __init__ may name anything.
+MAY_IMPORT = {
+    "errors": "",
+    "units": "errors",
+    "memory": "errors units",
+    "spec": "errors units",
+    "blocks": "errors units spec",
+    "strategies": "errors units spec blocks memory",
+    "config": "errors units spec strategies",
+    "attention": "errors units spec strategies",
+    "models": "errors units spec memory strategies attention",
+    "engine.sequence": "errors units",
+    "engine.scheduler": "errors units spec blocks strategies engine.sequence",
+    "engine.sampler": "errors units engine.sequence",
+    "engine.detokenizer": "errors units",
+    "engine.runner": "errors units spec strategies attention models engine.scheduler",
+    "engine": "errors units config spec memory strategies attention models engine.sequence"
+    " engine.scheduler engine.sampler engine.detokenizer engine.runner",
+    "planner": "errors units config spec memory blocks strategies engine.sequence engine.scheduler",
+    "server": "errors units config spec strategies engine.sequence engine.scheduler engine",
+    "figure": "units",
+    "compare": "errors units config spec strategies models engine.sequence engine figure",
+    "cli": "errors units config spec memory strategies models engine.sequence engine planner server"
+    " figure compare",
+}
+
+# Who may import a package that is not ours; a package that is not listed may be imported anywhere.
+ONLY_IN = {
+    "transformers": {"models"},
+    "ctypes": {"memory", "attention"},
+    "mmap": {"memory", "attention"},
+    "cuda": {"memory", "attention"},
+    "triton": {"attention"},
+    "flashinfer": {"attention"},
+    "numba": {"attention"},
+    "llvmlite": {"attention"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "aiohttp": {"server"},
+    "flask": {"server"},
+    "prometheus_client": {"server"},
+}
+
+# Importing these must not import torch: a planner or a command line answers in milliseconds.
+TORCH_FREE = (
+    *("errors", "units", "config", "spec", "memory.probe", "memory.budget", "blocks", "strategies"),
+    *("engine.sequence", "engine.scheduler", "planner", "figure", "compare", "cli"),
+)
+
+VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of src/quire."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Without the leading ``quire.``: ``strategies.base``; ``strategies`` for its __init__."""
+        parts = self.path.relative_to(SRC / "quire").with_suffix("").parts
+        return ".".join(part for part in parts if part != "__init__")
+
+    @property
+    def room(self) -> str:
+        return room_of(self.name)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
+
+    def where(self, node: ast.AST | None = None) -> str:
+        line = f":{getattr(node, 'lineno', 1)}" if node else ""
+        return f"{self.path.relative_to(SRC.parent)}{line}"
+
+    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Every import, inside functions and TYPE_CHECKING too: (node, full dotted name)."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node, alias.name
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{self.where(node)}: write the import in full, quire.…"
+                for alias in node.names:
+                    yield node, f"{node.module}.{alias.name}"
+
+    def own_imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Those of quire, without the leading ``quire.``."""
+        for node, name in self.imports():
+            if name.startswith("quire."):
+                yield node, name.removeprefix("quire.")
+
+
+MODULES = tuple(Module(path) for path in sorted((SRC / "quire").rglob("*.py")))
+NAMES = frozenset(f"quire.{module.name}" for module in MODULES)
+
+
+def room_of(name: str) -> str:
+    """The row of ``MAY_IMPORT`` that a module or a name in it belongs to: the longest that fits."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (room := ".".join(parts[:length])) in MAY_IMPORT:
+            return room
+    return parts[0]
+
+
+def report(problems: Iterable[str], advice: str) -> None:
+    """Fail with the places and what to do there, without this file's own source around it."""
+    found = list(problems)
+    if found:
+        pytest.fail("\n  ".join([advice, *found]), pytrace=False)
+
+
+def test_a_room_comes_after_all_that_it_may_import() -> None:
+    seen: set[str] = set()
+    for room, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= seen, f"{room}: move its row below those it names"
+        seen.add(room)
+
+
+def test_every_module_belongs_to_a_room() -> None:
+    report(
+        (module.where() for module in MODULES if module.name and module.room not in MAY_IMPORT),
+        "A new room. Say in MAY_IMPORT (tests/test_layering.py) what it may import.",
+    )
+
+
+def test_imports_follow_the_arrows() -> None:
+    problems = []
+    for module in MODULES:
+        if not module.name:
+            continue  # the package's own __init__ may name anything
+        allowed = {module.room, *MAY_IMPORT.get(module.room, "").split()}
+        problems += [
+            f"{module.where(node)} imports quire.{name}; {module.room} may import only "
+            f"{', '.join(sorted(allowed))}"
+            for node, name in module.own_imports()
+            if room_of(name) not in allowed
+        ]
+    report(
+        problems,
+        "Move the code to a room that may import it, or pass in what it needs. If the arrow is "
+        "right, draw it in MAY_IMPORT (tests/test_layering.py).",
+    )
+
+
+def test_nobody_imports_the_package_itself() -> None:
+    report(
+        (
+            module.where(node)
+            for module in MODULES
+            for node, name in module.imports()
+            if name == "quire"
+        ),
+        "Its __init__ is only half made then. Import the module that has the name.",
+    )
+
+
+def test_private_names_stay_in_their_module() -> None:
+    problems = []
+    for module in MODULES:
+        ours = set()
+        for node, name in module.own_imports():
+            if any(re.match(r"_[^_]", part) for part in name.split(".")):
+                problems.append(f"{module.where(node)} imports quire.{name}")
+            if f"quire.{name}" in NAMES:
+                ours.add(name.split(".")[-1])
+        problems += [
+            f"{module.where(node)} uses {node.value.id}.{node.attr}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ours
+            and re.match(r"_[^_]", node.attr)
+        ]
+    report(problems, "A leading underscore means: for this module only. Drop it, or do without.")
+
+
+def test_foreign_packages_stay_in_their_rooms() -> None:
+    problems = []
+    for module in MODULES:
+        for node, name in module.imports():
+            rooms = ONLY_IN.get(name.split(".")[0])
+            if rooms and module.name.split(".")[0] not in rooms:
+                problems.append(f"{module.where(node)} imports {name}: only {' and '.join(rooms)}")
+    report(problems, "Let the room that may import it offer what you need.")
+
+
+def test_only_config_reads_the_environment() -> None:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    problems = []
+    for module in MODULES:
+        if module.name == "config":
+            continue
+        imported = [node for node, name in module.imports() if name in {f"os.{x}" for x in names}]
+        used = [
+            node
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "os"
+            and node.attr in names
+        ]
+        problems += [module.where(node) for node in [*imported, *used]]
+    report(problems, "Make it a field in quire.config, and pass its value to whoever needs it.")
+
+
+def test_no_module_has_state() -> None:
+    report(
+        (f"{module.where(node)} {what}" for module in MODULES for node, what in state_of(module)),
+        "All users of the library in one process would share it. Make a constant a tuple, a "
+        "frozenset or a MappingProxyType; let state belong to an object that somebody made.",
+    )
+
+
+def state_of(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    """What is bound at import to something that can be changed."""
+    makers = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+    displays = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield node, f"global {', '.join(node.names)}"
+    for node in top_level(module.tree.body):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = ", ".join(ast.unparse(target) for target in targets)
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        maker = getattr(called, "id", None) or getattr(called, "attr", None)
+        if names != "__all__" and (isinstance(node.value, displays) or maker in makers):
+            yield node, names
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run at import, also those inside ``if`` and ``try``."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.For):
+            for part in ("body", "orelse", "finalbody"):
+                yield from top_level(getattr(node, part, []))
+            for handler in getattr(node, "handlers", []):
+                yield from top_level(handler.body)
+
+
+def test_only_the_command_line_prints() -> None:
+    report(
+        (
+            module.where(node)
+            for module in MODULES
+            if module.room != "cli"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+        ),
+        "Return it, or use logging.getLogger(__name__): only quire.cli talks to people.",
+    )
+
+
+def test_modules_are_short() -> None:
+    counts = {m.where(): len(m.path.read_text(encoding="utf-8").splitlines()) for m in MODULES}
+    report(
+        (f"{where} has {count} lines" for where, count in counts.items() if count > MAX_LINES),
+        f"{MAX_LINES} lines is the most. Split by idea, not by length.",
+    )
+
+
+def test_modules_say_what_they_are_for() -> None:
+    report(
+        (m.where() for m in MODULES if not (ast.get_docstring(m.tree) or "").strip()),
+        "Begin it with a docstring: what it is for, then what it leaves to others.",
+    )
+
+
+def test_class_names_say_what_a_thing_is() -> None:
+    report(
+        (
+            f"{module.where(node)} class {node.name}"
+            for module in MODULES
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.ClassDef) and VAGUE.search(node.name)
+        ),
+        "No Base, Abstract, Manager, Helper, Utils or Impl: a protocol has the plain noun, an "
+        "implementation an adjective.",
+    )
+
+
+TRY_WITHOUT_TORCH = """
+import importlib, sys, traceback
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+failed = False
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed = True
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/quire/" in f.filename]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        print(f"  import {name}: {error}{where}")
+sys.exit(failed)
+"""
+
+
+def test_importing_does_not_import_torch() -> None:
+    names = ["quire"]
+    for module in MODULES:
+        if any(f"{module.name}.".startswith(f"{free}.") for free in TORCH_FREE):
+            names.append(f"quire.{module.name}")
+    command = [sys.executable, "-c", TRY_WITHOUT_TORCH, *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(
+            "These must be importable without torch and Transformers: import them inside the "
+            "function that needs them, and for annotations under TYPE_CHECKING.\n"
+            f"{done.stdout}{done.stderr}",
+            pytrace=False,
+        )
