@@ -60,7 +60,7 @@ setup: $(READY) ## make .venv, with Quire and its tools
 	@echo "$(VENV) is ready."
 
 clean: ## remove all that these verbs have made, .venv too
-	@rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) site build dist quire.svg .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated;

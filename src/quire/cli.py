@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, wait_patiently
 from quire.engine.sequence import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.strategies import Usage
@@ -291,6 +291,7 @@ def _table(title: str, first: str, *columns: str) -> Table:
 
 def main() -> None:
     """Run the command line; a Quire error is one line on standard error and exit code 1."""
+    wait_patiently()
     try:
         app()
     except QuireError as error:

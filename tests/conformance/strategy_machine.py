@@ -140,11 +140,11 @@ class StrategyMachine(RuleBasedStateMachine):
         kind, dtype = draw(st.sampled_from(KINDS)), draw(st.sampled_from(self.dtypes))
         self.spec = model_spec(layers_of(kind, dtype, wide=self.wide))
         token_bytes = self.spec.bytes_per_token
-        longest = draw(st.sampled_from([20, 50, 64]))
-        capacity_bytes = draw(st.sampled_from([10, 45, 90, 250, 700])) * token_bytes
+        longest = draw(st.sampled_from([50, 20, 64]))
+        capacity_bytes = draw(st.integers(60, 300) | st.integers(10, 700)) * token_bytes
         self.config = CacheConfig(
             max_model_len=longest,
-            max_num_seqs=draw(st.sampled_from([1, 3, 6])),
+            max_num_seqs=draw(st.sampled_from([6, 3, 1])),
             capacity_bytes=capacity_bytes + draw(st.integers(0, 99)),
             page_bytes=self.page_bytes,
             **self.changed,
@@ -160,12 +160,26 @@ class StrategyMachine(RuleBasedStateMachine):
     # -- rules -----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.held) < 8)
-    @rule(max_tokens=st.none() | st.integers(1, 70))
-    def add(self, max_tokens: int | None) -> None:
+    @rule(
+        max_tokens=st.integers(10, 40) | st.none() | st.integers(1, 70),
+        num_tokens=st.integers(6, 30) | st.integers(0, 64),
+    )
+    def admit(self, max_tokens: int | None, num_tokens: int) -> None:
         self.accounting.add(self.next_seq, max_tokens=max_tokens)
         self.held[self.next_seq] = Held(max_tokens=max_tokens)
+        self.extend_one(self.next_seq, num_tokens)
         self.next_seq += 1
         self.end_step()
+
+    @precondition(lambda self: self.held)
+    @rule(num_steps=st.integers(3, 12))
+    def decode(self, num_steps: int) -> None:
+        """Every sequence grows by a token a step; who finds no room waits."""
+        for _ in range(num_steps):
+            for seq_id, held in self.held.items():
+                if 0 < len(held.ids) < self.config.max_model_len:
+                    self.extend_one(seq_id, len(held.ids) + 1)
+            self.end_step()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_actions=st.integers(1, 4))
@@ -176,11 +190,11 @@ class StrategyMachine(RuleBasedStateMachine):
             if not self.held:
                 break
             seq_id = data.draw(st.sampled_from(sorted(self.held)))
-            if data.draw(st.integers(0, 9)) == 0:
+            if data.draw(st.sampled_from([*["extend"] * 9, "free"])) == "free":
                 self.free_one(seq_id)
                 continue
             now = len(self.held[seq_id].ids)
-            reach = st.integers(now, now + 9) | st.integers(0, self.config.max_model_len + 2)
+            reach = st.integers(now + 1, now + 9) | st.integers(0, self.config.max_model_len + 2)
             num_tokens = data.draw(st.integers(0, now) if seq_id in grown else reach)
             refused = not self.extend_one(seq_id, num_tokens)
             grown.add(seq_id)
@@ -192,13 +206,17 @@ class StrategyMachine(RuleBasedStateMachine):
         self.end_step()
 
     @precondition(lambda self: self.held and len(self.held) < 8)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num_more=st.integers(1, 5))
+    def fork(self, data: st.DataObject, num_more: int) -> None:
+        """A sequence is continued in two ways."""
         seq_id = data.draw(st.sampled_from(sorted(self.held)))
         before = self.snapshot()
         verdict = self.accounting.fork(seq_id, self.next_seq)
         if isinstance(verdict, Fits):
             self.held[self.next_seq] = self.held[seq_id].copy()
+            self.end_step()
+            for either in (self.next_seq, seq_id):
+                self.extend_one(either, len(self.held[either].ids) + num_more)
             self.next_seq += 1
         else:
             assert self.snapshot() == before, "a refusal has changed something"
@@ -233,16 +251,19 @@ class StrategyMachine(RuleBasedStateMachine):
             held.history.append(("trim", num_tokens))
         self.end_step()
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: len(self.held) > 2)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         self.free_one(data.draw(st.sampled_from(sorted(self.held))))
         self.end_step()
 
-    @precondition(lambda self: isinstance(self.accounting, ContiguousAccounting))
-    @rule()
-    def defrag(self) -> None:
+    @precondition(lambda self: self.strategy == "contiguous" and len(self.held) > 1)
+    @rule(data=st.data())
+    def defrag(self, data: st.DataObject) -> None:
+        """A sequence leaves a hole, and the others close it."""
         assert isinstance(self.accounting, ContiguousAccounting)
+        self.free_one(data.draw(st.sampled_from(sorted(self.held))))
+        self.end_step()
         self.accounting.defrag()
         assert self.accounting.fragmentation == 0
         self.end_step()

@@ -24,7 +24,7 @@ from quire.strategies import (
     build_accounting,
 )
 
-SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("page_bytes", [128, 2048])

@@ -33,7 +33,7 @@ from quire.strategies import (
 )
 from quire.strategies.layout import attention_spec
 
-SETTINGS = settings(max_examples=8, stateful_step_count=25, deadline=None)
+SETTINGS = settings(max_examples=6, stateful_step_count=25, deadline=None)
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 import quire
 from quire import LLM, SamplingParams
 from quire.engine.engine import Completion, TextDelta
-from quire.errors import ConfigError, RequestError, RequestTooLong
-from quire.memory import CountedMemory, HostMemory
+from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
+from quire.memory import CountedMemory, FailingMemory, HostMemory
 from quire.models.loader import LoadedModel, load
 from quire.strategies import STRATEGIES
 from tiny import CONFIGS, tiny_model, tokens
@@ -336,6 +336,32 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
         assert llm.memory.committed_bytes == 0
         (completion,) = llm.generate(prompts()[0], long)
         assert (completion.token_ids, completion.detail) == (written, end.detail)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pages_that_the_system_refuses_close_the_engine(strategy: str, at: int) -> None:
+    """Accounting counts on pages that do not exist: nothing but closing is right any more."""
+    options: dict[str, Any] = dict(cache=strategy, max_model_len=64, growth_tokens=8)
+    counter = FailingMemory(HostMemory(), failing=())
+    small(**options, provider=counter).close()
+    for first_refused in (at, counter.num_commits + at):  # in the trial, and after it
+        inner = CountedMemory(HostMemory())
+        memory = FailingMemory(inner, failing=range(first_refused, 10**9))
+        if first_refused == at:
+            with pytest.raises(MemoryUnavailable):
+                small(**options, provider=memory)
+        else:
+            llm = small(**options, provider=memory)
+            other = llm.stream(prompts()[0], GREEDY)
+            with pytest.raises(MemoryUnavailable):
+                llm.generate(prompts(), GREEDY)
+            assert list(other) == []
+            assert not llm.engine.scheduler.has_unfinished
+            with pytest.raises(RequestError, match="closed"):
+                llm.generate(prompts(), GREEDY)
+            llm.close()
+        assert inner.committed_bytes == inner.reserved_bytes == 0
 
 
 # -- opening and closing --------------------------------------------------------------------------

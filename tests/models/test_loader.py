@@ -1,4 +1,4 @@
-"""From a name or a folder to a model, or to one sentence: never to a traceback, nor to noise.
+"""From a name or a folder to a model, or to one sentence that says why not.
 
 Each broken folder is a whole one with one thing wrong. What Transformers would let through with a
 warning (tensors that are missing become random numbers) is refused too.
@@ -6,7 +6,7 @@ warning (tensors that are missing become random numbers) is refused too.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ def shards(sharded: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    yield
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -127,9 +126,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     assert "hub did not give it" in message
 
 
-@pytest.mark.parametrize(
-    "name", ["./nowhere", "/nowhere/at/all", Path("nowhere"), "~nobody-here/x"]
-)
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at", Path("nowhere"), "~nobody-here/x"])
 def test_a_folder_that_is_not_there_is_refused(name: str | Path) -> None:
     assert "no folder" in refusal(name)
 
@@ -174,7 +171,7 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"],
+    ["num_hidden_layers", "hidden_size", "max_position_embeddings"],
 )
 def test_a_config_without_a_needed_field_is_refused_by_its_name(folder: Path, field: str) -> None:
     """Transformers would fill it with a default of its own, for another model."""
@@ -301,13 +298,6 @@ def test_an_index_that_maps_nothing_is_refused(shards: Path, text: str) -> None:
     assert INDEX in refusal(shards)
 
 
-def test_an_index_cannot_lead_out_of_the_folder(shards: Path, whole: Path) -> None:
-    index = json.loads((shards / INDEX).read_text())
-    index["weight_map"] = dict.fromkeys(index["weight_map"], str(whole / WEIGHTS))
-    (shards / INDEX).write_text(json.dumps(index))
-    assert INDEX in refusal(shards)
-
-
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(folder / WEIGHTS)
     edit(tensors)
@@ -319,7 +309,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
     ["model.layers.2.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"],
 )
 def test_a_missing_tensor_is_refused_by_name(folder: Path, name: str) -> None:
-    edit_weights(folder, lambda tensors: tensors.pop(name) and None)
+    edit_weights(folder, lambda tensors: tensors.__delitem__(name))
     message = refusal(folder)
     assert "lack 1 of the model's tensors" in message
     assert name in message
@@ -331,22 +321,22 @@ def test_many_missing_tensors_are_counted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "tensor"),
+    ("field", "value", "shapes"),
     [
-        ("intermediate_size", 128, r"[96, 64]"),
-        ("hidden_size", 32, r"64"),
-        ("vocab_size", 500, r"[199, 64]"),
-        ("num_key_value_heads", 4, r"[32, 64]"),
+        ("intermediate_size", 128, "[64, 96], and config.json asks for [64, 128]"),
+        ("hidden_size", 32, "[199, 64], and config.json asks for [199, 32]"),
+        ("vocab_size", 500, "[199, 64], and config.json asks for [500, 64]"),
+        ("num_key_value_heads", 4, "[32, 64], and config.json asks for [64, 64]"),
+        ("num_attention_heads", 8, "[64, 64], and config.json asks for [64, 128]"),
     ],
 )
 def test_weights_of_another_shape_are_refused_with_both(
-    folder: Path, field: str, value: int, tensor: str
+    folder: Path, field: str, value: int, shapes: str
 ) -> None:
     edit_config(folder, **{field: value})
     message = refusal(folder)
     assert "do not match config.json" in message
-    assert tensor in message
-    assert str(value) in message
+    assert shapes in message
 
 
 def test_tensors_that_the_model_does_not_have_are_left_aside(folder: Path) -> None:

@@ -20,7 +20,7 @@ def spec_of(*layers: LayerSpec, max_model_len: int = 40_960) -> ModelSpec:
 
 # Qwen3-4B: 36 layers of 8 heads of 128, 4096 bytes a token and layer. A page is 16 of its tokens.
 QWEN3_4B = spec_of(*[FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16")] * 36)
-# One layer of 64 bytes a token: two tokens a page of 128 bytes.
+# One layer of 64 bytes a token: four keys, or four values, a page of 128 bytes.
 SMALL = spec_of(FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"))
 SMALL_PAGE_BYTES = 128
 

@@ -1,4 +1,4 @@
-"""Reserving the maximum: what it wastes inside a range, between ranges, and the pass that cures it."""
+"""Reserving the maximum: waste inside a range and between ranges, and the pass that cures it."""
 
 import pytest
 
@@ -7,9 +7,12 @@ from quire.strategies.contiguous import ContiguousAccounting
 from strategies.geometry import GIB, QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config
 
 TOKEN_BYTES = SMALL.bytes_per_token
+ONE_TOKEN_PAGE = TOKEN_BYTES // 2  # its key fills one page, its value another
 
 
-def arena(num_slots: int, **changed: bool) -> ContiguousAccounting:
+def arena(
+    num_slots: int, *, page_bytes: int = ONE_TOKEN_PAGE, **changed: bool
+) -> ContiguousAccounting:
     """Ranges as long as the request, in an arena of that many slots of 64 bytes."""
     capacity_bytes = num_slots * TOKEN_BYTES
     return ContiguousAccounting(
@@ -17,7 +20,7 @@ def arena(num_slots: int, **changed: bool) -> ContiguousAccounting:
         config(
             capacity_bytes=capacity_bytes,
             reserve="request",
-            page_bytes=SMALL_PAGE_BYTES,
+            page_bytes=page_bytes,
             **changed,
         ),
     )
@@ -115,9 +118,9 @@ def test_a_short_slide_recommits_only_what_it_passes_over() -> None:
 
 
 def test_ranges_are_whole_pages() -> None:
-    cache = arena(100)
+    cache = arena(100, page_bytes=SMALL_PAGE_BYTES)  # four keys a page
     put(cache, 0, 1, 5)
-    assert cache.usage().committed_bytes == 6 * TOKEN_BYTES
+    assert cache.usage().committed_bytes == 8 * TOKEN_BYTES
 
 
 def test_a_request_may_not_pass_what_it_announced() -> None:

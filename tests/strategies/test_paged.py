@@ -103,9 +103,9 @@ def test_a_full_last_block_is_not_copied() -> None:
 
 def test_half_a_block_is_wasted() -> None:
     """Seeds 3 and 4: at most block - 1 tokens a sequence; on average half a block, 8 of 16."""
-    cache = pool(2**20, max_num_seqs=1024)
+    cache = pool(2**20, max_num_seqs=256)
     wasted = []
-    for num_tokens in range(1, 1025):
+    for num_tokens in range(1, 257):
         before = cache.usage().wasted_bytes
         put(cache, num_tokens, num_tokens)
         wasted.append((cache.usage().wasted_bytes - before) // SMALL.bytes_per_token)
@@ -196,7 +196,7 @@ def test_blocks_of_a_page_are_committed_together() -> None:
 
 
 def test_whole_pages_count_for_what_can_never_fit() -> None:
-    """33 tokens are three blocks, but two pages of two blocks: they will not fit in three blocks."""
+    """33 tokens are three blocks, in two pages of two: they will not fit in three blocks."""
     options = dict(capacity_bytes=3 * BLOCK * 64, page_bytes=2 * BLOCK * 64)
     cache = PagedAccounting(SMALL.groups, config(**options))
     put(cache, 0, 1)

@@ -3,10 +3,10 @@
 import pytest
 
 from quire.strategies import STRATEGIES, Fits, build_accounting
-from strategies.geometry import QWEN3_4B, config
+from strategies.geometry import GIB, QWEN3_4B, config
 
 # Prompt and answer together, in tokens: the 2.5th, 7.5th, … 97.5th percentiles of 19,366 requests.
-# Source: AzureLLMInferenceTrace_conv, Azure/AzurePublicDataset, CC-BY 4.0 (Patel et al., Splitwise).
+# Source: AzureLLMInferenceTrace_conv, Azure/AzurePublicDataset, CC-BY 4.0 (Splitwise, ISCA'24).
 LENGTHS = [
     *(240, 335, 407, 454, 484, 499, 515, 549, 1070, 1386),
     *(1429, 1457, 1481, 1507, 1538, 1587, 1718, 2398, 4114, 4172),
@@ -15,7 +15,7 @@ LENGTHS = [
 
 def utilization(strategy: str, *, max_model_len: int, progress: float = 1.0) -> float:
     """Used over committed bytes once every sequence has come so far on its way."""
-    options = config(max_model_len=max_model_len, max_num_seqs=20, growth_tokens=256)
+    options = config(max_model_len=max_model_len, max_num_seqs=20, capacity_bytes=120 * GIB)
     cache = build_accounting(strategy, QWEN3_4B, options)
     for seq_id, length in enumerate(LENGTHS):
         num_tokens = max(1, int(min(length, max_model_len) * progress))

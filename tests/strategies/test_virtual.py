@@ -56,7 +56,7 @@ def test_a_window_gives_pages_back_while_it_runs() -> None:
         cache.try_extend(0, num_tokens)
         full_bytes = -(-num_tokens // PAGE) * PAGE * TOKEN_BYTES
         most = max(most, cache.usage().committed_bytes - full_bytes)
-    assert most == 12 * TOKEN_BYTES
+    assert most == 16 * TOKEN_BYTES  # ten tokens touch four pages at most
     released = sum(c.stop - c.start for c in cache.drain() if isinstance(c, Release))
     assert released == 988  # the window now begins at 990
 

@@ -13,11 +13,17 @@ from quire.attention import SdpaAttention
 from quire.config import EngineConfig
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.prompts import Prompt, encode, split
-from quire.engine.runner import ModelRunner, Runner, refuse_recurrent, refuse_too_little
+from quire.engine.runner import (
+    ModelRunner,
+    Runner,
+    refuse_recurrent,
+    refuse_switching_positions,
+    refuse_too_little,
+)
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, TokenOutput
 from quire.engine.sequence import FinishReason, Request, SamplingParams, Sequence
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, MemoryUnavailable, RequestError
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
 from quire.memory.probe import available_bytes
 from quire.models.loader import LoadedModel, adopt, load
@@ -111,6 +117,7 @@ class LLM:
         self.memory = CountedMemory(HostMemory() if provider is None else provider)
         cache_config = _cache_config(self.config, loaded, self.memory.page_bytes)
         self.max_model_len = cache_config.max_model_len
+        refuse_switching_positions(loaded, self.max_model_len)
         self._accounting = build_accounting(self.config.cache, loaded.spec, cache_config)
         refuse_too_little(self._accounting, self.max_model_len)
         self._storage = build_storage(self.config.cache, self._accounting, self.memory)
@@ -143,8 +150,10 @@ class LLM:
         """Continue every prompt (text, or token ids); all of them run together.
 
         ``params`` are for all of them, or one for each. ``observe`` is called with the cache's
-        usage after each step. Raises: RequestError for a prompt that cannot run; then none has been
-        started.
+        usage after each step.
+
+        Raises: RequestError for a prompt that cannot run, and then none has been started;
+        MemoryUnavailable where the system has no pages left, and then the LLM is closed.
         """
         requests = self._requests(prompts, params)
         pieces: list[list[TextDelta]] = [[] for _ in requests]
@@ -184,7 +193,7 @@ class LLM:
             return
         self._closed = True
         self.engine.scheduler.finish_all("stop", "the LLM was closed")
-        self._storage.apply(self._accounting.drain())
+        self._accounting.drain()  # closing gives back all that these would
         self._storage.close()
 
     def __enter__(self) -> "LLM":
@@ -225,11 +234,7 @@ class LLM:
         try:
             while deltas or any(sequence.finish_reason is None for sequence in sequences):
                 if not deltas:
-                    outputs = self.engine.step()
-                    if observe is not None:
-                        observe(self._accounting.usage())
-                    for output in outputs:
-                        self._deliver(output)
+                    self._step(observe)
                 while deltas:
                     yield deltas.popleft()
         finally:
@@ -237,6 +242,21 @@ class LLM:
                 self.engine.finish(sequence, "stop", "abandoned")
                 del self._listeners[sequence.seq_id]
             self._storage.apply(self._accounting.drain())
+
+    def _step(self, observe: Observer | None) -> None:
+        """One step. Closes the LLM where the system refuses pages that accounting counts on.
+
+        Raises: MemoryUnavailable.
+        """
+        try:
+            outputs = self.engine.step()
+        except MemoryUnavailable:
+            self.close()
+            raise
+        if observe is not None:
+            observe(self._accounting.usage())
+        for output in outputs:
+            self._deliver(output)
 
     def _listener(self, index: int, sequence: Sequence, deltas: deque[TextDelta]) -> _Listener:
         detokenizer = None

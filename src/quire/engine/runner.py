@@ -1,5 +1,6 @@
 """From a plan to logits: one packed forward pass of a Hugging Face model."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from quire.models.hooks import forward, make_step
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec, RecurrentState
 from quire.strategies import Accounting, Fits, Never, Storage
-from quire.units import format_bytes
+from quire.units import format_bytes, format_count
 
 _TRIAL_TOKENS = 12
 _TRIAL_ID = -1  # requests count from 1
@@ -63,30 +64,17 @@ class ModelRunner:
         name = f"{loaded.name} ({loaded.spec.model_type})"
         token_ids = _trial_tokens(loaded, min(max_tokens, _TRIAL_TOKENS))
         middle = (len(token_ids) + 1) // 2
+        rows: list[Tensor] = []
         self._accounting.add(_TRIAL_ID, max_tokens=len(token_ids))
-        try:
-            rows = []
-            for start, stop in ((0, middle), (middle, len(token_ids))):
-                if not isinstance(self._accounting.try_extend(_TRIAL_ID, stop), Fits):
-                    return  # a few tokens fit, so there is a use for it; each request is told
-                self._storage.apply(self._accounting.drain())
-                try:
-                    logits, silent = self._forward(
-                        [(_TRIAL_ID, start, stop)], token_ids[start:stop], [*range(stop - start)]
-                    )
-                except UnsupportedModel:
-                    raise
-                except _MODEL_ERRORS as error:
-                    raise UnsupportedModel(f"{name} does not run packed: {error!r}") from error
-                if silent:
-                    raise UnsupportedModel(
-                        f"{name}: layers {silent} never reached the cache; their attention does "
-                        f"not go through Transformers' interface"
-                    )
-                rows.append(logits)
-        finally:
-            self._accounting.free(_TRIAL_ID)
+        for start, stop in ((0, middle), (middle, len(token_ids))):
+            if not isinstance(self._accounting.try_extend(_TRIAL_ID, stop), Fits):
+                break  # a few tokens fit, so there is a use for it; each request is told
             self._storage.apply(self._accounting.drain())
+            rows.append(self._trial_chunk(name, token_ids, start, stop))
+        self._accounting.free(_TRIAL_ID)
+        self._storage.apply(self._accounting.drain())
+        if len(rows) < 2:
+            return
         expected = _plain_logits(loaded, token_ids)
         deviation = (torch.cat(rows) - expected).abs().max() / expected.abs().max()
         limit = 1e-3 if loaded.model.dtype == torch.float32 else 5e-2
@@ -95,6 +83,22 @@ class ModelRunner:
                 f"{name} gives other logits packed than alone: {deviation:.1e} of the largest, "
                 f"{limit:.0e} allowed"
             )
+
+    def _trial_chunk(self, name: str, token_ids: list[int], start: int, stop: int) -> Tensor:
+        """Logits at each of the tokens [start, stop)."""
+        chunks, ids = [(_TRIAL_ID, start, stop)], token_ids[start:stop]
+        try:
+            logits, silent = self._forward(chunks, ids, [*range(len(ids))])
+        except UnsupportedModel:
+            raise
+        except _MODEL_ERRORS as error:
+            raise UnsupportedModel(f"{name} does not run packed: {error!r}") from error
+        if silent:
+            raise UnsupportedModel(
+                f"{name}: layers {silent} never reached the cache; their attention does not go "
+                f"through Transformers' interface"
+            )
+        return logits
 
     def _forward(
         self, chunks: list[tuple[int, int, int]], token_ids: list[int], logits_at: list[int]
@@ -121,6 +125,25 @@ def refuse_recurrent(spec: ModelSpec) -> None:
             f"{spec.model_type}: layers {layers} keep a recurrent state and cannot be packed yet; "
             f"model.generate(past_key_values=quire.cache(model)) runs it"
         )
+
+
+def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
+    """Raises: ConfigError where one long sequence would turn the positions of all others.
+
+    Transformers' "longrope" takes other frequencies for a whole batch as soon as one of its
+    positions is past the length of the original training.
+    """
+    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
+            if max_model_len > limit:
+                raise ConfigError(
+                    f"{loaded.name} turns its positions otherwise past {format_count(limit)} "
+                    f"tokens (longrope), which cannot be done for one sequence of a batch: "
+                    f"max_model_len={format_count(max_model_len)} must be at most "
+                    f"{format_count(limit)}"
+                )
 
 
 def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:

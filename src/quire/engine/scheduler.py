@@ -160,9 +160,10 @@ class Scheduler:
         self._accounting.free(sequence.seq_id)
 
     def finish_all(self, reason: FinishReason, detail: str = "") -> None:
-        """End every sequence."""
+        """End every sequence; there is nothing left to report."""
         for sequence in [*self._running, *self._waiting]:
             self.finish(sequence, reason, detail)
+        self._ended.clear()
 
     def check(self) -> None:
         """Raises: AssertionError if the queues and the cache disagree."""

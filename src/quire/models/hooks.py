@@ -52,8 +52,9 @@ class EngineCache:
 
     is_compileable = False
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, positions: Tensor) -> None:
         self._step = step
+        self._positions = positions  # i64[T]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -74,8 +75,15 @@ class EngineCache:
         held = [read_sequence(view, batch, index, 0) for index in range(batch.num_seqs)]
         return torch.cat([k for k, _ in held], 1)[None], torch.cat([v for _, v in held], 1)[None]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are given; no mask is built from lengths
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """What a token's place in the batch lacks to its position.
+
+        The model as a whole is given positions and builds no mask, so it needs none. A layer that
+        asks (Llama 4's do) adds the answer to ``arange(T)``, and gets each token its own.
+        """
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
@@ -121,7 +129,7 @@ def forward(
         logits: Tensor = model(
             input_ids=token_ids[None],
             position_ids=positions[None],
-            past_key_values=EngineCache(step),
+            past_key_values=EngineCache(step, positions),
             use_cache=True,
             logits_to_keep=logits_at,
             quire_step=step,
@@ -161,6 +169,8 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
     if quire_step is None:
         raise RuntimeError("the step's keyword arguments did not reach the attention layers")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if layer not in quire_step.specs:
+        raise RuntimeError(f"layer {layer} keeps nothing of its own and reads another layer's")
     spec, batch = quire_step.specs[layer], quire_step.batches[layer]
     quire_step.read.add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

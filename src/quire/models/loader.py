@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from quire.errors import ConfigError, ModelNotLoadable, UnsupportedModel
+from quire.errors import ConfigError, ModelNotLoadable, QuireError
 from quire.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -135,12 +135,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
     """Transformers' reading of config.json and ours, which is the one of ``quire plan``."""
+    if folder is not None:
+        spec = ModelSpec.from_file(folder)
     try:
-        raw, _ = PreTrainedConfig.get_config_dict(source)
-    except Exception as error:
-        raise _not_loadable(source, folder, error) from error
-    spec = ModelSpec.from_config(raw, f"config.json of {source}")
-    try:
+        if folder is None:
+            raw, _ = PreTrainedConfig.get_config_dict(source)
+            spec = ModelSpec.from_config(raw, f"config.json of {source}")
         return AutoConfig.from_pretrained(source, trust_remote_code=False), spec
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
@@ -190,16 +190,22 @@ def _tokenizer(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # Transformers raises many kinds here
-        log.warning("%s comes without a usable tokenizer (%s): give token ids", source, error)
+        reason = _first_line(error)
+        log.warning("%s comes without a usable tokenizer (%s): give token ids", source, reason)
         return None
 
 
 def _not_loadable(source: str, folder: Path | None, error: Exception) -> Exception:
-    if isinstance(error, (ConfigError, UnsupportedModel)):
+    if isinstance(error, QuireError):
         return error
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = _first_line(error)
     if folder is None:
         return ModelNotLoadable(
             f"{source!r} is no local folder, and the Hugging Face hub did not give it: {reason}"
         )
     return ModelNotLoadable(f"{folder} cannot be loaded: {reason}")
+
+
+def _first_line(error: Exception) -> str:
+    """What it says, shortened to a line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")

@@ -263,9 +263,10 @@ class Storage(Protocol):
     def apply(self, changes: Iterable[Change]) -> None:
         """Carry out what accounting decided.
 
-        Raises: MemoryUnavailable if the system refuses pages. The changes before the refused one are
-        done, it and those after it are not, in any layer. Accounting is then ahead of the pages that
-        exist: all that is left to do with the pair is ``close``, and to begin again with a new one.
+        Raises: MemoryUnavailable if the system refuses pages. The changes before the refused one
+        are done, it and those after it are not, in any layer. Accounting is then ahead of the pages
+        that exist: all that is left to do with the pair is ``close``, and to begin again with a new
+        one.
         """
         ...
 

@@ -114,6 +114,9 @@ class GrowingAccounting:
             self._capacity(group, capacity, num_tokens)
             for group, capacity in enumerate(held.capacities)
         ]
+        if wanted == held.capacities:
+            held.num_tokens = num_tokens
+            return FITS
         # Alone it could go on as it is, or begin again at this length.
         alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
         if min(alone, self._fresh_bytes(num_tokens)) > self._config.capacity_bytes:
@@ -219,10 +222,9 @@ class GrowingAccounting:
             )
         if needs_row:
             held.row = self._free_rows.pop()
-        if wanted != held.capacities:
-            for other in unread:
-                self._give_back_outgrown(other)
-            self._replace(held, wanted)
+        for other in unread:
+            self._give_back_outgrown(other)
+        self._replace(held, wanted)
         held.num_tokens = num_tokens
         return FITS
 

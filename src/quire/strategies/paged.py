@@ -23,10 +23,7 @@ from quire.strategies.base import (
     Usage,
     Verdict,
 )
-from quire.strategies.layout import (
-    check_trim,
-    granule_blocks,
-)
+from quire.strategies.layout import check_trim, granule_blocks
 from quire.units import align_down, align_up, ceil_div
 
 _PASSED = -1  # in a table: the window has passed this block

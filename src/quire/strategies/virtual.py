@@ -24,10 +24,7 @@ from quire.strategies.base import (
     Usage,
     Verdict,
 )
-from quire.strategies.layout import (
-    check_trim,
-    page_tokens,
-)
+from quire.strategies.layout import check_trim, page_tokens
 from quire.units import align_down, align_up
 
 
