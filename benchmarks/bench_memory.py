@@ -231,6 +231,8 @@ def main(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         chosen = [one for one in experiments(quick=quick) if one.scenario.case in cases]
+        if not chosen:
+            raise typer.BadParameter(f"--cases {cases}: none of them is run; choose of {ALL_CASES}")
         samples, skipped = run_all(chosen, seed, progress)
     if samples_file:
         samples_file.write_text(json.dumps(samples))

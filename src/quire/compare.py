@@ -91,7 +91,7 @@ def picture(runs: Sequence[Run], *, subtitle: str) -> str:
         title="KV memory committed while the same prompts run",
         subtitle=subtitle,
         x_label="step",
-        format_value=lambda value: format_bytes(value) if value else "0",
+        format_value=lambda value: format_bytes(value).replace(".00", "") if value else "0",
         tick_base=1024,
     )
 

@@ -6,7 +6,7 @@ What is drawn, and where the numbers come from, the caller knows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import floor, log10
+from math import ceil, floor, log10
 
 _WIDTH, _HEIGHT = 860, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 172, 64, 52
@@ -36,7 +36,7 @@ def line_chart(
     count = max((len(line.values) for line in lines), default=0)
     highest = max((max(line.values, default=0) for line in lines), default=0) or 1.0
     step = _tick(highest / 4, tick_base)
-    top = (floor(highest / step) + 1) * step
+    top = ceil(highest / step) * step
 
     def x(index: int) -> float:
         return _LEFT + index * (_WIDTH - _LEFT - _RIGHT) / max(count - 1, 1)
