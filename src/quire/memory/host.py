@@ -119,6 +119,10 @@ class HostRegion:
         for start in starts:
             decommit_piece(start, nbytes)
         self.committed_bytes -= nbytes * count
+        if not self.committed_bytes:
+            # Page tables are memory too, 4 KiB for each 2 MiB of addresses that ever held a page,
+            # and no counter shows them. The kernel frees those that lie wholly within one call.
+            self._decommit_piece(0, self._nbytes)
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         import numpy as np
@@ -131,7 +135,7 @@ class HostRegion:
     def close(self) -> None:
         if self._mapping is None:
             return
-        self.decommit(0, self._nbytes)
+        _whole_or_sliced(self._decommit_piece, self._nbytes)(0, self._nbytes)
         self.committed_bytes = 0
         self._mapping = None
         self._commit_piece = self._decommit_piece = _closed
