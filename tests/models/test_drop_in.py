@@ -217,8 +217,6 @@ def test_cutting_back_behind_a_window_is_refused(strategy: str) -> None:
     pair = Pair("gemma3", strategy, 1)
     for _ in range(4):
         pair.update(100 // 4)
-    with pytest.raises(ValueError, match="pass minus the number"):
-        pair.ours.crop(5)
     if strategy == "paged":  # the others still hold the pages
         usage = pair.ours.usage()
         with pytest.raises(ValueError, match="cannot go back to 40 tokens"):
@@ -227,6 +225,10 @@ def test_cutting_back_behind_a_window_is_refused(strategy: str) -> None:
         assert pair.ours.get_seq_length() == 100
     pair.ours.crop(-20)
     assert pair.ours.get_seq_length() == 80
+    pair.ours.crop(78)  # what is left, as Transformers said it before 5.18
+    assert pair.ours.get_seq_length() == 78
+    pair.ours.crop(500)
+    assert pair.ours.get_seq_length() == 78
     pair.ours.close()
 
 

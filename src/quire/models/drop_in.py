@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
@@ -49,14 +44,12 @@ class DropInCache(Cache):
         self._make_rows = make_rows
         self._rows: Rows | None = None
         self._dtype: torch.dtype | None = None  # of the rows
-        kinds, arguments = get_layer_types_and_kwargs(model_config.get_text_config(decoder=True))
-        layers: list[Any] = []
-        for index, (kind, kwargs) in enumerate(zip(kinds, arguments, strict=True)):
-            kept = _only_attention(self._spec, index) if kind != "dummy" else None
-            if kept is None:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
-            else:
-                layers.append(DropInLayer(self, index, kept))
+        # Transformers' own layers, where they are not simply attention: states, nothing at all.
+        layers: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
+        for index in range(len(layers)):
+            kept = _only_attention(self._spec, index)
+            if kept is not None:
+                layers[index] = DropInLayer(self, index, kept)
         super().__init__(layers=layers)
 
     def rows_for(self, k: Tensor) -> Rows:
@@ -127,17 +120,18 @@ class DropInCache(Cache):
             self._rows.reorder(beam_idx.cpu())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens (Transformers' sign)."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
+        """Forget the last ``-tokens_to_remove`` tokens (Transformers' sign).
+
+        A number above zero is what shall be left of them, as before Transformers 5.18.
+        """
+        if self._rows is not None and tokens_to_remove:
+            held = self._rows.num_tokens
+            left = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
+            self._rows.trim(min(held, max(0, left)))
+            for layer in self._own_layers:
+                layer.cumulative_length = self._rows.num_tokens
         for layer in self._other_layers:
             layer.crop(tokens_to_remove)
-        if self._rows is None or not tokens_to_remove:
-            return
-        num_tokens = max(0, self._rows.num_tokens + tokens_to_remove)
-        self._rows.trim(num_tokens)
-        for layer in self._own_layers:
-            layer.cumulative_length = num_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._other_layers:
