@@ -14,7 +14,7 @@ from quire.engine.sequence import SamplingParams
 from quire.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from quire.engine.engine import LLM
+    from quire.engine.llm import LLM
     from quire.models.drop_in import cache
 
 __all__ = ["LLM", "ModelSpec", "SamplingParams", "__version__", "cache"]
@@ -24,7 +24,7 @@ __version__ = version("quire")
 def __getattr__(name: str) -> Any:
     match name:
         case "LLM":
-            return import_module("quire.engine.engine").LLM
+            return import_module("quire.engine.llm").LLM
         case "cache":
             return import_module("quire.models.drop_in").cache
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -276,7 +276,7 @@ def _load_llm(model: str | None, engine: dict[str, Any]) -> Any:
     console = Console(stderr=True)
     loaded = _load_model(model, engine["dtype"], console)
     with console.status("preparing the cache …"):
-        from quire.engine.engine import LLM
+        from quire.engine.llm import LLM
 
         return LLM(loaded, **engine)
 

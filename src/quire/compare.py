@@ -103,7 +103,7 @@ def _run(
     params: Sequence[SamplingParams],
     options: dict[str, Any],
 ) -> Run:
-    from quire.engine.engine import LLM
+    from quire.engine.llm import LLM
 
     history: list[Usage] = []
     with LLM(loaded, **{**options, "cache": strategy}) as llm:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import quire
 from quire import LLM, SamplingParams
-from quire.engine.engine import Completion, TextDelta
+from quire.engine.llm import Completion, TextDelta
 from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
 from quire.memory import CountedMemory, FailingMemory, HostMemory
 from quire.models.loader import LoadedModel, load

@@ -21,11 +21,7 @@ class Chunk:
     sequence: Sequence
     start: int
     stop: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step brings the sequence up to date, so that its next token is due."""
-        return self.stop == self.sequence.num_tokens
+    samples: bool  # the step brings the sequence up to date, so that its next token is due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +180,8 @@ class Scheduler:
             verdict = self._accounting.try_extend(sequence.seq_id, room)
             if isinstance(verdict, Fits):
                 sequence.needs_room_at_once = False
-                return Chunk(sequence=sequence, start=start, stop=stop)
+                due = stop == sequence.num_tokens
+                return Chunk(sequence=sequence, start=start, stop=stop, samples=due)
             if isinstance(verdict, Never):
                 if room == start + 1 or sequence.needs_room_at_once:
                     self._end_for_lack_of_room(sequence, room, verdict)

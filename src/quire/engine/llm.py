@@ -1,0 +1,324 @@
+"""``LLM``: the engine with a model, a cache and a tokenizer around it. Text in, text out."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from quire.attention import SdpaAttention
+from quire.config import EngineConfig
+from quire.engine.detokenizer import Detokenizer
+from quire.engine.engine import Engine
+from quire.engine.prompts import Prompt, encode, split
+from quire.engine.runner import (
+    ModelRunner,
+    refuse_recurrent,
+    refuse_switching_positions,
+    refuse_too_little,
+)
+from quire.engine.sampler import Sampler
+from quire.engine.scheduler import Scheduler, TokenOutput
+from quire.engine.sequence import FinishReason, Request, SamplingParams, Sequence
+from quire.errors import ConfigError, MemoryUnavailable, RequestError
+from quire.memory import CountedMemory, HostMemory, MemoryProvider
+from quire.memory.probe import available_bytes
+from quire.models.loader import LoadedModel, adopt, load
+from quire.strategies import CacheConfig, Usage, build_accounting, build_storage
+from quire.units import format_bytes, format_count
+
+Observer: TypeAlias = Callable[[Usage], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """A piece of one prompt's continuation."""
+
+    index: int  # of the prompt
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None  # None while it goes on
+    detail: str = ""  # why it ended early; empty otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One prompt's continuation."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    detail: str  # why it ended early; empty otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listener:
+    """Where one sequence's pieces go. The sequences of one call share the queue."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    deltas: deque[TextDelta]
+
+
+class LLM:
+    """A model behind the engine.
+
+    ``model`` is a local folder, a hub name, a Transformers model in memory, what
+    ``models.loader.load`` gave, or None for the demo model. Options are the fields of
+    ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
+    gives it back. A model in memory stays as it was: its own ``generate`` works all the while.
+
+    Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        tokenizer: Any = None,
+        provider: MemoryProvider | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig.from_options(**options)
+        loaded = _loaded(model, tokenizer, self.config.dtype)
+        refuse_recurrent(loaded.spec)
+        self.name, self.spec, self.tokenizer = loaded.name, loaded.spec, loaded.tokenizer
+        self.memory = CountedMemory(HostMemory() if provider is None else provider)
+        cache_config = _cache_config(self.config, loaded, self.memory.page_bytes)
+        self.max_model_len = cache_config.max_model_len
+        refuse_switching_positions(loaded, self.max_model_len)
+        self._accounting = build_accounting(self.config.cache, loaded.spec, cache_config)
+        refuse_too_little(self._accounting, self.max_model_len)
+        self._storage = build_storage(self.config.cache, self._accounting, self.memory)
+        self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
+        scheduler = Scheduler(
+            self._accounting,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            eos_token_ids=_eos_token_ids(loaded),
+        )
+        try:
+            runner = ModelRunner(loaded, self._accounting, self._storage, SdpaAttention())
+            runner.try_out(loaded, max_tokens=self.max_model_len)
+        except BaseException:
+            self._storage.close()
+            raise
+        self.engine = Engine(scheduler, runner, Sampler(self.config.seed))
+        self._listeners: dict[int, _Listener] = {}  # of each sequence that has not ended
+        self._next_id = 0
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        observe: Observer | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt (text, or token ids); all of them run together.
+
+        ``params`` are for all of them, or one for each. ``observe`` is called with the cache's
+        usage after each step.
+
+        Raises: RequestError for a prompt that cannot run, and then none has been started;
+        MemoryUnavailable where the system has no pages left, and then the LLM is closed.
+        """
+        requests = self._requests(prompts, params)
+        pieces: list[list[TextDelta]] = [[] for _ in requests]
+        for delta in self._run(requests, observe):
+            pieces[delta.index].append(delta)
+        return [
+            Completion(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=tuple(d.token_id for d in deltas if d.token_id is not None),
+                text="".join(delta.text for delta in deltas),
+                finish_reason=deltas[-1].finish_reason or "stop",
+                detail=deltas[-1].detail,
+            )
+            for request, deltas in zip(requests, pieces, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        observe: Observer | None = None,
+    ) -> Iterator[TextDelta]:
+        """Like ``generate``, piece by piece. Leaving the loop early ends what still runs.
+
+        Nothing runs before the first piece is asked for. Several streams may be read in turns.
+        """
+        return self._run(self._requests(prompts, params), observe)
+
+    def usage(self) -> Usage:
+        """Bytes reserved, committed, used and wasted at this moment."""
+        return self._accounting.usage()
+
+    def close(self) -> None:
+        """End what still runs and give all KV memory back. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.scheduler.finish_all("stop", "the LLM was closed")
+        self._accounting.drain()  # closing gives back all that these would
+        self._storage.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _requests(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+    ) -> list[Request]:
+        """Every prompt as a request that can run. Raises: RequestError."""
+        if self._closed:
+            raise RequestError("this LLM is closed: make a new one")
+        several = split(prompts)
+        requests = []
+        for prompt, own in zip(several, _params_for_each(params, len(several)), strict=True):
+            if own.stop and self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: stop strings cannot be found")
+            self._next_id += 1
+            token_ids = encode(prompt, self.tokenizer, self._vocab_size)
+            requests.append(
+                Request(request_id=self._next_id, prompt_token_ids=token_ids, params=own)
+            )
+            self.engine.scheduler.check_request(requests[-1])
+        return requests
+
+    def _run(self, requests: list[Request], observe: Observer | None) -> Iterator[TextDelta]:
+        """Step until these have ended; what the steps do for others goes to their own queues."""
+        if self._closed:
+            return
+        deltas: deque[TextDelta] = deque()
+        sequences = [self.engine.scheduler.add(request) for request in requests]
+        for index, sequence in enumerate(sequences):
+            self._listeners[sequence.seq_id] = self._listener(index, sequence, deltas)
+        try:
+            while deltas or any(sequence.finish_reason is None for sequence in sequences):
+                if not deltas:
+                    self._step(observe)
+                while deltas:
+                    yield deltas.popleft()
+        finally:
+            for sequence in sequences:
+                self.engine.finish(sequence, "stop", "abandoned")
+                del self._listeners[sequence.seq_id]
+            self._storage.apply(self._accounting.drain())
+
+    def _step(self, observe: Observer | None) -> None:
+        """One step. Closes the LLM where the system refuses pages that accounting counts on.
+
+        Raises: MemoryUnavailable.
+        """
+        try:
+            outputs = self.engine.step()
+        except MemoryUnavailable:
+            self.close()
+            raise
+        if observe is not None:
+            observe(self._accounting.usage())
+        for output in outputs:
+            self._deliver(output)
+
+    def _listener(self, index: int, sequence: Sequence, deltas: deque[TextDelta]) -> _Listener:
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, stop=sequence.request.params.stop)
+        return _Listener(index=index, detokenizer=detokenizer, deltas=deltas)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        """Put what a step did for a sequence into its queue; end it where a stop string is."""
+        sequence, reason, text = output.sequence, output.finish_reason, ""
+        listener = self._listeners[sequence.seq_id]
+        detokenizer = listener.detokenizer
+        if detokenizer is not None:
+            if output.token_id is None:
+                text = detokenizer.flush()
+            else:
+                text = detokenizer.add(output.token_id, last=reason is not None)
+            if detokenizer.stopped:
+                reason = "stop"
+                self.engine.finish(sequence, reason)
+        listener.deltas.append(
+            TextDelta(
+                index=listener.index,
+                text=text,
+                token_id=output.token_id,
+                finish_reason=reason,
+                detail=sequence.finish_detail,
+            )
+        )
+
+
+def _params_for_each(
+    params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    several = list(params) if isinstance(params, Iterable) else [params]
+    for own in several:
+        if not isinstance(own, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(own).__name__}")
+    if len(several) != num_prompts:
+        raise RequestError(
+            f"{len(several)} params for {num_prompts} prompts: give one, or one each"
+        )
+    return several
+
+
+def _loaded(model: Any, tokenizer: Any, dtype: str) -> LoadedModel:
+    if model is None or isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
+        return load(model, dtype=dtype)
+    loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
+    own = str(loaded.model.dtype).removeprefix("torch.")
+    if dtype not in ("auto", own):
+        raise ConfigError(f"dtype={dtype} is not the model's, {own}: cast it, or leave dtype auto")
+    return loaded
+
+
+def _cache_config(config: EngineConfig, loaded: LoadedModel, page_bytes: int) -> CacheConfig:
+    """The cache's numbers: what the user said, else what the model and the machine allow."""
+    longest = config.max_model_len or loaded.spec.max_model_len
+    if longest > loaded.spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={format_count(longest)} is more than {loaded.name} was made for, "
+            f"{format_count(loaded.spec.max_model_len)}: lower it"
+        )
+    available = available_bytes()
+    ceiling = config.kv_cache_memory_bytes
+    if ceiling is None:
+        ceiling = available * 4 // 5
+    elif ceiling > available:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={format_bytes(ceiling)} is more than the machine has "
+            f"available, {format_bytes(available)}: lower it"
+        )
+    return CacheConfig(
+        max_model_len=longest,
+        max_num_seqs=config.max_num_seqs,
+        capacity_bytes=ceiling,
+        block_size=config.block_size,
+        page_bytes=page_bytes,
+        reserve=config.reserve,
+        growth=config.growth,
+        growth_tokens=config.growth_tokens,
+    )
+
+
+def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """What ends a text: the generation config's word, else the config's."""
+    for config in (loaded.model.generation_config, loaded.model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
