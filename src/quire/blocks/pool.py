@@ -23,6 +23,7 @@ class BlockPool:
         self._returned: list[int] = []
         self._high_water = 0
         self._granule_use: dict[int, int] = {}  # granule → blocks of it in use
+        self.num_shared = 0  # blocks with more than one holder
 
     @property
     def num_free(self) -> int:
@@ -76,6 +77,7 @@ class BlockPool:
     def share(self, block: int) -> None:
         """One more holder."""
         assert self.refs[block] > 0, f"block {block} is free and cannot be shared"
+        self.num_shared += int(self.refs[block] == 1)
         self.refs[block] += 1
 
     def release(self, block: int) -> int | None:
@@ -83,6 +85,7 @@ class BlockPool:
         assert self.refs[block] > 0, f"block {block} is released more often than it is held"
         self.refs[block] -= 1
         if self.refs[block]:
+            self.num_shared -= int(self.refs[block] == 1)
             return None
         heapq.heappush(self._returned, block)
         granule = block // self.granule_blocks
@@ -98,6 +101,7 @@ class BlockPool:
         assert not self.refs[self._returned].any(), "a returned block is still held"
         assert len(used) + self.num_free == self.num_blocks, "used and free blocks do not add up"
         assert (self.refs >= 0).all(), "a reference count is negative"
+        assert self.num_shared == (self.refs > 1).sum(), "the shared blocks are miscounted"
         counts = np.unique(used // self.granule_blocks, return_counts=True)
         expected = dict(zip(*(c.tolist() for c in counts), strict=True))
         assert self._granule_use == expected, "granule counts differ from the blocks in use"

@@ -256,6 +256,8 @@ class PagedAccounting:
         for held in self._held.values():
             live = self.groups[group].live_range(held.num_tokens)
             tokens += len(live)
+            if not pool.num_shared:
+                continue
             table = held.tables[group]
             for index in range(live.start // size, len(table)):
                 block = table[index]
