@@ -295,7 +295,8 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        message = f"[bold red]error:[/] {_escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         sys.exit(1)
     except BrokenPipeError:  # the reader left: nothing to say to anyone
         sys.stderr.close()
