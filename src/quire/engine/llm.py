@@ -21,11 +21,11 @@ from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, TokenOutput
 from quire.engine.sequence import FinishReason, Request, SamplingParams, Sequence
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
-from quire.memory import CountedMemory, HostMemory, MemoryProvider
-from quire.memory.probe import available_bytes
+from quire.memory import HostMemory, MemoryProvider
+from quire.memory.budget import kv_ceiling
 from quire.models.loader import LoadedModel, adopt, load
 from quire.strategies import CacheConfig, Usage, build_accounting, build_storage
-from quire.units import format_bytes, format_count
+from quire.units import format_count
 
 Observer: TypeAlias = Callable[[Usage], None]
 
@@ -84,13 +84,14 @@ class LLM:
         loaded = _loaded(model, tokenizer, self.config.dtype)
         refuse_recurrent(loaded.spec)
         self.name, self.spec, self.tokenizer = loaded.name, loaded.spec, loaded.tokenizer
-        self.memory = CountedMemory(HostMemory() if provider is None else provider)
-        cache_config = _cache_config(self.config, loaded, self.memory.page_bytes)
+        provider = HostMemory() if provider is None else provider
+        cache_config = _cache_config(self.config, loaded, provider.page_bytes)
         self.max_model_len = cache_config.max_model_len
         refuse_switching_positions(loaded, self.max_model_len)
         self._accounting = build_accounting(self.config.cache, loaded.spec, cache_config)
         refuse_too_little(self._accounting, self.max_model_len)
-        self._storage = build_storage(self.config.cache, self._accounting, self.memory)
+        self._storage = build_storage(self.config.cache, self._accounting, provider)
+        self.memory = self._storage.memory
         self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
         scheduler = Scheduler(
             self._accounting,
@@ -280,9 +281,10 @@ def _loaded(model: Any, tokenizer: Any, dtype: str) -> LoadedModel:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
         return load(model, dtype=dtype)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
-    own = str(loaded.model.dtype).removeprefix("torch.")
-    if dtype not in ("auto", own):
-        raise ConfigError(f"dtype={dtype} is not the model's, {own}: cast it, or leave dtype auto")
+    if dtype not in ("auto", loaded.dtype):
+        raise ConfigError(
+            f"dtype={dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
+        )
     return loaded
 
 
@@ -294,19 +296,10 @@ def _cache_config(config: EngineConfig, loaded: LoadedModel, page_bytes: int) ->
             f"max_model_len={format_count(longest)} is more than {loaded.name} was made for, "
             f"{format_count(loaded.spec.max_model_len)}: lower it"
         )
-    available = available_bytes()
-    ceiling = config.kv_cache_memory_bytes
-    if ceiling is None:
-        ceiling = available * 4 // 5
-    elif ceiling > available:
-        raise ConfigError(
-            f"kv_cache_memory_bytes={format_bytes(ceiling)} is more than the machine has "
-            f"available, {format_bytes(available)}: lower it"
-        )
     return CacheConfig(
         max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        capacity_bytes=ceiling,
+        capacity_bytes=kv_ceiling(config.kv_cache_memory_bytes, default_fraction=0.8),
         block_size=config.block_size,
         page_bytes=page_bytes,
         reserve=config.reserve,

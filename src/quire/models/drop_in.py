@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
-from quire.memory.probe import available_bytes
+from quire.memory.budget import kv_ceiling
 from quire.models.rows import Rows
 from quire.spec import AttentionSpec, ChunkedAttention, ModelSpec, RecurrentState, SlidingWindow
 from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
-from quire.units import format_bytes, format_count, parse_bytes
+from quire.units import format_count, parse_bytes
 
 
 class DropInCache(Cache):
@@ -247,13 +247,8 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
     memory = CountedMemory(HostMemory() if provider is None else provider)
-    available = available_bytes()
-    ceiling = available if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
-    if ceiling > available:
-        raise ConfigError(
-            f"kv_cache_memory_bytes={format_bytes(ceiling)} is more than the machine has "
-            f"available, {format_bytes(available)}: lower it"
-        )
+    asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
+    ceiling = kv_ceiling(asked, default_fraction=1)
 
     def make_rows(spec: ModelSpec, num_rows: int) -> Rows:
         config = CacheConfig(

@@ -41,6 +41,11 @@ class LoadedModel:
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as a spec spells it."""
+        return _dtype_name(self.model)
+
 
 def load(
     name: str | Path | None = None, *, dtype: str = "auto", show_progress: bool = False
