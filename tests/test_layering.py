@@ -26,15 +26,15 @@ MAY_IMPORT = {
     "spec": "errors units",
     "blocks": "errors units spec",
     "strategies": "errors units spec blocks memory",
-    "config": "errors units spec strategies",
+    "config": "errors units spec blocks strategies",
     "attention": "errors units spec strategies",
     "models": "errors units spec memory strategies attention",
-    "engine.sequence": "errors units",
+    "engine.sequence": "errors units blocks",
     "engine.scheduler": "errors units spec blocks strategies engine.sequence",
     "engine.sampler": "errors units engine.sequence",
     "engine.detokenizer": "errors units",
     "engine.runner": "errors units spec strategies attention models engine.scheduler",
-    "engine": "errors units config spec memory strategies attention models engine.sequence"
+    "engine": "errors units config spec memory blocks strategies attention models engine.sequence"
     " engine.scheduler engine.sampler engine.detokenizer engine.runner",
     "planner": "errors units config spec memory blocks strategies engine.sequence engine.scheduler",
     "server": "errors units config spec strategies engine.sequence engine.scheduler engine",

@@ -3,6 +3,7 @@
 What is drawn, and where the numbers come from, the caller knows.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -107,6 +108,8 @@ def _tick(least: float, base: float) -> float:
         while step < least:
             step *= 2
         return step
+    if least <= sys.float_info.min:
+        return sys.float_info.min
     power = float(10 ** floor(log10(least)))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= least)
 

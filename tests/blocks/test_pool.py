@@ -2,136 +2,308 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.blocks import BlockPool
+from quire.blocks.eviction import lru
+from quire.blocks.pool import NO_NODE, BlockPool
+
+Ids = npt.NDArray[np.intp]
+CACHED = 0  # references of a block that nobody holds and the index finds
+
+
+def ids(blocks: Sequence[int]) -> Ids:
+    return np.array(blocks, np.intp)
+
+
+def make(num_blocks: int, granule: int = 1) -> BlockPool:
+    policy = lru(num_blocks, lambda blocks: blocks.astype(np.uint32))
+    return BlockPool(num_blocks, policy, granule_blocks=granule)
+
+
+def release(pool: BlockPool, blocks: Ids, now: int = 0) -> Ids:
+    return pool.release(blocks, now, 0) if len(blocks) else blocks
+
+
+def know(pool: BlockPool, blocks: Sequence[int]) -> None:
+    """The index finds these from now on: node n is called 100 + n here."""
+    pool.nodes[ids(blocks)] = 100 + ids(blocks)
+
+
+def test_a_fresh_pool_gives_consecutive_blocks() -> None:
+    pool = make(10)
+    blocks, opened = pool.take(4)
+    assert blocks.tolist() == opened.tolist() == [0, 1, 2, 3]
+    assert pool.take(2)[0].tolist() == [4, 5]
+    assert pool.num_held == pool.num_open_granules == 6
+    pool.check()
+
+
+def test_a_block_that_the_index_knows_stays_when_its_holder_leaves() -> None:
+    pool = make(4)
+    blocks, _ = pool.take(3)
+    know(pool, [0, 1])
+    assert release(pool, blocks[::-1]).tolist() == [2]
+    assert (pool.num_held, pool.num_cached, pool.num_open_granules) == (0, 2, 2)
+    pool.check()
+    assert pool.take(2)[0].tolist() == [2, 3]  # not those that have content
+
+
+def test_deepest_first_is_the_order_of_eviction() -> None:
+    """What was let go first goes first; a hit takes a block out of the middle."""
+    pool = make(8)
+    one, two = pool.take(3)[0], pool.take(3)[0]
+    know(pool, range(6))
+    release(pool, one[::-1])
+    release(pool, two[::-1])
+    pool.hold(ids([1, 4]))
+    assert pool.num_cached == 4
+    blocks, nodes = pool.evict(3, alike=False)
+    assert blocks.tolist() == [2, 0, 5]
+    assert nodes.tolist() == [102, 100, 105]
+    pool.empty(blocks)
+    pool.check()
+    assert pool.evict(9, alike=False)[0].tolist() == [3]
+
+
+def test_a_shared_block_goes_with_its_last_holder() -> None:
+    pool = make(2)
+    blocks, _ = pool.take(1)
+    pool.hold(blocks)
+    assert release(pool, blocks).tolist() == []
+    assert pool.num_held == 1
+    assert release(pool, blocks).tolist() == [0]
+    assert pool.num_held == 0
+    pool.check()
+
+
+def test_all_holders_may_leave_in_one_batch() -> None:
+    pool = make(4)
+    blocks, _ = pool.take(3)
+    pool.hold(blocks[:2])
+    assert release(pool, ids([1, 0, 1, 2, 0])).tolist() == [1, 0, 2]
+    assert pool.num_held == 0
+    pool.check()
+
+
+def test_taking_over_and_forgetting() -> None:
+    pool = make(4)
+    pool.take(4)
+    know(pool, [0, 1, 2])
+    release(pool, ids([0, 1]))
+    pool.take_over(ids([1]))
+    assert (pool.refs[1], pool.nodes[1]) == (1, NO_NODE)
+    assert pool.forget(ids([0, 2])).tolist() == [0]  # block 2 is held: it stays
+    assert (pool.num_held, pool.num_cached) == (3, 0)
+    pool.check()
+    assert release(pool, ids([1, 2, 3])).tolist() == [1, 2, 3]
+    pool.check()
+
+
+@pytest.mark.parametrize("granule", [2, 4])
+def test_a_granule_closes_with_its_last_block(granule: int) -> None:
+    pool = make(4 * granule, granule)
+    blocks, opened = pool.take(4 * granule)
+    assert opened.tolist() == [0, 1, 2, 3]
+    for block in blocks.tolist():
+        closed = release(pool, ids([block])).tolist()
+        assert closed == ([block // granule] if block % granule == granule - 1 else [])
+        pool.check()
+
+
+def test_gaps_are_filled_before_a_granule_is_opened() -> None:
+    pool = make(12, 4)
+    assert pool.take(9)[1].tolist() == [0, 1, 2]
+    release(pool, ids([1, 6]))
+    assert [pool.num_granules_for(count) for count in (0, 5)] == [0, 0]
+    blocks, opened = pool.take(5)
+    assert sorted(blocks.tolist()) == [1, 6, 9, 10, 11]
+    assert opened.tolist() == []
+    assert [pool.num_granules_for(count) for count in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    pool.check()
+
+
+def test_more_than_there_are_is_a_defect_of_the_caller() -> None:
+    with pytest.raises(AssertionError, match="3 granules asked, 2 left"):
+        make(2).take(3)
+    with pytest.raises(AssertionError, match="within a granule"):
+        make(6, 4)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A dictionary of reference counts beside the pool."""
+    """A dictionary of reference counts beside the pool; 0 is a block that is only cached."""
 
-    @initialize(num_blocks=st.integers(1, 20), granule=st.integers(1, 4))
-    def build(self, num_blocks: int, granule: int) -> None:
-        self.num_blocks, self.granule = num_blocks, granule
-        self.pool = BlockPool(num_blocks, granule_blocks=granule)
+    @initialize(num_granules=st.integers(1, 8), granule=st.sampled_from([1, 2, 4]))
+    def build(self, num_granules: int, granule: int) -> None:
+        self.num_blocks, self.granule = num_granules * granule, granule
+        self.pool = make(self.num_blocks, granule)
         self.refs: dict[int, int] = {}
+        self.known: set[int] = set()
+        self.queue: list[int] = []  # cached blocks, in the order of eviction
+        self.now = 0
 
-    def granules(self) -> set[int]:
-        return {block // self.granule for block in self.refs}
+    # -- the model -------------------------------------------------------------------------------
 
-    def take(self, num_blocks: int) -> set[int]:
-        """Allocate, and the granules that were opened."""
-        lowest = [block for block in range(self.num_blocks) if block not in self.refs][:num_blocks]
-        before = self.granules()
-        blocks, opened = self.pool.allocate(num_blocks)
-        assert blocks == lowest
-        self.refs |= dict.fromkeys(blocks, 1)
-        assert set(opened) == self.granules() - before
-        assert len(set(opened)) == len(opened)
-        return set(opened)
+    def granules(self, *, held: bool = False) -> set[int]:
+        """Those with a block that is not empty, or that somebody holds."""
+        return {b // self.granule for b, count in self.refs.items() if count or not held}
 
-    def lose(self, block: int) -> int | None:
-        """Release, and the granule that was closed."""
-        closed = self.pool.release(block)
+    def drop(self, block: int) -> None:
+        del self.refs[block]
+        self.known.discard(block)
+
+    def lose(self, block: int) -> None:
         self.refs[block] -= 1
         if not self.refs[block]:
-            del self.refs[block]
-        granule = block // self.granule
-        in_use = any(other // self.granule == granule for other in self.refs)
-        assert closed == (None if in_use else granule)
-        return closed
+            if block in self.known:
+                self.queue.append(block)
+            else:
+                self.drop(block)
 
-    @rule(data=st.data())
-    def allocate(self, data: st.DataObject) -> None:
-        self.take(data.draw(st.integers(0, self.num_blocks - len(self.refs))))
-
-    @precondition(lambda self: self.refs)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.refs)))
-        self.pool.share(block)
+    def gain(self, block: int) -> None:
+        if not self.refs[block]:
+            self.queue.remove(block)
         self.refs[block] += 1
 
-    @precondition(lambda self: self.refs)
+    def draw(self, data: st.DataObject, of: list[int]) -> list[int]:
+        drawn: list[int] = data.draw(st.lists(st.sampled_from(of), unique=True)) if of else []
+        return drawn
+
+    def held(self) -> list[int]:
+        return sorted(block for block, count in self.refs.items() if count)
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.num_blocks - len(self.refs)))
+        gaps = len(self.granules()) * self.granule - len(self.refs)
+        for more in (0, count, count + 9):
+            wanted = -(-max(0, more - gaps) // self.granule)
+            assert self.pool.num_granules_for(more) == wanted
+        before = self.granules()
+        blocks, opened = self.pool.take(count)
+        assert len(set(blocks.tolist())) == count
+        assert set(blocks.tolist()).isdisjoint(self.refs)
+        self.refs |= dict.fromkeys(blocks.tolist(), 1)
+        assert set(opened.tolist()) == self.granules() - before
+        assert len(opened) == -(-max(0, count - gaps) // self.granule), "opened without need"
+
+    @rule(data=st.data())
+    def learn(self, data: st.DataObject) -> None:
+        """The index is told what some held blocks contain."""
+        blocks = self.draw(data, [block for block in self.held() if block not in self.known])
+        know(self.pool, blocks)
+        self.known.update(blocks)
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        blocks = self.draw(data, sorted(self.refs))
+        self.pool.hold(ids(blocks))
+        for block in blocks:
+            self.gain(block)
+
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.lose(data.draw(st.sampled_from(sorted(self.refs))))
+        """Some holders leave, in one batch: a block may be in it once for each."""
+        holders = [block for block, count in self.refs.items() for _ in range(count)]
+        places = self.draw(data, list(range(len(holders))))
+        before = self.granules()
+        self.now += 1
+        closed = release(self.pool, ids([holders[place] for place in places]), self.now)
+        lost = [holders[place] for place in places]
+        first = list(dict.fromkeys(lost))  # the queue is in the order of first mention
+        for block in first:
+            for _ in range(lost.count(block)):
+                self.lose(block)
+        assert set(closed.tolist()) == before - self.granules()
+        assert len(set(closed.tolist())) == len(closed)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        victims = self.queue[:count]
+        before = self.granules()
+        blocks, nodes = self.pool.evict(count, alike=False)
+        assert blocks.tolist() == victims
+        assert nodes.tolist() == [100 + block for block in victims]
+        self.queue = self.queue[count:]
+        closed = self.pool.empty(blocks)
+        for block in victims:
+            self.drop(block)
+        assert set(closed.tolist()) == before - self.granules()
 
     @rule(data=st.data())
-    def exchange(self, data: st.DataObject) -> None:
-        """The predicted change is exactly what releasing and allocating then do."""
-        held = st.sampled_from(sorted(self.refs)) if self.refs else st.nothing()
-        released = data.draw(st.lists(held, unique=True))
-        num_blocks = data.draw(st.integers(0, self.num_blocks))
-        predicted = self.pool.granule_change(released, num_blocks)
-        self.counts_agree()  # a question changes nothing
+    def take_over(self, data: st.DataObject) -> None:
+        blocks = self.draw(data, sorted(self.queue))
+        self.pool.take_over(ids(blocks))
+        for block in blocks:
+            self.gain(block)
+            self.known.discard(block)
 
-        freed = [block for block in released if self.refs[block] == 1]
-        assert (predicted is None) == (num_blocks > self.num_blocks - len(self.refs) + len(freed))
-        before = self.pool.num_granules
-        for block in released:
-            self.lose(block)
-        if predicted is not None:
-            self.take(num_blocks)
-            assert self.pool.num_granules - before == predicted
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks = self.draw(data, sorted(self.known))
+        before = self.granules()
+        closed = self.pool.forget(ids(blocks))
+        for block in blocks:
+            self.known.discard(block)
+            if not self.refs[block]:
+                self.queue.remove(block)
+                del self.refs[block]
+        assert set(closed.tolist()) == before - self.granules()
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def predict(self, data: st.DataObject) -> None:
+        """What is foretold is the fewest granules that then can hold what is held."""
+        holders = [block for block, count in self.refs.items() for _ in range(count)]
+        lost = [holders[place] for place in self.draw(data, list(range(len(holders))))]
+        gained = self.draw(data, sorted(set(self.refs) - set(lost)))
+        num_new = data.draw(st.integers(0, self.num_blocks))
+        after = self.pool.held_granules_after(ids(lost), ids(gained), num_new)
+        self.same()  # a question changes nothing
+        held = {b for b, count in self.refs.items() if count > lost.count(b)} | set(gained)
+        granules = {block // self.granule for block in held}
+        gaps = len(granules) * self.granule - len(held)
+        assert after == len(granules) + -(-max(0, num_new - gaps) // self.granule)
 
     @invariant()
-    def counts_agree(self) -> None:
+    def same(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.pool.check()
-        assert self.pool.num_free == self.num_blocks - len(self.refs)
-        assert self.pool.num_granules == len(self.granules())
+        held = self.held()
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_cached == len(self.queue)
+        assert self.pool.num_open_granules == len(self.granules())
+        assert self.pool.num_held_granules == len(self.granules(held=True))
         wanted = [self.refs.get(block, 0) for block in range(self.num_blocks)]
         assert self.pool.refs.tolist() == wanted
+        assert set(np.flatnonzero(self.pool.nodes != NO_NODE).tolist()) == self.known
 
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_the_lowest_ids_come_first() -> None:
-    pool = BlockPool(10)
-    assert pool.allocate(6) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
-    for block in (4, 1, 3):
-        pool.release(block)
-    assert pool.allocate(4)[0] == [1, 3, 4, 6]
-
-
-@given(st.permutations(range(12)))
-@settings(deadline=None, max_examples=30)
-def test_a_granule_closes_with_its_last_block(order: list[int]) -> None:
-    pool = BlockPool(12, granule_blocks=4)
-    assert pool.allocate(12)[1] == [0, 1, 2]
-    closed = [pool.release(block) for block in order]
-    last = {granule: max(order.index(4 * granule + i) for i in range(4)) for granule in range(3)}
-    assert closed == [
-        block // 4 if last[block // 4] == index else None for index, block in enumerate(order)
-    ]
-
-
-def test_a_shared_block_is_free_when_its_last_holder_leaves() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    pool.share(0)
-    assert pool.release(0) is None
-    assert pool.num_free == 1
-    assert pool.release(0) == 0
-    assert pool.num_free == 2
-
-
-def test_defects_of_the_caller_are_caught() -> None:
-    pool = BlockPool(2)
-    with pytest.raises(AssertionError, match="3 blocks asked, 2 free"):
-        pool.allocate(3)
-    with pytest.raises(AssertionError, match="block 1 is free and cannot be shared"):
-        pool.share(1)
-    with pytest.raises(AssertionError, match="released more often"):
-        pool.release(0)
+@pytest.mark.parametrize("granule", [1, 2, 4])
+def test_a_pool_of_empty_granules_becomes_what_was_foretold(granule: int) -> None:
+    """Where nothing is only cached, taking and releasing lead exactly where the question said."""
+    pool = make(8 * granule, granule)
+    pool.take(6 * granule)
+    release(pool, ids([0, 3, 5]))
+    for lost, count in (([1], 1), ([2, 4], 3), ([], 2), ([], 0)):
+        after = pool.held_granules_after(ids(lost), ids([]), count)
+        release(pool, ids(lost))
+        pool.take(count)
+        assert pool.num_held_granules == after
+        pool.check()
 
 
 def test_importing_the_room_loads_no_torch() -> None:

@@ -1,6 +1,42 @@
-"""Ids: blocks and ranges, who holds them, and which are free. No bytes, no tensors, no torch."""
+"""Ids: blocks and ranges, who holds them, and which are free. No tensors, no torch.
 
-from quire.blocks.pool import BlockPool
+``coordinator`` is where to begin reading: everything else is what it is made of.
+"""
+
+from quire.blocks.changes import Change, Commit, Copy, Release
+from quire.blocks.coordinator import Coordinator
+from quire.blocks.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from quire.blocks.hits import PrefixHit, Shortfall, no_hit
+from quire.blocks.peaks import peak_bytes, verdict_on_length
+from quire.blocks.pools import PoolSize
+from quire.blocks.prefix_keys import NO_KEYS, Image, PrefixKeys
 from quire.blocks.ranges import FirstFit
+from quire.blocks.usage import used_tokens
+from quire.blocks.verdicts import FITS, Fits, Never, NotNow, Verdict
 
-__all__ = ["BlockPool", "FirstFit"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "FITS",
+    "NO_KEYS",
+    "POLICIES",
+    "Change",
+    "Commit",
+    "Coordinator",
+    "Copy",
+    "EvictionPolicy",
+    "FirstFit",
+    "Fits",
+    "Image",
+    "Never",
+    "NotNow",
+    "PoolSize",
+    "PrefixHit",
+    "PrefixKeys",
+    "Release",
+    "Shortfall",
+    "Verdict",
+    "no_hit",
+    "peak_bytes",
+    "used_tokens",
+    "verdict_on_length",
+]

@@ -1,107 +1,262 @@
-"""A pool of equal blocks with reference counts. Any free block will do for anyone.
+"""The blocks of one group: who holds them, which are only cached, and which are empty.
 
-The lowest free id is handed out first, so that blocks in use huddle together and whole pages at the
-far end stay empty. The pool also knows which *granules* (the fewest blocks that fill whole pages)
-have a block in use, because those are what storage must have committed.
+A block is *held* by sequences (``refs`` counts them), *cached* when nobody holds it but the prefix
+index still finds its content, or *empty*. A free block, cached or empty, is not the same as an
+unused page: pages are committed for a *granule* (the fewest blocks that fill whole pages) and given
+back when all blocks of the granule are empty.
+
+Every verb takes a batch of ids and costs a few numpy operations whatever the size of the pool.
 """
-
-import heapq
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.blocks.eviction import EvictionPolicy, Priority
+from quire.blocks.runs import Ids
+from quire.units import ceil_div
+
+NO_NODE = -1
+_NO_IDS: Ids = np.empty(0, np.intp)
+
 
 class BlockPool:
-    """Blocks 0 … num_blocks - 1, each held by ``refs[id]`` holders."""
+    """Blocks 0 … num_blocks - 1. How many of them may be used at once, the coordinator decides."""
 
-    def __init__(self, num_blocks: int, *, granule_blocks: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, evictable: EvictionPolicy, *, granule_blocks: int = 1
+    ) -> None:
+        assert num_blocks % granule_blocks == 0, "the pool ends within a granule"
         self.num_blocks = num_blocks
         self.granule_blocks = granule_blocks
         self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
-        # Ids below the high-water mark that came back, as a heap; above it every id is free.
-        self._returned: list[int] = []
-        self._high_water = 0
-        self._granule_use: dict[int, int] = {}  # granule → blocks of it in use
-        self.num_shared = 0  # blocks with more than one holder
+        self.nodes: npt.NDArray[np.int32] = np.full(num_blocks, NO_NODE, np.int32)  # index rows
+        self.evictable = evictable
+        self.num_held = 0  # blocks with a holder
+        num_granules = num_blocks // granule_blocks
+        # Granules without pages, as a stack: what was given back last is used again first, so that
+        # the ids in use stay low and, taken from a fresh pool, consecutive.
+        self._closed = np.arange(num_granules - 1, -1, -1, dtype=np.int32)
+        self._num_closed = num_granules
+        # With one block a granule, these are not needed.
+        count = num_granules if granule_blocks > 1 else 0
+        self._used_in = np.zeros(count, np.int32)  # blocks of a granule that are not empty
+        self._held_in = np.zeros(count, np.int32)
+        self._gaps: dict[int, None] = {}  # granules with pages and an empty block, as a stack
+        self._num_gaps = 0  # empty blocks in them
+        self._num_held_granules = 0
 
     @property
-    def num_free(self) -> int:
-        return self.num_blocks - self._high_water + len(self._returned)
+    def num_cached(self) -> int:
+        return len(self.evictable)
 
     @property
-    def num_granules(self) -> int:
-        """Granules with a block in use."""
-        return len(self._granule_use)
+    def num_open_granules(self) -> int:
+        """Granules that have pages."""
+        return self.num_blocks // self.granule_blocks - self._num_closed
 
-    def granule_change(self, released: list[int], num_blocks: int) -> int | None:
-        """The rise of granules in use if ``released`` lost a holder and blocks were then taken.
+    @property
+    def num_held_granules(self) -> int:
+        """Granules that would keep their pages if all that is only cached were evicted."""
+        return self.num_held if self.granule_blocks == 1 else self._num_held_granules
 
-        None if the blocks would not suffice. Nothing changes: the question before the act.
+    # -- questions -------------------------------------------------------------------------------
+
+    def held_granules_after(self, released: Ids, held: Ids, num_new: int) -> int:
+        """``num_held_granules`` if these lost and gained a holder, and new blocks were taken.
+
+        A block may stand in ``released`` once for each holder that it loses; those in ``held`` are
+        distinct, and not in ``released``. With several blocks a granule this is the least: as long
+        as there is room, blocks are taken where nothing has to be evicted for them.
         """
-        freed = [block for block in released if self.refs[block] == 1]
-        if num_blocks > self.num_free + len(freed):
-            return None
-        reused = heapq.nsmallest(num_blocks, (*self._returned, *freed))
-        fresh = range(self._high_water, self._high_water + num_blocks - len(reused))
-        change = Counter(block // self.granule_blocks for block in (*reused, *fresh))
-        change.subtract(block // self.granule_blocks for block in freed)
-        before = sum(granule in self._granule_use for granule in change)
-        after = sum(self._granule_use.get(granule, 0) + n > 0 for granule, n in change.items())
-        return after - before
+        lost = released
+        if len(released):
+            lost, counts = np.unique(released, return_counts=True)
+            lost = lost[self.refs[lost] == counts]
+        gained = held[self.refs[held] == 0] if len(held) else held
+        num_held = self.num_held - len(lost) + len(gained)
+        if self.granule_blocks == 1:
+            return num_held + num_new
+        changed = np.concatenate([lost, gained]) // self.granule_blocks
+        sign = np.repeat([-1, 1], [len(lost), len(gained)])
+        granules, where = np.unique(changed, return_inverse=True)
+        before = self._held_in[granules]
+        after = before + np.bincount(where, sign, len(granules))
+        rise = int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        num_granules = self._num_held_granules + rise
+        gaps = num_granules * self.granule_blocks - num_held
+        return num_granules + ceil_div(max(0, num_new - gaps), self.granule_blocks)
 
-    def allocate(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Take blocks, one reference each.
+    def num_granules_for(self, count: int) -> int:
+        """Granules that would be opened to take so many empty blocks."""
+        return ceil_div(max(0, count - self._num_gaps), self.granule_blocks)
 
-        Returns: the block ids, and the granules that came into use with them.
-        The caller has checked ``num_free``: running out here is a defect, not a verdict.
-        """
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked, {self.num_free} free"
-        blocks: list[int] = []
-        opened: list[int] = []
-        for _ in range(num_blocks):
-            if self._returned:
-                block = heapq.heappop(self._returned)
-            else:
-                block = self._high_water
-                self._high_water += 1
-            self.refs[block] = 1
-            blocks.append(block)
-            granule = block // self.granule_blocks
-            used = self._granule_use.get(granule, 0)
-            if not used:
-                opened.append(granule)
-            self._granule_use[granule] = used + 1
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def take(self, count: int) -> tuple[Ids, Ids]:
+        """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit."""
+        if self.granule_blocks == 1:
+            blocks = opened = self._open(count)
+        else:
+            in_gaps = self._take_gaps(min(count, self._num_gaps))
+            missing = count - len(in_gaps)
+            opened = self._open(ceil_div(missing, self.granule_blocks))
+            fresh = (opened[:, None] * self.granule_blocks + np.arange(self.granule_blocks)).ravel()
+            blocks = np.concatenate([in_gaps, fresh[:missing]])
+            np.add.at(self._used_in, blocks // self.granule_blocks, 1)
+            if len(fresh) > missing:
+                self._gaps[int(opened[-1])] = None
+                self._num_gaps += len(fresh) - missing
+        self.refs[blocks] = 1
+        self._count_held(blocks, 1)
         return blocks, opened
 
-    def share(self, block: int) -> None:
-        """One more holder."""
-        assert self.refs[block] > 0, f"block {block} is free and cannot be shared"
-        self.num_shared += int(self.refs[block] == 1)
-        self.refs[block] += 1
+    def hold(self, blocks: Ids) -> None:
+        """One more holder for each of these distinct blocks, which have content."""
+        if not len(blocks):
+            return
+        refs = self.refs[blocks]
+        free = blocks[refs == 0]
+        if len(free):
+            self.evictable.hold(free)
+            self._count_held(free, 1)
+        self.refs[blocks] = refs + 1
 
-    def release(self, block: int) -> int | None:
-        """One holder less. Returns: the block's granule if no block of it is in use any more."""
-        assert self.refs[block] > 0, f"block {block} is released more often than it is held"
-        self.refs[block] -= 1
-        if self.refs[block]:
-            self.num_shared -= int(self.refs[block] == 1)
-            return None
-        heapq.heappush(self._returned, block)
-        granule = block // self.granule_blocks
-        self._granule_use[granule] -= 1
-        if self._granule_use[granule]:
-            return None
-        del self._granule_use[granule]
-        return granule
+    def release(self, blocks: Ids, now: int, priority: Priority) -> Ids:
+        """One holder less for each, deepest first. Returns: granules whose pages may go.
+
+        What the index knows stays, as cached; the rest is empty.
+        """
+        # Asking for indices costs a third of asking whether there are any.
+        known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
+        if len(known) == len(blocks):
+            self.evictable.use(blocks, now, priority)
+        elif len(known):
+            own = priority if isinstance(priority, int) else priority[known]
+            self.evictable.use(blocks[known], now, own)
+        refs = self.refs[blocks] - 1
+        if len(refs.nonzero()[0]):  # only then can one block be in the batch twice
+            np.subtract.at(self.refs, blocks, 1)
+            blocks = blocks[self.refs[blocks] == 0]
+            blocks = blocks[np.sort(np.unique(blocks, return_index=True)[1])]
+            known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
+        else:
+            self.refs[blocks] = 0
+        if not len(blocks):
+            return _NO_IDS
+        self._count_held(blocks, -1)
+        if len(known) == len(blocks):
+            self.evictable.free(blocks)
+            return _NO_IDS
+        if len(known):
+            self.evictable.free(blocks[known])
+            blocks = blocks[self.nodes[blocks] == NO_NODE]
+        return self.empty(blocks)
+
+    def evict(self, count: int, *, alike: bool) -> tuple[Ids, Ids]:
+        """Choose cached blocks (as many, or all) and take them out of the cache.
+
+        Returns: them, and their nodes. The caller hands them to ``empty``.
+        """
+        blocks = self.evictable.evict(count, alike=alike)
+        nodes = self.nodes[blocks].astype(np.intp)
+        self.nodes[blocks] = NO_NODE
+        return blocks, nodes
+
+    def empty(self, blocks: Ids) -> Ids:
+        """Drop evicted blocks. Returns: granules whose pages may go; the last is opened first."""
+        if self.granule_blocks == 1:
+            self._close(blocks)
+            return blocks
+        touched, counts = np.unique(blocks // self.granule_blocks, return_counts=True)
+        self._used_in[touched] -= counts.astype(np.int32)
+        self._num_gaps += len(blocks)
+        closed: Ids = touched[self._used_in[touched] == 0][::-1]
+        for granule in touched.tolist():
+            if self._used_in[granule]:
+                self._gaps[granule] = None
+            else:
+                self._gaps.pop(granule, None)
+        self._num_gaps -= len(closed) * self.granule_blocks
+        self._close(closed)
+        return closed
+
+    def take_over(self, blocks: Ids) -> None:
+        """Hold cached blocks, which the index knows no more."""
+        self.nodes[blocks] = NO_NODE
+        self.evictable.hold(blocks)
+        self.evictable.drop(blocks)
+        self.refs[blocks] = 1
+        self._count_held(blocks, 1)
+
+    def forget(self, blocks: Ids) -> Ids:
+        """The index knows these no more. Returns: granules whose pages may go."""
+        self.nodes[blocks] = NO_NODE
+        free = blocks[self.refs[blocks] == 0]
+        self.evictable.hold(free)
+        self.evictable.drop(blocks)
+        return self.empty(free)
 
     def check(self) -> None:
-        used = np.flatnonzero(self.refs)
-        assert len(set(self._returned)) == len(self._returned), "a block was returned twice"
-        assert not self.refs[self._returned].any(), "a returned block is still held"
-        assert len(used) + self.num_free == self.num_blocks, "used and free blocks do not add up"
         assert (self.refs >= 0).all(), "a reference count is negative"
-        assert self.num_shared == (self.refs > 1).sum(), "the shared blocks are miscounted"
-        counts = np.unique(used // self.granule_blocks, return_counts=True)
-        expected = dict(zip(*(c.tolist() for c in counts), strict=True))
-        assert self._granule_use == expected, "granule counts differ from the blocks in use"
+        held = np.flatnonzero(self.refs)
+        assert len(held) == self.num_held, "the held blocks are miscounted"
+        cached = np.flatnonzero((self.nodes != NO_NODE) & (self.refs == 0))
+        self.evictable.check(cached)
+        used = np.concatenate([held, cached])
+        granules = np.unique(used // self.granule_blocks)
+        closed = self._closed[: self._num_closed]
+        assert len(np.unique(closed)) == len(closed), "a granule was closed twice"
+        assert not np.isin(granules, closed).any(), "a used block has no pages"
+        assert len(granules) + len(closed) == self.num_blocks // self.granule_blocks, (
+            "pages are kept for empty blocks"
+        )
+        if self.granule_blocks > 1:
+            num_granules = self.num_blocks // self.granule_blocks
+            used_in = np.bincount(used // self.granule_blocks, minlength=num_granules)
+            assert (used_in == self._used_in).all(), "used blocks are miscounted in a granule"
+            held_in = np.bincount(held // self.granule_blocks, minlength=num_granules)
+            assert (held_in == self._held_in).all(), "held blocks are miscounted in a granule"
+            assert np.count_nonzero(held_in) == self._num_held_granules, "held granules miscounted"
+            num_gaps = self.num_open_granules * self.granule_blocks - len(used)
+            assert num_gaps == self._num_gaps, "the empty blocks of open granules are miscounted"
+            gaps = np.flatnonzero((used_in > 0) & (used_in < self.granule_blocks))
+            assert sorted(self._gaps) == gaps.tolist(), "the gaps are not where they are noted"
+
+    # -- granules --------------------------------------------------------------------------------
+
+    def _count_held(self, blocks: Ids, sign: int) -> None:
+        self.num_held += sign * len(blocks)
+        if self.granule_blocks > 1:
+            granules, counts = np.unique(blocks // self.granule_blocks, return_counts=True)
+            before = self._held_in[granules]
+            after = before + sign * counts
+            self._held_in[granules] = after
+            self._num_held_granules += int(np.count_nonzero(after))
+            self._num_held_granules -= int(np.count_nonzero(before))
+
+    def _open(self, count: int) -> Ids:
+        assert count <= self._num_closed, f"{count} granules asked, {self._num_closed} left"
+        self._num_closed -= count
+        stop = self._num_closed + count
+        return self._closed[self._num_closed : stop][::-1].astype(np.intp)
+
+    def _close(self, granules: Ids) -> None:
+        stop = self._num_closed + len(granules)
+        self._closed[self._num_closed : stop] = granules
+        self._num_closed = stop
+
+    def _take_gaps(self, count: int) -> Ids:
+        found: list[int] = []
+        # Where somebody holds a block the page stays anyway: those gaps first.
+        for granule in sorted(reversed(self._gaps), key=lambda granule: not self._held_in[granule]):
+            first = granule * self.granule_blocks
+            inside = slice(first, first + self.granule_blocks)
+            empty = (self.refs[inside] == 0) & (self.nodes[inside] == NO_NODE)
+            blocks = (first + np.flatnonzero(empty)).tolist()
+            if len(blocks) <= count - len(found):
+                del self._gaps[granule]
+            found += blocks[: count - len(found)]
+            if len(found) == count:
+                break
+        self._num_gaps -= count
+        return np.array(found, np.intp)

@@ -3,7 +3,8 @@
 Each kind answers the same questions, and this is the only place where the KV formula stands:
 
 * ``bytes_per_token``     what one more token costs while nothing is forgotten;
-* ``live_range(n)``       which of the first n tokens a later token can still read;
+* ``live_start(n)``       the first of n tokens that a later token can still read;
+* ``live_range(n)``       all of those, as a range;
 * ``bytes_for(n)``        bytes that must be kept once n tokens are computed and more may follow;
 * ``peak_tokens(n, s)``   the most tokens held at once on the way to n, in steps of s tokens;
 * ``block_bytes(B)``      bytes of one block of B tokens in this layer.
@@ -15,10 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from quire.errors import ConfigError
 from quire.units import ceil_div
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -31,6 +36,9 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
         "int8": 1,
     }
 )
+
+
+Count = TypeVar("Count", int, "npt.NDArray[np.int64]")  # one number of tokens, or many at once
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -72,6 +80,9 @@ class _KeysAndValues:
 class FullAttention(_KeysAndValues):
     """Every token's key and value, for as long as the sequence lives."""
 
+    def live_start(self, num_tokens: Count) -> Count:
+        return 0 * num_tokens
+
     def live_range(self, num_tokens: int) -> range:
         return range(num_tokens)
 
@@ -91,8 +102,11 @@ class SlidingWindow(_KeysAndValues):
 
     window: int  # tokens, the reading token included
 
+    def live_start(self, num_tokens: Count) -> Count:
+        return (num_tokens - self.window + 1) * (num_tokens >= self.window)
+
     def live_range(self, num_tokens: int) -> range:
-        return range(max(0, num_tokens - self.window + 1), num_tokens)
+        return range(self.live_start(num_tokens), num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
         return len(self.live_range(num_tokens)) * self.bytes_per_token
@@ -107,8 +121,11 @@ class ChunkedAttention(_KeysAndValues):
 
     chunk: int  # tokens
 
+    def live_start(self, num_tokens: Count) -> Count:
+        return num_tokens - num_tokens % self.chunk
+
     def live_range(self, num_tokens: int) -> range:
-        return range(num_tokens - num_tokens % self.chunk, num_tokens)
+        return range(self.live_start(num_tokens), num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
         return len(self.live_range(num_tokens)) * self.bytes_per_token
@@ -139,6 +156,9 @@ class LatentAttention:
     def bytes_per_token(self) -> int:
         """Bytes of one stored entry, which stands for ``compress_ratio`` tokens."""
         return _entry_bytes(self.entry_shapes, self.dtype)
+
+    def live_start(self, num_tokens: Count) -> Count:
+        return 0 * num_tokens
 
     def live_range(self, num_tokens: int) -> range:
         return range(num_tokens)
@@ -188,9 +208,12 @@ class RecurrentState:
     def bytes_per_token(self) -> int:
         return 0
 
+    def live_start(self, num_tokens: Count) -> Count:
+        return (num_tokens - 1) * (num_tokens > 0)
+
     def live_range(self, num_tokens: int) -> range:
         """Only the state after the last token is read again."""
-        return range(max(0, num_tokens - 1), num_tokens)
+        return range(self.live_start(num_tokens), num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.state_bytes * (1 + self.num_speculative_blocks) if num_tokens else 0

@@ -13,6 +13,7 @@ from typing import Any
 from quire.spec import config_json
 from quire.spec.layers import (
     ChunkedAttention,
+    Count,
     Layer,
     LayerSpec,
     RecurrentState,
@@ -38,6 +39,10 @@ class Group:
     def bytes_per_token(self) -> int:
         """What one more token costs in all the group's layers, while nothing is forgotten."""
         return self.num_layers * self.spec.bytes_per_token
+
+    def live_start(self, num_tokens: Count) -> Count:
+        """The first of so many tokens that a later token can still read here."""
+        return self.spec.live_start(num_tokens)
 
     def live_range(self, num_tokens: int) -> range:
         """Which of the first tokens a later token can still read here."""

@@ -7,24 +7,30 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from quire.blocks import (
+    Change,
+    Commit,
+    Copy,
+    Fits,
+    Image,
+    Never,
+    NotNow,
+    PrefixHit,
+    PrefixKeys,
+    Release,
+    Verdict,
+)
 from quire.errors import ConfigError
 from quire.memory import MemoryProvider
 from quire.spec import Group, ModelSpec, RecurrentState
 from quire.strategies.base import (
     Accounting,
     CacheConfig,
-    Change,
-    Commit,
-    Copy,
-    Fits,
     Growth,
     LayerView,
-    Never,
-    NotNow,
-    Release,
     Storage,
+    TokenIds,
     Usage,
-    Verdict,
 )
 from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.growing import GrowingAccounting
@@ -73,11 +79,15 @@ __all__ = [
     "Copy",
     "Fits",
     "Growth",
+    "Image",
     "LayerView",
     "Never",
     "NotNow",
+    "PrefixHit",
+    "PrefixKeys",
     "Release",
     "Storage",
+    "TokenIds",
     "Usage",
     "Verdict",
     "build_accounting",

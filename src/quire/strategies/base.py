@@ -5,17 +5,27 @@ commit, tokens to copy, pages to release. Storage carries the changes out, in or
 and the simulator run the same decisions without a tensor, and the peak that an order of changes
 causes is a property of the list, not of who executes it.
 
-Slots are counted per group: slot s is the place of one token in each layer of the group.
+Verdicts and changes are ``quire.blocks``' words; this room adds what is common to strategies.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.blocks import (
+    DEFAULT_POLICY,
+    NO_KEYS,
+    Change,
+    Fits,
+    Never,
+    PrefixHit,
+    PrefixKeys,
+    Verdict,
+)
 from quire.memory import CountedMemory
 from quire.spec import Group
 
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Slots: TypeAlias = npt.NDArray[np.int64]
+TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 
 # -- what a strategy is built from ---------------------------------------------------------------
@@ -44,8 +55,12 @@ class CacheConfig:
     growth: Growth = "uniform"  # growing
     growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
     keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
+    enable_prefix_caching: bool = True  # paged: keep what ends, for those who begin alike
+    eviction_policy: str = DEFAULT_POLICY  # paged: what of that goes first
+    keep_events: bool = False  # paged: note what can be found from now on and what no longer
+    max_capacity_bytes: int | None = None  # paged: how far ``resize`` may go; None: no further
 
-    def never(self, num_tokens: int, bytes_for: Callable[[int], int]) -> "Never":
+    def never(self, num_tokens: int, bytes_for: Callable[[int], int]) -> Never:
         """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache."""
         too_long = num_tokens > self.max_model_len
         lengths = range(1, self.max_model_len + 1)
@@ -57,94 +72,36 @@ class CacheConfig:
         )
 
 
-# -- what accounting asks of storage ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Back slots [start, stop) of a group with pages."""
-
-    group: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy the entries of ``num_slots`` consecutive slots; source and target may overlap."""
-
-    group: int
-    source: int
-    target: int
-    num_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give the pages of slots [start, stop) of a group back."""
-
-    group: int
-    start: int
-    stop: int
-
-
-Change: TypeAlias = Commit | Copy | Release
-
-
 # -- what accounting answers --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fits:
-    """There is room, and it has been taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotNow:
-    """No room at present; nothing has changed. It fits once holders end.
-
-    The asking sequence may be the only holder: where it must copy itself to grow, or lies scattered
-    over pages, it fits only if it ends too and begins again.
-    """
-
-    need_bytes: int
-    free_bytes: int
-    holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Never:
-    """No room for this step even in an empty cache; nothing has changed.
-
-    Behind a window, smaller steps may still go further: what a step adds is held at once.
-    """
-
-    need_bytes: int
-    capacity_bytes: int
-    fitting_tokens: int  # the longest sequence that would fit in one step
-    option: str  # what to raise
-
-
-Verdict: TypeAlias = Fits | NotNow | Never
-FITS = Fits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Where the bytes are, as accounting knows it.
 
-    reserved ≥ committed ≥ used; wasted is what is committed and holds no token that can be read.
+    reserved ≥ committed ≥ used + cached; what is committed and neither is wasted.
     """
 
     reserved_bytes: int  # address space
     committed_bytes: int  # backed with pages
     used_bytes: int  # entries that a later token can still read, shared ones counted once
+    cached_bytes: int = 0  # held by nobody, kept in case somebody begins alike
     num_sequences: int
     num_tokens: int  # of all sequences, shared ones counted for each holder
 
     @property
     def wasted_bytes(self) -> int:
-        return self.committed_bytes - self.used_bytes
+        return self.committed_bytes - self.used_bytes - self.cached_bytes
+
+
+def one_by_one(
+    try_extend: Callable[[int, int], Verdict], seq_ids: Sequence[int], num_tokens: Sequence[int]
+) -> int:
+    """``try_extend_each`` for a strategy in which sequences do not grow together."""
+    for count, pair in enumerate(zip(seq_ids, num_tokens, strict=True)):
+        if not isinstance(try_extend(*pair), Fits):
+            return count
+    return len(seq_ids)
 
 
 # -- the two protocols --------------------------------------------------------------------------
@@ -178,21 +135,82 @@ class Accounting(Protocol):
         """Tokens that one entry of a block table stands for."""
         ...
 
-    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+    def add(
+        self,
+        seq_id: int,
+        *,
+        max_tokens: int | None = None,
+        keys: PrefixKeys = NO_KEYS,
+        priority: int = 0,
+    ) -> None:
         """Announce a sequence. It holds nothing yet.
 
-        ``max_tokens`` is the longest it can become, if the caller knows.
+        ``max_tokens`` is the longest it can become, if the caller knows; ``keys`` tell its prefix
+        from others with the same token ids; what it leaves in the cache goes before that of
+        sequences with a smaller ``priority``.
         Raises: KeyError if the id is in use.
         """
         ...
 
-    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
+        """Whether an empty cache takes one sequence that far, token by token.
+
+        ``max_tokens``: as in ``add``.
+        """
+        ...
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        """The longest prefix of a prompt that can be used again, and why it is not longer.
+
+        For a sequence that holds nothing yet. Nothing changes; the hit is good for the very next
+        ``try_extend``.
+        """
+        ...
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        promised_tokens: int = 0,
+        kept_bytes: int = 0,
+    ) -> Verdict:
         """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none.
 
         It does nothing if there is room already. Else, at most once a step, all that the first new
         token reads stays readable: a window passes only what was behind it before. A refusal leaves
         usage, tables and changes as they were.
+
+        The tokens of a new sequence are, in this order: those of the ``hit``, which are held at
+        once; ``external_tokens``, which the caller will bring from outside; new ones; and
+        ``lookahead_tokens``, which get room without counting as the sequence's. It is refused too
+        if it could not go on to ``promised_tokens`` with what is free then (an estimate where
+        windows pass what others hold), or if less than ``kept_bytes`` stayed free for others.
         """
+        ...
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        """Make room for each of these sequences, in order; how many of them have it now.
+
+        The next one does not fit: ``try_extend`` says why.
+        """
+        ...
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """The next ``counts[i]`` tokens of sequence i are computed, so others may share them.
+
+        ``token_ids`` (i32[sum of counts]) holds all of them, packed; without ``counts``, one of
+        each. A caller that never says so shares nothing.
+        """
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is only cached; False, and nothing is done, while a sequence holds memory."""
         ...
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:

@@ -5,24 +5,34 @@ live here: inside a range (reserved for tokens that never come) and, once ranges
 between them. Every layer holds the whole range, windows too: it cannot give back its beginning.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from quire.blocks import FirstFit
-from quire.spec import Group
-from quire.strategies.base import (
+from quire.blocks import (
     FITS,
-    CacheConfig,
+    NO_KEYS,
     Change,
     Commit,
     Copy,
+    FirstFit,
+    Fits,
     Never,
     NotNow,
+    PrefixHit,
+    PrefixKeys,
     Release,
-    Slots,
-    Usage,
     Verdict,
+    no_hit,
+)
+from quire.spec import Group
+from quire.strategies.base import (
+    CacheConfig,
+    Slots,
+    TokenIds,
+    Usage,
+    one_by_one,
 )
 from quire.strategies.layout import common_page_tokens
 from quire.units import align_up
@@ -63,15 +73,49 @@ class ContiguousAccounting:
     def block_size(self, group: int) -> int:
         return self._config.max_model_len
 
-    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+    def add(
+        self,
+        seq_id: int,
+        *,
+        max_tokens: int | None = None,
+        keys: PrefixKeys = NO_KEYS,
+        priority: int = 0,
+    ) -> None:
         if seq_id in self._ranges:
             raise KeyError(f"sequence {seq_id} is already here")
-        longest = self._config.max_model_len
-        if self._config.reserve == "request" and max_tokens is not None:
-            longest = min(longest, max_tokens)
-        self._ranges[seq_id] = _Range(max_tokens=longest)
+        self._ranges[seq_id] = _Range(max_tokens=self._longest(max_tokens))
 
-    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
+        held = _Range(max_tokens=self._longest(max_tokens or num_tokens))
+        if num_tokens > held.max_tokens or self._length(held) > self._arena.num_slots:
+            return self._never(held, num_tokens)
+        return FITS
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        return no_hit(len(token_ids), "strategy")
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """Nothing is shared here, whatever it is."""
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.usage().committed_bytes
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        return one_by_one(self.try_extend, seq_ids, num_tokens)
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        promised_tokens: int = 0,  # a range is as long as it will ever be
+        kept_bytes: int = 0,
+    ) -> Verdict:
         held = self._ranges[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
@@ -81,9 +125,11 @@ class ContiguousAccounting:
             length = self._length(held)
             if length > self._arena.num_slots:
                 return self._never(held, num_tokens)
-            start = self._place(length)
+            held_slots = self._arena.num_slots - self._arena.free_slots
+            spare_bytes = self._config.capacity_bytes - (held_slots + length) * self._token_bytes
+            start = self._place(length) if spare_bytes >= kept_bytes else None
             if start is None:
-                return self._not_now(length)
+                return self._not_now(length, kept_bytes)
             held.start = start
             self._each_group(Commit, start, start + length)
         held.num_tokens = num_tokens
@@ -172,6 +218,12 @@ class ContiguousAccounting:
             assert held.num_tokens <= held.max_tokens, f"sequence {seq_id} is past its range"
             assert held.start is not None or not held.num_tokens, f"sequence {seq_id} has no range"
 
+    def _longest(self, max_tokens: int | None) -> int:
+        """Tokens that a range is made for."""
+        if self._config.reserve == "request" and max_tokens is not None:
+            return min(self._config.max_model_len, max_tokens)
+        return self._config.max_model_len
+
     def _place(self, length: int) -> int | None:
         start = self._arena.allocate(length)
         if start is None and self._config.defrag and length <= self._arena.free_slots:
@@ -180,7 +232,8 @@ class ContiguousAccounting:
         return start
 
     def _never(self, held: _Range, num_tokens: int) -> Never:
-        option = "kv_cache_memory_bytes, or lower max_model_len"
+        length = "max_tokens" if self._config.reserve == "request" else "max_model_len"
+        option = f"kv_cache_memory_bytes, or lower {length}"
         if num_tokens > held.max_tokens:
             whole = held.max_tokens == self._config.max_model_len
             option = "max_model_len" if whole else "max_tokens"
@@ -192,10 +245,11 @@ class ContiguousAccounting:
             option=option,
         )
 
-    def _not_now(self, length: int) -> NotNow:
+    def _not_now(self, length: int, kept_bytes: int) -> NotNow:
         return NotNow(
             need_bytes=length * self._token_bytes,
             free_bytes=self._arena.largest_hole * self._token_bytes,
+            kept_bytes=kept_bytes,
             holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
         )
 

@@ -9,25 +9,35 @@ Source: OpenVINO ``128 + id % 64`` tokens ahead; mlx-lm steps of 256; Hugging Fa
 a step of 1.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
-from quire.spec import Group
-from quire.strategies.base import (
+from quire.blocks import (
     FITS,
-    CacheConfig,
+    NO_KEYS,
     Change,
     Commit,
     Copy,
-    Growth,
+    Fits,
+    Never,
     NotNow,
+    PrefixHit,
+    PrefixKeys,
     Release,
-    Slots,
-    Usage,
     Verdict,
+    no_hit,
+)
+from quire.spec import Group
+from quire.strategies.base import (
+    CacheConfig,
+    Growth,
+    Slots,
+    TokenIds,
+    Usage,
+    one_by_one,
 )
 from quire.strategies.layout import page_tokens
 from quire.units import align_up
@@ -96,7 +106,14 @@ class GrowingAccounting:
     def block_size(self, group: int) -> int:
         return self._config.max_model_len
 
-    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+    def add(
+        self,
+        seq_id: int,
+        *,
+        max_tokens: int | None = None,
+        keys: PrefixKeys = NO_KEYS,
+        priority: int = 0,
+    ) -> None:
         if seq_id in self._sequences:
             raise KeyError(f"sequence {seq_id} is already here")
         empty = [0] * len(self.groups)
@@ -104,24 +121,58 @@ class GrowingAccounting:
             row=-1, num_tokens=0, capacities=empty, sides=empty.copy()
         )
 
-    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
+        longest, capacity_bytes = self._config.max_model_len, self._config.capacity_bytes
+        # At worst it begins again at this length, without an old buffer beside the new.
+        if num_tokens > longest or self._fresh_bytes(num_tokens) > capacity_bytes:
+            return self._config.never(num_tokens, self._fresh_bytes)
+        return FITS
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        return no_hit(len(token_ids), "strategy")
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """Nothing is shared here, whatever it is."""
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.usage().committed_bytes
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        return one_by_one(self.try_extend, seq_ids, num_tokens)
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        promised_tokens: int = 0,
+        kept_bytes: int = 0,
+    ) -> Verdict:
         held = self._sequences[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
             return self._config.never(num_tokens, self._fresh_bytes)
+        room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
         wanted = [
-            self._capacity(group, capacity, num_tokens)
-            for group, capacity in enumerate(held.capacities)
+            self._capacity(group, capacity, room) for group, capacity in enumerate(held.capacities)
         ]
         if wanted == held.capacities:
             held.num_tokens = num_tokens
             return FITS
         # Alone it could go on as it is, or begin again at this length.
         alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
-        if min(alone, self._fresh_bytes(num_tokens)) > self._config.capacity_bytes:
+        if min(alone, self._fresh_bytes(room)) > self._config.capacity_bytes:
             return self._config.never(num_tokens, self._fresh_bytes)
-        return self._take(held, wanted, num_tokens)
+        if promised_tokens > room:
+            promised = self._fresh_bytes(min(promised_tokens, self._config.max_model_len))
+            kept_bytes += max(0, promised - self._buffer_bytes(wanted))
+        return self._take(held, wanted, num_tokens, kept_bytes)
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
         source = self._sequences[seq_id]
@@ -201,7 +252,9 @@ class GrowingAccounting:
             total += self._buffer_bytes(held.capacities) + self._outgrown_bytes(held)
         assert total == self._committed_bytes, "committed bytes differ from the buffers"
 
-    def _take(self, held: _Buffers, wanted: list[int], num_tokens: int) -> Verdict:
+    def _take(
+        self, held: _Buffers, wanted: list[int], num_tokens: int, kept_bytes: int = 0
+    ) -> Verdict:
         """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
         peak = self._peak_bytes(held, wanted)
         # Nobody reads any more what earlier steps have outgrown, nor what this step just copied.
@@ -212,12 +265,12 @@ class GrowingAccounting:
         ]
         free = self._config.capacity_bytes - self._committed_bytes
         needs_row = held.row < 0 and any(wanted)
-        if peak > free + sum(map(self._outgrown_bytes, unread)) or (
-            needs_row and not self._free_rows
-        ):
+        spare = free + sum(map(self._outgrown_bytes, unread)) - kept_bytes
+        if peak > spare or (needs_row and not self._free_rows):
             return NotNow(
                 need_bytes=peak,
                 free_bytes=free,
+                kept_bytes=kept_bytes,
                 holders=tuple(i for i, other in self._sequences.items() if other.row >= 0),
             )
         if needs_row:

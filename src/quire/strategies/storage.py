@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.blocks import Change, Commit, Copy, Release
 from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes
-from quire.strategies.base import Accounting, Change, Commit, Copy, LayerView, Release
+from quire.strategies.base import Accounting, LayerView
 from quire.strategies.layout import attention_spec
 
 if TYPE_CHECKING:

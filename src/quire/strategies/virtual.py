@@ -7,22 +7,35 @@ window are given back while the sequence runs. (uzu calls this a sparse buffer.)
 Nothing is shared between sequences here: a fork copies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.spec import Group
-from quire.strategies.base import (
+from quire.blocks import (
     FITS,
-    CacheConfig,
+    NO_KEYS,
     Change,
     Commit,
     Copy,
+    Fits,
+    Never,
     NotNow,
+    PrefixHit,
+    PrefixKeys,
     Release,
-    Slots,
-    Usage,
     Verdict,
+    no_hit,
+    peak_bytes,
+    verdict_on_length,
+)
+from quire.spec import Group
+from quire.strategies.base import (
+    CacheConfig,
+    Slots,
+    TokenIds,
+    Usage,
+    one_by_one,
 )
 from quire.strategies.layout import check_trim, page_tokens
 from quire.units import align_down, align_up
@@ -48,6 +61,8 @@ class VirtualAccounting:
         self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
         self._slot_bytes = [group.bytes_per_token for group in groups]
         self._row_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
+        page_bytes = [n * size for n, size in zip(self._page_tokens, self._slot_bytes, strict=True)]
+        self._peaks = peak_bytes(groups, self._page_tokens, page_bytes, config.max_model_len)
         self._nothing = [range(0)] * len(groups)
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._rows: dict[int, _Row] = {}
@@ -60,22 +75,60 @@ class VirtualAccounting:
     def block_size(self, group: int) -> int:
         return self._config.max_model_len
 
-    def add(self, seq_id: int, *, max_tokens: int | None = None) -> None:
+    def add(
+        self,
+        seq_id: int,
+        *,
+        max_tokens: int | None = None,
+        keys: PrefixKeys = NO_KEYS,
+        priority: int = 0,
+    ) -> None:
         if seq_id in self._rows:
             raise KeyError(f"sequence {seq_id} is already here")
         # A sequence without pages needs no row yet, and there may be more of them than rows.
         self._rows[seq_id] = _Row(row=-1, backed=self._nothing)
 
-    def try_extend(self, seq_id: int, num_tokens: int) -> Verdict:
+    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
+        return verdict_on_length(num_tokens, self._peaks, self._config.capacity_bytes)
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        return no_hit(len(token_ids), "strategy")
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """Nothing is shared here, whatever it is."""
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.usage().committed_bytes
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        return one_by_one(self.try_extend, seq_ids, num_tokens)
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        promised_tokens: int = 0,
+        kept_bytes: int = 0,
+    ) -> Verdict:
         held = self._rows[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
             return self._config.never(num_tokens, self._fresh_bytes)
-        backed = self._backed_for(held, num_tokens)
+        room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
+        backed = self._backed_for(held, room)
         if self._grown_bytes(self._nothing, backed) > self._config.capacity_bytes:
             return self._config.never(num_tokens, self._fresh_bytes)
-        return self._take(held, backed, num_tokens)
+        if promised_tokens > room:
+            promised = int(self._peaks[min(promised_tokens, self._config.max_model_len)])
+            kept_bytes += max(0, promised - self._grown_bytes(self._nothing, backed))
+        return self._take(held, backed, num_tokens, kept_bytes)
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
         source, num_tokens = self._rows[seq_id], self._rows[seq_id].num_tokens
@@ -156,16 +209,18 @@ class VirtualAccounting:
                 )
         assert total == self._committed_bytes, "committed bytes differ from the pages of the rows"
 
-    def _take(self, held: _Row, backed: list[range], num_tokens: int) -> Verdict:
+    def _take(
+        self, held: _Row, backed: list[range], num_tokens: int, kept_bytes: int = 0
+    ) -> Verdict:
         """Give a sequence exactly these pages, and a row if it has none, or refuse."""
         need = self._grown_bytes(held.backed, backed)
         needs_row = held.row < 0 and any(backed)
-        if self._committed_bytes + need > self._config.capacity_bytes or (
-            needs_row and not self._free_rows
-        ):
+        free_bytes = self._config.capacity_bytes - self._committed_bytes
+        if need > free_bytes - kept_bytes or (needs_row and not self._free_rows):
             return NotNow(
                 need_bytes=need,
-                free_bytes=self._config.capacity_bytes - self._committed_bytes,
+                free_bytes=free_bytes,
+                kept_bytes=kept_bytes,
                 holders=tuple(i for i, other in self._rows.items() if other.row >= 0),
             )
         if needs_row:

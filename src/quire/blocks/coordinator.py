@@ -1,0 +1,400 @@
+"""All groups at once: which sequence holds which blocks, and whether there is room for more.
+
+Every verb asks first and acts then, so a refusal has changed nothing. Steps of many sequences are
+planned together: a few numpy expressions over their rows, and Python only for what is rare.
+
+What a step does to the tables is worked out in ``steps``, bytes are counted in ``pools``, and what
+blocks contain is known to ``prefix_cache``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.blocks.eviction import MakePolicy, Priority
+from quire.blocks.hits import PrefixHit, no_hit, start_of
+from quire.blocks.pools import Moves, Pools, PoolSize
+from quire.blocks.prefix_cache import PrefixCache
+from quire.blocks.prefix_index import PrefixIndex
+from quire.blocks.prefix_keys import NO_KEYS, PrefixKeys
+from quire.blocks.runs import Ids
+from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
+from quire.blocks.tables import PASSED, BlockTables
+from quire.blocks.verdicts import FITS, Fits, NotNow
+from quire.spec import Group, RecurrentState
+
+_NO_IDS: Ids = np.empty(0, np.intp)
+TokenIds = npt.NDArray[np.int32]
+
+
+class Coordinator:
+    """Sequences' blocks in all groups, drawing on one budget of bytes."""
+
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        sizes: Sequence[PoolSize],
+        *,
+        block_size: int,
+        capacity_bytes: int,
+        make_policy: MakePolicy,
+        caching: bool = True,
+        keep_events: bool = False,
+    ) -> None:
+        self.groups = groups
+        self.caching = caching
+        self.tables = BlockTables(len(groups), block_size)
+        self.index = PrefixIndex(len(groups), block_size, keep_events=keep_events)
+        self.pools = Pools(sizes, capacity_bytes, self.index, make_policy)
+        self._cache = PrefixCache(groups, self.index, self.pools, self.tables)
+        self._numbers = range(len(groups))
+        self._has_priorities = False
+        self._of_states = [isinstance(group.spec, RecurrentState) for group in groups]
+
+    # -- sequences come, fork and go -------------------------------------------------------------
+
+    def add(self, seq_id: int, keys: PrefixKeys = NO_KEYS, *, priority: int = 0) -> None:
+        """Announce a sequence, which holds nothing yet. Raises: KeyError if the id is in use.
+
+        What it leaves in the cache goes before that of sequences with a smaller ``priority``.
+        """
+        row = self.tables.add(seq_id)
+        self._has_priorities |= priority != 0
+        self.tables.priorities[row] = min(max(priority, -128), 127)
+        self._cache.add(row, keys)
+
+    def fork(self, seq_id: int, new_id: int) -> None:
+        """Begin ``new_id`` as a copy of ``seq_id``: every block is shared until it is written."""
+        source = self.tables.rows[seq_id]
+        target = self.tables.add(new_id)
+        self.tables.copy(source, target)
+        self._cache.fork(source, target)
+        for number in self._numbers:
+            # What there is room for and nothing in, the new one does not share.
+            self.tables.cut(number, target, self._num_blocks(number, target))
+            self.pools.hold(number, self.tables.held(number, target))
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        """Keep only the first ``num_tokens`` tokens.
+
+        Raises: ValueError if a window or a state cannot go back there; nothing has changed then.
+        """
+        row = self.tables.rows[seq_id]
+        num_tokens = min(num_tokens, int(self.tables.num_tokens[row]))
+        for number, group in enumerate(self.groups):
+            check_trim(self.tables, number, group, row, num_tokens)
+        if self.caching:
+            self._cache.trim(row, num_tokens)
+        self.tables.num_computed[row] = min(num_tokens, int(self.tables.num_computed[row]))
+        self.tables.num_tokens[row] = num_tokens
+        for number in self._numbers:
+            blocks = self.tables.cut(number, row, self._num_blocks(number, row))
+            self._release(number, row, blocks)
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence, deepest block first."""
+        row = self.tables.rows[seq_id]
+        for number in self._numbers:
+            self._release(number, row, self.tables.held(number, row))
+        self._cache.remove(row)
+        self.tables.remove(seq_id)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        kept_bytes: int = 0,
+    ) -> Fits | NotNow:
+        """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none.
+
+        A sequence that holds nothing may begin with a ``hit`` and with ``external_tokens`` after
+        it, which will be brought from outside. ``lookahead_tokens`` get room too, without counting
+        as the sequence's. ``kept_bytes`` of the free ones are for others.
+        """
+        row = self.tables.rows[seq_id]
+        if hit is not None or external_tokens:
+            assert not self.tables.num_tokens[row], f"sequence {seq_id} has begun already"
+            hit = hit or no_hit(num_tokens, "", self._cache.tip(row))
+            begin, end = hit.num_tokens + external_tokens, num_tokens + lookahead_tokens
+            verdict = self._begin(row, hit, begin, end, kept_bytes)
+        else:
+            held = self.tables.num_tokens[[row]]
+            if num_tokens + lookahead_tokens <= held[0]:
+                return FITS
+            steps = self._steps(np.array([row]), held, np.array([num_tokens + lookahead_tokens]))
+            verdict = self._verdict([step.moves() for step in steps], kept_bytes)
+            if verdict is FITS:
+                self._carry_out(np.array([row]), steps)
+        if verdict is FITS:
+            self.tables.num_tokens[row] = max(num_tokens, int(self.tables.num_tokens[row]))
+        return verdict
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int] | Counts) -> int:
+        """Make room for each of these sequences, in order; how many of them have it now.
+
+        The next one does not fit: ``try_extend`` says why.
+        """
+        rows, end = self.tables.rows_of(seq_ids), np.asarray(num_tokens, np.int64)
+        begin = self.tables.num_tokens[rows]
+        growing = np.flatnonzero(end > begin)
+        if len(growing) < len(rows):
+            rows, begin, end = rows[growing], begin[growing], end[growing]
+        steps = self._steps(rows, begin, end)
+        count = len(rows)
+        if not self._fit(steps):
+            # The first sequences never need more than all: find by bisection how many fit.
+            low, high = 0, count - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                steps = self._steps(rows[:middle], begin[:middle], end[:middle])
+                low, high = (middle, high) if self._fit(steps) else (low, middle - 1)
+            count = low
+            steps = self._steps(rows[:count], begin[:count], end[:count])
+        self._carry_out(rows[:count], steps)
+        self.tables.num_tokens[rows[:count]] = end[:count]
+        return len(seq_ids) if count == len(growing) else int(growing[count])
+
+    # -- prefixes --------------------------------------------------------------------------------
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        """The longest prefix of a prompt that can be used again, all but the last token at most.
+
+        It is for a sequence that holds nothing, and for the very next ``try_extend``.
+        """
+        row = self.tables.rows[seq_id]
+        if not self.caching:
+            return no_hit(len(token_ids), "strategy", self._cache.tip(row))
+        return self._cache.match(row, token_ids, max(0, len(token_ids) - 1))
+
+    def pin(self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS) -> int:
+        """Keep what is cached of a prefix until ``free(pin_id)``; how many tokens that is.
+
+        A pin is a sequence that never runs: it holds whole blocks, and they are not evicted.
+        """
+        self.add(pin_id, keys)
+        row, size = self.tables.rows[pin_id], self.tables.block_size
+        whole = token_ids[: len(token_ids) // size * size]
+        hit = self._cache.match(row, whole, len(whole), in_part=False)
+        for number, group in enumerate(self.groups):
+            start = start_of(self.index, number, group, size, hit, hit.num_tokens)
+            blocks = np.append(start.blocks, start.source)  # of a state, the snapshot itself
+            self.pools.hold(number, blocks)
+            self.tables.place(number, row, start.first, blocks)
+            self.tables.starts[number, row] = start.first
+            self.tables.ends[number, row] = start.first + len(blocks)
+        self._cache.adopt(row, hit)
+        self.tables.num_tokens[row] = hit.num_tokens
+        return hit.num_tokens
+
+    def keep_state(self, seq_id: int) -> bool:
+        """Keep a copy of a sequence's recurrent states, if it stands at the end of a full block.
+
+        Others can then begin there. It takes free bytes only, at most from what is cached; False if
+        there are none, or nothing to keep.
+        """
+        row = self.tables.rows[seq_id]
+        node, lacking = self._cache.lacking_states(row)
+        num_new = [int(self.caching and number in lacking) for number in self._numbers]
+        moves = [Moves(released=_NO_IDS, held=_NO_IDS, num_new=count) for count in num_new]
+        if not any(num_new) or self._verdict(moves, 0) is not FITS:
+            return False
+        for number, block in enumerate(self.pools.allocate(num_new)):
+            if len(block):
+                self.pools.copy(number, self.tables.held(number, row)[:1], block, [1])
+                self._cache.attach(number, np.array([node]), block)
+                self._release(number, row, block)
+        return True
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """The next ``counts[i]`` tokens of sequence i are computed: others may share them.
+
+        ``token_ids`` holds all of them, packed; without ``counts``, one of each sequence.
+        """
+        rows = self.tables.rows_of(seq_ids)
+        if self.caching:
+            self._cache.mark_computed(rows, counts, token_ids)
+        else:
+            self.tables.num_computed[rows] += 1 if counts is None else np.asarray(counts, np.int64)
+
+    # -- whole -----------------------------------------------------------------------------------
+
+    def resize(self, capacity_bytes: int) -> int:
+        """Set the budget; the capacity now, which is more if sequences hold more than that.
+
+        What is only cached goes, the least recently used first; what is held never does.
+        """
+        self.pools.evict(capacity_bytes)
+        self.pools.capacity_bytes = max(capacity_bytes, self.pools.committed_bytes)
+        return self.pools.capacity_bytes
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that is cached; False, and nothing is done, while anybody holds a block."""
+        if self.pools.held_bytes:
+            return False
+        self.pools.evict(0)
+        self.index.note_cleared()
+        return True
+
+    def holders(self) -> tuple[int, ...]:
+        """Sequences that hold memory."""
+        rows = self.tables.rows_of(self.tables.rows)
+        num_blocks = (self.tables.ends[:, rows] - self.tables.starts[:, rows]).sum(axis=0).tolist()
+        pairs = zip(self.tables.rows, num_blocks, strict=True)
+        return tuple(seq_id for seq_id, count in pairs if count)
+
+    def check(self) -> None:
+        self.pools.check()
+        self.index.check()
+        for number in self._numbers:
+            refs = np.zeros_like(self.pools[number].refs)
+            for row in self.tables.rows.values():
+                np.add.at(refs, self.tables.held(number, row), 1)
+            assert (refs == self.pools[number].refs).all(), "references differ from the tables"
+        assert self.pools.committed_bytes <= self.pools.capacity_bytes, "above the ceiling"
+
+    # -- what the verbs are made of --------------------------------------------------------------
+
+    def _begin(
+        self, row: int, hit: PrefixHit, begin: int, end: int, kept_bytes: int
+    ) -> Fits | NotNow:
+        """A sequence's first step: after a hit, and perhaps tokens from outside."""
+        rows = np.array([row])
+        size = self.tables.block_size
+        starts = [
+            start_of(self.index, number, group, size, hit, begin)
+            for number, group in enumerate(self.groups)
+        ]
+        steps = self._steps(
+            rows,
+            np.array([begin]),
+            np.array([end]),
+            starts=np.array([[start.first] for start in starts]),
+            ends=np.array([[start.first + len(start.blocks)] for start in starts]),
+        )
+        verdict = self._verdict(_moves(steps, [start.blocks for start in starts]), kept_bytes)
+        if verdict is not FITS:
+            return verdict
+        # A block that is used in part stays cached and is copied, if there is room for both;
+        # otherwise the sequence takes it over. One that somebody holds stays anyway.
+        evicts = self.pools.evicts([step.num_new for step in steps])
+        taken = [False for _ in steps]
+        if evicts:
+            both = _moves(steps, [np.append(start.blocks, start.source) for start in starts])
+            if self._verdict(both, kept_bytes) is not FITS:
+                taken = [self.pools.is_only_cached(n, s.source) for n, s in enumerate(starts)]
+                fewer = [
+                    replace(m, num_new=m.num_new - t) for m, t in zip(both, taken, strict=True)
+                ]
+                verdict = self._verdict(fewer, kept_bytes)
+                if verdict is not FITS:  # it lies in a page of its own, which is one too many
+                    return verdict
+        self._cache.adopt(row, hit)
+        for number, start in enumerate(starts):
+            self.pools.hold(number, start.blocks)
+            self.tables.place(number, row, start.first, start.blocks)
+            self.tables.sound[number, row] = start.sound
+            if taken[number]:
+                self.pools.take_over(number, start.source)
+                self.tables.place(number, row, start.first + len(start.blocks), start.source)
+                steps[number] = steps[number].without_first()
+            elif evicts:
+                self.pools.hold(number, start.source)
+        self._carry_out(rows, steps)
+        for number, start in enumerate(starts):
+            if len(start.source) and not taken[number]:
+                end = start.first + len(start.blocks)
+                target = self.tables.ids[number][row, end : end + 1].astype(np.intp)
+                self.pools.copy(number, start.source, target, [start.num_slots])
+                if evicts:
+                    self._release(number, row, start.source)
+        return FITS
+
+    def _num_blocks(self, number: int, row: int) -> int:
+        """Columns that a row's tokens take in a group."""
+        num_tokens = int(self.tables.num_tokens[row])
+        if self._of_states[number]:
+            return int(self.tables.ends[number, row]) if num_tokens else 0
+        return -(-num_tokens // self.tables.block_size)
+
+    def _release(self, number: int, row: int, blocks: Ids) -> None:
+        """A row holds these no more; they are given shallowest first, and go deepest first."""
+        self.pools.release(number, blocks[::-1], int(self.tables.priorities[row]))
+
+    def _carry_out(self, rows: Ids, steps: list[GroupStep]) -> None:
+        """Do what was found to fit: first what gives room, then what takes it."""
+        for number, step in enumerate(steps):
+            if len(step.passed_blocks):
+                priority: Priority = 0
+                if self._has_priorities:
+                    priority = self.tables.priorities[step.passed[0][::-1]]
+                self.pools.release(number, step.passed_blocks[::-1], priority)
+                self.tables.ids[number][step.passed] = PASSED
+            if len(step.rewritten):
+                self.pools.forget(number, step.rewritten)
+        taken = self.pools.allocate([step.num_new for step in steps])
+        for number, (step, new) in enumerate(zip(steps, taken, strict=True)):
+            num_copied = len(step.copied_blocks)
+            if num_copied:
+                self.pools.copy(number, step.copied_blocks, new[:num_copied], step.copied_slots)
+                self.pools.release(number, step.copied_blocks)
+                self.tables.ids[number][step.copied] = new[:num_copied]
+            if len(new) > num_copied:
+                self.tables.have_columns(number, int(step.ends.max()))
+                self.tables.ids[number][step.grown] = new[num_copied:]
+            self.tables.starts[number, rows] = step.starts
+            self.tables.ends[number, rows] = step.ends
+
+    def _steps(
+        self,
+        rows: Ids,
+        begin: Counts,
+        end: Counts,
+        *,
+        starts: Counts | None = None,
+        ends: Counts | None = None,
+    ) -> list[GroupStep]:
+        """The step in each group; ``starts`` and ``ends`` [G, rows] if not as the tables are."""
+        starts = self.tables.starts[:, rows] if starts is None else starts
+        ends = self.tables.ends[:, rows] if ends is None else ends
+        return [
+            group_step(
+                self.tables.ids[number],
+                self.tables.block_size,
+                group,
+                self.pools[number],
+                rows,
+                (begin, end),
+                (starts[number], ends[number]),
+            )
+            for number, group in enumerate(self.groups)
+        ]
+
+    def _fit(self, steps: list[GroupStep]) -> bool:
+        after = self.pools.held_bytes_after([step.moves() for step in steps])
+        return after <= self.pools.capacity_bytes
+
+    def _verdict(self, moves: list[Moves], kept_bytes: int) -> Fits | NotNow:
+        held, after = self.pools.held_bytes, self.pools.held_bytes_after(moves)
+        free = self.pools.capacity_bytes - held
+        if after - held <= free - kept_bytes:
+            return FITS
+        return NotNow(
+            need_bytes=after - held,
+            free_bytes=free,
+            kept_bytes=kept_bytes,
+            holders=self.holders(),
+        )
+
+
+def _moves(steps: list[GroupStep], adopted: list[Ids]) -> list[Moves]:
+    return [step.moves(blocks) for step, blocks in zip(steps, adopted, strict=True)]

@@ -1,0 +1,60 @@
+"""When blocks that are gone were last used: a small table that may forget.
+
+One slot of four bytes holds a 16-bit tag and a 16-bit time; a newcomer overwrites. Of a large cache
+only a sample of the blocks is remembered, chosen by content, since blocks of one prefix are used
+together: whoever knows a deep block's time knows that its ancestors were used no earlier.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Prints = npt.NDArray[np.uint32]  # 32-bit fingerprints of whole prefixes
+Times = npt.NDArray[np.int64]
+_SLOTS_A_BLOCK = 2
+_LEAST_SLOTS = 1 << 14
+_REACH = 8  # how far back a time is believed: so many times the number of blocks
+_TICKS = 1024  # of the coarse clock, in the time that as many blocks are computed as there are
+NEVER = -1
+
+
+class Ghosts:
+    """Times are counted in blocks computed."""
+
+    def __init__(self, num_blocks: int) -> None:
+        slots = max(_LEAST_SLOTS, 1 << (_SLOTS_A_BLOCK * num_blocks - 1).bit_length())
+        self._slots = np.zeros(slots, np.uint32)
+        # A power of two, so that the clock can be set back by one without moving the ticks.
+        self._tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
+        self._reach = _REACH * num_blocks
+        one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
+        self._mask = np.uint32(one_in - 1)  # prints with none of these bits are remembered
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+    def remember(self, prints: Prints, times: Times) -> None:
+        """Blocks of these contents are evicted; they were last used then."""
+        sampled = prints & self._mask == 0
+        prints, times = prints[sampled], times[sampled]
+        ticks = times // self._tick & 0xFFFF
+        self._slots[self._place(prints)] = self._tag(prints) << np.uint32(16) | ticks.astype(
+            np.uint32
+        )
+
+    def recall(self, prints: Prints, now: int) -> Times:
+        """When each was last used, roughly; ``NEVER`` where that is not known."""
+        found = self._slots[self._place(prints)]
+        known = (found >> np.uint32(16) == self._tag(prints)) & (found != 0)
+        known &= prints & self._mask == 0
+        ages = ((now // self._tick - found.astype(np.int64)) & 0xFFFF) * self._tick
+        known &= ages <= self._reach
+        return np.where(known, np.maximum(now - ages, 0), NEVER)
+
+    def _place(self, prints: Prints) -> npt.NDArray[np.uint32]:
+        mixed: npt.NDArray[np.uint32] = prints * np.uint32(0x9E3779B1)
+        return (mixed >> np.uint32(4)) % np.uint32(len(self._slots))
+
+    @staticmethod
+    def _tag(prints: Prints) -> npt.NDArray[np.uint32]:
+        return prints >> np.uint32(16) | np.uint32(1)

@@ -1,0 +1,162 @@
+"""What a step does to the tables: the question before the act.
+
+A step takes sequences from ``begin`` tokens to room for ``end``. In each group, windows pass what
+the first new token cannot read, a shared block that is about to be written is copied, and tables
+grow. Nothing is changed here; the coordinator asks whether it fits, and then carries it out.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.blocks.pool import NO_NODE, BlockPool
+from quire.blocks.pools import Moves
+from quire.blocks.runs import Ids
+from quire.blocks.tables import BlockTables, spans
+from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
+
+_NO_IDS: Ids = np.empty(0, np.intp)
+_NO_PLACES = (_NO_IDS, _NO_IDS)
+Counts = npt.NDArray[np.int64]
+Places = tuple[Ids, Ids]  # rows and columns of a group's tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStep:
+    """A step in one group."""
+
+    starts: Counts  # of the rows' tables afterwards
+    ends: Counts
+    passed: Places  # left behind by a window
+    passed_blocks: Ids  # … what lies there
+    copied: Places  # shared, and about to be written
+    copied_blocks: Ids
+    copied_slots: list[int]  # of each, how many hold something
+    rewritten: Ids  # blocks that are written in place, and that the index must forget
+    grown: Places  # get a new block
+
+    @property
+    def num_new(self) -> int:
+        return len(self.grown[0]) + len(self.copied[0])
+
+    def _released(self) -> Ids:
+        if not len(self.copied_blocks):
+            return self.passed_blocks
+        return np.concatenate([self.passed_blocks, self.copied_blocks])
+
+    def without_first(self) -> "GroupStep":
+        """The same, but for the first block that it would take."""
+        return replace(self, grown=(self.grown[0][1:], self.grown[1][1:]))
+
+    def moves(self, adopted: Ids = _NO_IDS) -> Moves:
+        """What becomes of the pool's blocks; ``adopted`` are those of a hit."""
+        return Moves(
+            released=self._released(),
+            held=adopted,
+            num_new=self.num_new,
+        )
+
+
+def group_step(
+    table: npt.NDArray[np.int32],
+    block_size: int,
+    group: Group,
+    pool: BlockPool,
+    rows: Ids,
+    tokens: tuple[Counts, Counts],
+    columns: tuple[Counts, Counts],
+) -> GroupStep:
+    """The step of these distinct rows of one group's table.
+
+    ``tokens``: of each, those at the beginning and those to have room for; ``columns``: where its
+    blocks begin and end.
+    """
+    (begin, end), (starts, ends) = tokens, columns
+    if isinstance(group.spec, RecurrentState):
+        return _state_step(table, group.spec, pool, rows, end, ends)
+    passed, passed_blocks, grow_from = _NO_PLACES, _NO_IDS, ends
+    if isinstance(group.spec, SlidingWindow | ChunkedAttention):
+        first = group.live_start(begin) // block_size
+        passed = spans(rows, starts, np.maximum(np.minimum(first, ends) - starts, 0))
+        passed_blocks = table[passed].astype(np.intp)
+        starts, grow_from = np.maximum(starts, first), np.maximum(ends, first)
+    new_ends = np.maximum(grow_from, -(-end // block_size))
+    column, offset = np.divmod(begin, block_size)
+    inside = ((offset != 0) & (ends > column)).nonzero()[0]
+    written = (rows[inside], column[inside])
+    copied = copied_blocks = rewritten = _NO_IDS
+    if len(inside):
+        copied, copied_blocks, rewritten = _writes(table, pool, written, passed_blocks)
+    return GroupStep(
+        starts=starts,
+        ends=new_ends,
+        passed=passed,
+        passed_blocks=passed_blocks,
+        copied=(written[0][copied], written[1][copied]),
+        copied_blocks=copied_blocks,
+        copied_slots=offset[inside[copied]].tolist(),
+        rewritten=rewritten,
+        grown=spans(rows, grow_from, new_ends - grow_from),
+    )
+
+
+def _state_step(
+    table: npt.NDArray[np.int32],
+    spec: RecurrentState,
+    pool: BlockPool,
+    rows: Ids,
+    end: Counts,
+    ends: Counts,
+) -> GroupStep:
+    """A state is one block, and one more for each token that may be undone, at any length."""
+    new_ends = np.maximum(ends, (end > 0) * (1 + spec.num_speculative_blocks))
+    written = spans(rows, np.zeros_like(ends), ends)
+    copied, copied_blocks, _ = _writes(table, pool, written, _NO_IDS)
+    return GroupStep(
+        starts=np.zeros_like(ends),
+        ends=new_ends,
+        passed=_NO_PLACES,
+        passed_blocks=_NO_IDS,
+        copied=(written[0][copied], written[1][copied]),
+        copied_blocks=copied_blocks,
+        copied_slots=[1] * len(copied),
+        rewritten=_NO_IDS,
+        grown=spans(rows, ends, new_ends - ends),
+    )
+
+
+def _writes(
+    table: npt.NDArray[np.int32], pool: BlockPool, written: Places, passed_blocks: Ids
+) -> tuple[Ids, Ids, Ids]:
+    """Of the places that are about to be written: which are shared and must be copied first (by
+    index), what lies there, and what the index must forget, since only its writer holds it."""
+    blocks = table[written].astype(np.intp)
+    shared = pool.refs[blocks] > 1
+    if shared.any():
+        # Where all holders write, or pass it, in one step, the last writer writes in place.
+        for block in np.unique(blocks[shared]).tolist():
+            writers = (blocks == block).nonzero()[0]
+            if len(writers) + (passed_blocks == block).sum() == pool.refs[block]:
+                shared[writers[-1]] = False
+    known = pool.nodes[blocks] != NO_NODE
+    return shared.nonzero()[0], blocks[shared], blocks[known & ~shared]
+
+
+def check_trim(tables: BlockTables, number: int, group: Group, row: int, num_tokens: int) -> None:
+    """Raises: ValueError if the group has given back what it would read again."""
+    if isinstance(group.spec, RecurrentState):
+        computed = int(tables.num_computed[row])
+        if 0 < num_tokens < computed:
+            raise ValueError(
+                f"cannot go back to {num_tokens} tokens: layers {group.layers} keep the state "
+                f"after {computed} only"
+            )
+        return
+    first = group.live_start(num_tokens)
+    passed = int(tables.starts[number, row]) * tables.block_size
+    if first < passed:
+        raise ValueError(
+            f"cannot go back to {num_tokens} tokens: layers {group.layers} would begin at token "
+            f"{first}, and their window has passed all before {passed}"
+        )

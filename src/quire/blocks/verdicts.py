@@ -1,0 +1,62 @@
+"""What accounting answers when it is asked for room: three types, each with the sum that proves it.
+
+A refusal has changed nothing. ``NotNow`` can be waited out; ``Never`` cannot, so that whoever asks
+is told at once.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from quire.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fits:
+    """There is room; whoever asked to take it has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotNow:
+    """No room at present: ``need_bytes > free_bytes - kept_bytes``. It fits once holders end.
+
+    The asking sequence may be the only holder: where it must copy itself to grow, or lies scattered
+    over pages, it fits only if it ends too and begins again.
+    """
+
+    need_bytes: int  # by which the held bytes would rise
+    free_bytes: int  # held by nobody; what is only cached counts as free
+    holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
+    kept_bytes: int = 0  # of the free ones, set aside for others
+
+    def __str__(self) -> str:
+        aside = f", {format_bytes(self.kept_bytes)} of it set aside" if self.kept_bytes else ""
+        return (
+            f"{format_bytes(self.need_bytes)} more KV memory is needed and "
+            f"{format_bytes(self.free_bytes)} is free{aside}; {len(self.holders)} sequences or "
+            f"pins hold the rest: it fits when they end, or raise kv_cache_memory_bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Never:
+    """No room for this even in an empty cache: ``need_bytes > capacity_bytes``, or too long.
+
+    As a verdict on one step: behind a window, smaller steps may still go further, because what a
+    step adds is held at once.
+    """
+
+    need_bytes: int
+    capacity_bytes: int
+    fitting_tokens: int  # the longest sequence that would fit in one such step
+    option: str  # what to raise
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.need_bytes)} of KV memory is needed and "
+            f"{format_bytes(self.capacity_bytes)} is all there can be: at most "
+            f"{format_count(self.fitting_tokens)} tokens fit; raise {self.option}"
+        )
+
+
+Verdict: TypeAlias = Fits | NotNow | Never
+FITS = Fits()

@@ -1,0 +1,159 @@
+"""What tells prefixes apart besides their tokens: tenants, adapters and images never mix."""
+
+from itertools import permutations
+
+import pytest
+
+from blocks.caches import FULL, STATE, Cache, sliding, span
+from quire.blocks import NO_KEYS, Image, PrefixKeys
+from quire.spec import LayerSpec
+
+WORLDS = [
+    NO_KEYS,
+    PrefixKeys(salt="a"),
+    PrefixKeys(salt="b"),
+    PrefixKeys(lora="a"),
+    PrefixKeys(lora="b"),
+    PrefixKeys(salt="a", lora="a"),
+    PrefixKeys(salt="b", lora="a"),
+    PrefixKeys(salt="a", lora="b"),
+]
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, sliding(5))])
+def test_worlds_never_see_each_other(specs: tuple[LayerSpec, ...]) -> None:
+    """vLLM: salt and adapter isolate, and a salt is never taken for an adapter's name."""
+    cache = Cache(*specs, num_blocks=100)
+    for seq_id, keys in enumerate(WORLDS):
+        assert cache.start(seq_id, span(0, 10), keys=keys) == 0
+    for seq_id, keys in enumerate(WORLDS):
+        assert cache.start(100 + seq_id, span(0, 10), keys=keys) == 8
+        assert cache.table(100 + seq_id)[:2] == cache.table(seq_id)[:2]
+    tables = [set(cache.table(seq_id)) for seq_id in range(len(WORLDS))]
+    assert all(one.isdisjoint(other) for one, other in permutations(tables, 2))
+
+
+def test_not_even_a_part_of_a_block_is_seen() -> None:
+    cache = Cache(FULL, num_blocks=10)
+    cache.start(0, span(0, 8), keys=PrefixKeys(salt="a"))
+    for keys in (NO_KEYS, PrefixKeys(salt="b"), PrefixKeys(lora="a")):
+        assert cache.lookup([0, 1, 2, 99], keys).num_tokens == 0
+    assert cache.lookup([0, 1, 2, 99], PrefixKeys(salt="a")).num_tokens == 3
+
+
+def test_keys_do_not_run_into_each_other() -> None:
+    """Values that spell other tags: each is still its own."""
+    cache = Cache(FULL, num_blocks=40)
+    tricky = [
+        PrefixKeys(salt="a", lora="b"),
+        PrefixKeys(salt="a'), ('lora', 'b"),
+        PrefixKeys(salt="ab"),
+        PrefixKeys(lora="ab"),
+        PrefixKeys(salt="lora", lora="b"),
+    ]
+    for seq_id, keys in enumerate(tricky):
+        assert cache.start(seq_id, span(0, 5), keys=keys) == 0
+    index = cache.blocks.index
+    tips = [cache.blocks._cache.tip(row) for row in cache.blocks.tables.rows.values()]
+    assert len({index.block_hash(index.row(tip)) for tip in tips}) == len(tricky)
+
+
+def test_a_new_salt_says_that_it_is_new() -> None:
+    cache = Cache(FULL, num_blocks=10)
+    cache.start(0, span(0, 8), keys=PrefixKeys(salt="a"))
+    assert cache.lookup(span(0, 9), PrefixKeys(salt="b")).shortfall == "salt"
+    # Under a salt that is used, content is what is missing; and without one there is none to blame.
+    assert cache.lookup(span(50, 59), PrefixKeys(salt="a")).shortfall == "unknown"
+    assert cache.lookup(span(0, 9)).shortfall == "unknown"
+
+
+def test_a_fork_stays_in_its_world() -> None:
+    cache = Cache(FULL, num_blocks=10)
+    salt = PrefixKeys(salt="a")
+    cache.start(0, span(0, 6), keys=salt)
+    cache.fork(0, 1)
+    cache.free(0)
+    cache.extend(1, [6, 7])
+    assert cache.lookup(span(0, 9)).num_tokens == 0
+    assert cache.lookup(span(0, 9), salt).num_tokens == 8
+
+
+def test_a_state_is_kept_under_its_salt() -> None:
+    cache = Cache(STATE, num_blocks=10)
+    salt = PrefixKeys(salt="a")
+    cache.start(0, span(0, 4), keys=salt)
+    assert cache.keep_state(0)
+    assert cache.lookup(span(0, 6)).num_tokens == 0
+    assert cache.start(1, span(0, 6), keys=salt) == 4
+
+
+# -- images --------------------------------------------------------------------------------------
+
+
+def with_images(*images: tuple[str, int, int]) -> PrefixKeys:
+    return PrefixKeys(
+        images=tuple(Image(content_id=i, start=s, num_tokens=n) for i, s, n in images)
+    )
+
+
+PLACEHOLDERS = [1, 2, 3, *[0] * 6, 9, 10, 11, 12]  # an image in tokens 3 … 8: blocks 0, 1 and 2
+
+
+def test_the_same_placeholders_for_another_image_are_another_prompt() -> None:
+    """vLLM: the token ids are equal, what they stand for is not."""
+    cache = Cache(FULL, num_blocks=20)
+    assert cache.start(0, PLACEHOLDERS, keys=with_images(("cat", 3, 6))) == 0
+    assert cache.start(1, PLACEHOLDERS, keys=with_images(("dog", 3, 6))) == 0
+    assert cache.start(2, PLACEHOLDERS) == 0
+    assert cache.start(3, PLACEHOLDERS, keys=with_images(("cat", 3, 6))) == 12
+
+
+def test_the_same_image_at_another_place_is_another_prompt() -> None:
+    """vLLM: blocks that hold other parts of an image differ, though all their tokens are alike."""
+    cache = Cache(FULL, num_blocks=20)
+    tokens = [0] * 12
+    cache.start(0, tokens, keys=with_images(("cat", 0, 8)))
+    assert cache.lookup(tokens, with_images(("cat", 1, 8))).num_tokens == 0
+    assert cache.lookup(tokens, with_images(("cat", 4, 8))).num_tokens == 0
+    assert cache.lookup(tokens, with_images(("cat", 0, 8))).num_tokens == 11
+
+
+def test_what_comes_before_an_image_is_shared() -> None:
+    cache = Cache(FULL, num_blocks=20)
+    tokens = [*span(0, 4), *[0] * 4, *span(8, 13)]
+    cache.start(0, tokens, keys=with_images(("cat", 4, 4)))
+    assert cache.start(1, tokens, keys=with_images(("dog", 4, 4))) == 4
+    assert cache.start(2, [*span(0, 4), 77, 78]) == 4
+    # What follows an image depends on it: the last block has the same tokens in both.
+    assert cache.table(0)[2] != cache.table(1)[2]
+
+
+def test_two_images_in_one_block() -> None:
+    cache = Cache(FULL, num_blocks=20)
+    tokens = [*[0] * 8, 5]
+    cache.start(0, tokens, keys=with_images(("cat", 0, 2), ("dog", 2, 2)))
+    assert cache.lookup(tokens, with_images(("dog", 0, 2), ("cat", 2, 2))).num_tokens == 0
+    assert cache.lookup(tokens, with_images(("cat", 0, 2))).num_tokens == 0
+    # In whichever order they are named.
+    assert cache.lookup(tokens, with_images(("dog", 2, 2), ("cat", 0, 2))).num_tokens == 8
+
+
+def test_a_block_with_an_image_is_not_shared_in_part() -> None:
+    """Where an image reaches into a block, only the whole of it is compared."""
+    cache = Cache(FULL, num_blocks=20)
+    tokens = [*span(0, 4), 5, 6, 0, 0]
+    cache.start(0, tokens, keys=with_images(("cat", 6, 2)))
+    hit = cache.lookup([*span(0, 4), 5, 6, 9, 9], with_images(("dog", 6, 2)))
+    assert hit.num_tokens == 4
+    assert cache.lookup([*span(0, 4), 5, 6, 9, 9]).num_tokens == 4
+
+
+def test_which_blocks_an_image_reaches_into() -> None:
+    keys = with_images(("cat", 3, 6), ("dog", 10, 1))
+    assert keys.of_blocks(4) == (
+        (("image", "cat@3"),),
+        (("image", "cat@-1"),),
+        (("image", "cat@-5"), ("image", "dog@2")),
+    )
+    assert keys.of_root() == NO_KEYS.of_root() == NO_KEYS.of_blocks(4) == ()
+    assert PrefixKeys(salt="x", lora="y").of_root() == (("salt", "x"), ("lora", "y"))

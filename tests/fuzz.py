@@ -1,0 +1,135 @@
+"""Use the state machines at random for as long as asked, with a new seed each round.
+
+    python tests/fuzz.py --minutes 10 [--seed N] [--only NAME] [--shrink]
+
+Progress is a line a round. The first failure is printed as it was found, with the command that
+replays it, and ends the run with exit code 1. A replay is exact as long as the tests are the same;
+with --shrink it looks for a smaller example of the same failure, which may take minutes.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from conformance.sharing_machine import SharingMachine
+from conformance.sharing_model import SHARING_KINDS
+from conformance.strategy_cases import OPTIONS
+from conformance.strategy_machine import SlotStore, StrategyMachine
+from engine.scheduler_machine import SchedulerMachine
+from quire.strategies import Accounting, CacheConfig
+
+SETTINGS = settings(
+    max_examples=20,
+    stateful_step_count=80,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def _store(accounting: Accounting, config: CacheConfig) -> SlotStore:
+    return SlotStore(accounting, config.capacity_bytes)
+
+
+# name → a class of machines, and what one of them is made from
+MACHINES: Mapping[str, tuple[type[RuleBasedStateMachine], Callable[[type], Any]]] = {
+    **{
+        f"strategy/{option}/{page_bytes}": (
+            StrategyMachine,
+            lambda cls, option=option, page_bytes=page_bytes: cls(
+                option, _store, page_bytes=page_bytes
+            ),
+        )
+        for option in OPTIONS
+        for page_bytes in (128, 2048)
+    },
+    **{
+        f"sharing/{kind}": (SharingMachine, lambda cls, kind=kind: cls(kind))
+        for kind in SHARING_KINDS
+    },
+    **{
+        f"scheduler/{option}": (SchedulerMachine, lambda cls, option=option: cls(option))
+        for option in OPTIONS
+    },
+}
+
+
+class Counter:
+    """Steps that machines have made."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def counted(self, machine: type[RuleBasedStateMachine]) -> type[RuleBasedStateMachine]:
+        """The same machine; its steps are counted where its invariants would be checked."""
+
+        def check_invariants(this: Any, *arguments: Any, **options: Any) -> None:
+            self.num_steps += 1
+            machine.check_invariants(this, *arguments, **options)
+
+        return type(machine.__name__, (machine,), {"check_invariants": check_invariants})
+
+
+def fuzz(names: list[str], first_seed: int, seconds: float, *, shrink: bool = False) -> int:
+    """Rounds until the time is over. Returns: the exit code."""
+    phases = [Phase.generate, Phase.shrink] if shrink else SETTINGS.phases
+    counter, start, number = Counter(), time.monotonic(), first_seed
+    print(f"{len(names)} machines, {seconds / 60:g} minutes, from seed {first_seed}", flush=True)
+    while True:
+        for name in names:
+            machine, make = MACHINES[name]
+            counted = counter.counted(machine)
+            try:
+                run_state_machine_as_test(
+                    seed(number)(lambda make=make, counted=counted: make(counted)),
+                    settings=settings(SETTINGS, phases=phases),
+                )
+            except Exception as error:
+                traceback.print_exception(error)
+                print(f"\n{name} fails. To replay:", file=sys.stderr)
+                print(
+                    f"  {sys.executable} {sys.argv[0]} --minutes 0 --seed {number} --only {name}",
+                    file=sys.stderr,
+                )
+                return 1
+            if (elapsed := time.monotonic() - start) >= seconds > 0:
+                break
+        elapsed = time.monotonic() - start
+        print(
+            f"seed {number}: {counter.num_steps:,} steps in {elapsed:.0f} s, "
+            f"{counter.num_steps / elapsed:,.0f} a second",
+            flush=True,
+        )
+        if elapsed >= seconds:
+            return 0
+        number += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=10, help="0: one round (default: 10)")
+    parser.add_argument("--seed", type=int, help="the first round's (default: the time)")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this machine, or those that begin so"
+    )
+    parser.add_argument("--shrink", action="store_true", help="make what fails smaller")
+    options = parser.parse_args()
+    exact = [name for name in options.only or () if name in MACHINES]
+    names = exact or [n for n in MACHINES if n.startswith(tuple(options.only or [""]))]
+    if not names:
+        parser.error(f"no machine begins with {options.only}; there are: {', '.join(MACHINES)}")
+    first_seed = options.seed if options.seed is not None else int(time.time())
+    return fuzz(names, first_seed, 60 * options.minutes, shrink=options.shrink)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
