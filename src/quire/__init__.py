@@ -3,18 +3,18 @@
     model.generate(**inputs, past_key_values=quire.cache(model, "virtual"))
     quire.LLM().generate("def fibonacci(n):")
 
-Names are loaded on first use: importing quire imports no torch.
+Names are loaded on first use: importing quire imports neither torch nor numpy.
 """
 
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.sequence import SamplingParams
 from quire.spec import ModelSpec
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
+    from quire.engine.sequence import SamplingParams
     from quire.models.drop_in import cache
 
 __all__ = ["LLM", "ModelSpec", "SamplingParams", "__version__", "cache"]
@@ -25,6 +25,8 @@ def __getattr__(name: str) -> Any:
     match name:
         case "LLM":
             return import_module("quire.engine.llm").LLM
+        case "SamplingParams":
+            return import_module("quire.engine.sequence").SamplingParams
         case "cache":
             return import_module("quire.models.drop_in").cache
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

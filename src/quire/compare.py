@@ -106,7 +106,9 @@ def _run(
     from quire.engine.llm import LLM
 
     history: list[Usage] = []
-    with LLM(loaded, **{**options, "cache": strategy}) as llm:
+    # Nothing is kept for prompts to come: what is committed is for those that run.
+    own = {"cache": strategy, "enable_prefix_caching": False}
+    with LLM(loaded, **{**options, **own}) as llm:
         begin = perf_counter()
         completions = llm.generate(list(prompts), list(params), observe=history.append)
         elapsed_s = perf_counter() - begin

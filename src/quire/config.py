@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
+from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.errors import ConfigError
 from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
@@ -36,6 +37,15 @@ class EngineConfig:
         512, "Tokens computed in one step, all sequences together."
     )
     block_size: int = _option(16, "Tokens in a block (paged).")
+    enable_prefix_caching: bool = _option(
+        True, "Keep what has been computed, for prompts that begin alike (paged)."
+    )
+    prefix_caching_policy: str = _option(
+        DEFAULT_POLICY, f"What of it goes first when room is needed: {', '.join(POLICIES)} (paged)."
+    )
+    watermark: float = _option(
+        0.01, "Share of the KV memory that a newcomer leaves free while others run."
+    )
     kv_cache_memory_bytes: int | None = _option(
         None,
         "Ceiling on KV memory, e.g. 2GiB. Default: 80 % of what is available.",
@@ -58,6 +68,9 @@ class EngineConfig:
             _in_range("max_model_len", self.max_model_len, 2)  # a prompt and a token
         if self.kv_cache_memory_bytes is not None:
             _in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
+        _one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
         _in_range("seed", self.seed, 0, 2**63)
         _one_of("cache", self.cache, tuple(STRATEGIES))
         _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))

@@ -74,6 +74,16 @@ def ids(completions: list[Completion]) -> list[tuple[int, ...]]:
 # -- what comes out -------------------------------------------------------------------------------
 
 
+def assert_all_is_given_back(llm: LLM) -> None:
+    """Nobody holds anything; what is kept for prompts to come can be had back too."""
+    usage = llm.usage()
+    assert usage.used_bytes == usage.num_sequences == 0
+    assert usage.committed_bytes == llm.memory.committed_bytes
+    assert (usage.committed_bytes > 0) == (usage.cached_bytes > 0)
+    assert llm.reset_prefix_cache()
+    assert llm.memory.committed_bytes == llm.usage().committed_bytes == 0
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_is_what_generate_gives(name: str, strategy: str) -> None:
@@ -84,7 +94,7 @@ def test_greedy_is_what_generate_gives(name: str, strategy: str) -> None:
         assert [list(c.prompt_token_ids) for c in completions] == prompts()
         assert {(c.finish_reason, c.detail) for c in completions} == {("length", "")}
         assert llm.memory.peak_committed_bytes > 0
-        assert llm.memory.committed_bytes == llm.usage().committed_bytes == 0
+        assert_all_is_given_back(llm)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -157,7 +167,7 @@ def test_leaving_a_stream_early_frees_its_memory(strategy: str) -> None:
             next(stream)
         assert llm.usage().committed_bytes > 0
         stream.close()
-        assert llm.usage().committed_bytes == llm.memory.committed_bytes == 0
+        assert_all_is_given_back(llm)
         assert not llm.engine.scheduler.has_unfinished
         assert ids(llm.generate(prompts(), GREEDY)) == generated_by_transformers("llama")
 
@@ -196,7 +206,7 @@ def test_observe_sees_the_usage_after_each_step() -> None:
         llm.generate(prompts()[0], GREEDY, observe=seen.append)
     assert len(seen) == 20
     assert [usage.num_tokens for usage in seen[:3]] == [5, 6, 7]
-    assert seen[-1].committed_bytes == 0
+    assert seen[-1].used_bytes == 0
 
 
 # -- how it ends ----------------------------------------------------------------------------------
@@ -257,7 +267,29 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it() -> None:
             assert (completion.text, completion.finish_reason) == (text, "stop")
             assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
             assert not llm.engine.scheduler.has_unfinished
-            assert llm.usage().committed_bytes == 0
+            assert_all_is_given_back(llm)
+
+
+# -- prompts that begin alike ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prefix_is_computed_once_and_changes_no_token(name: str) -> None:
+    """What is found computed gives the tokens that computing it would have given."""
+    first, second = prompts((45, 30))
+    several = [first, [*first[:37], *second[:9]], first]
+    with small(name, enable_prefix_caching=False) as llm:
+        want = ids(llm.generate(several, GREEDY))
+        assert llm.usage().committed_bytes == 0
+    with small(name, max_num_batched_tokens=16) as llm:
+        assert ids(llm.generate(several[:1], GREEDY)) == want[:1]
+        completions = llm.generate(several[1:], GREEDY)
+        assert ids(completions) == want[1:]
+        # All but the last token at most, and not only whole blocks.
+        assert [c.num_cached_tokens for c in completions] == [37, 44]
+        assert_all_is_given_back(llm)
+        (completion,) = llm.generate(first, GREEDY)
+        assert (completion.num_cached_tokens, ids([completion])) == (0, want[:1])
 
 
 # -- when memory is short -------------------------------------------------------------------------
@@ -280,7 +312,7 @@ def test_too_little_memory_for_all_changes_no_token(name: str, strategy: str) ->
         assert ids(completions) == want
         assert {c.finish_reason for c in completions} == {"length"}
         assert llm.memory.peak_committed_bytes <= ceiling
-        assert llm.memory.committed_bytes == 0
+        assert_all_is_given_back(llm)
         scheduler.check()
         if strategy in ("growing", "paged"):
             assert scheduler.num_preemptions > 0
@@ -313,6 +345,11 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
         num_tokens = 128
         ceiling = num_tokens * llm.spec.bytes_per_token
     with small(**options, kv_cache_memory_bytes=ceiling) as llm:
+        if strategy == "contiguous":  # its range would be too long: it says so before it begins
+            with pytest.raises(RequestTooLong, match=r"never run.*or lower max_tokens"):
+                llm.generate(prompts(), [long, short, short, short])
+            assert ids(llm.generate(prompts()[1:], short)) == ids(wanted_short)
+            return
         streams = {0: llm.stream(prompts()[0], long), 1: llm.stream(prompts()[1:], short)}
         got: dict[int, list[TextDelta]] = {0: [], 1: []}
         while streams:
@@ -328,12 +365,11 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
             assert part in end.detail
         written = tuple(d.token_id for d in got[0] if d.token_id is not None)
         assert written == want.token_ids[: len(written)]
-        if strategy != "contiguous":  # which says so before the first token
-            assert len(prompts()[0]) + len(written) == num_tokens + 1
+        assert len(prompts()[0]) + len(written) == num_tokens + 1
         for index, completion in enumerate(wanted_short):
             own = tuple(d.token_id for d in got[1] if d.index == index)
             assert own == completion.token_ids
-        assert llm.memory.committed_bytes == 0
+        assert_all_is_given_back(llm)
         (completion,) = llm.generate(prompts()[0], long)
         assert (completion.token_ids, completion.detail) == (written, end.detail)
 

@@ -39,6 +39,7 @@ class TextDelta:
     token_id: int | None
     finish_reason: FinishReason | None  # None while it goes on
     detail: str = ""  # why it ended early; empty otherwise
+    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     detail: str  # why it ended early; empty otherwise
+    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,7 @@ class LLM:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             eos_token_ids=_eos_token_ids(loaded),
+            watermark_bytes=int(self.config.watermark * cache_config.capacity_bytes),
         )
         try:
             runner = ModelRunner(loaded, self._accounting, self._storage, SdpaAttention())
@@ -137,6 +140,7 @@ class LLM:
                 text="".join(delta.text for delta in deltas),
                 finish_reason=deltas[-1].finish_reason or "stop",
                 detail=deltas[-1].detail,
+                num_cached_tokens=deltas[-1].num_cached_tokens,
             )
             for request, deltas in zip(requests, pieces, strict=True)
         ]
@@ -157,6 +161,12 @@ class LLM:
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted at this moment."""
         return self._accounting.usage()
+
+    def reset_prefix_cache(self) -> bool:
+        """Give back what is kept for later prompts; False, and nothing is done, while one runs."""
+        done = self._accounting.reset_prefix_cache()
+        self._storage.apply(self._accounting.drain())
+        return done
 
     def close(self) -> None:
         """End what still runs and give all KV memory back. A second call does nothing."""
@@ -255,6 +265,7 @@ class LLM:
                 token_id=output.token_id,
                 finish_reason=reason,
                 detail=sequence.finish_detail,
+                num_cached_tokens=sequence.num_cached_tokens,
             )
         )
 
@@ -303,6 +314,8 @@ def _cache_config(config: EngineConfig, loaded: LoadedModel, page_bytes: int) ->
         block_size=config.block_size,
         page_bytes=page_bytes,
         reserve=config.reserve,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.prefix_caching_policy,
         growth=config.growth,
         growth_tokens=config.growth_tokens,
     )

@@ -7,11 +7,14 @@ sampled. Room is taken while planning, so a plan can always be carried out.
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.errors import RequestTooLong
-from quire.strategies import Accounting, Fits, Never
-from quire.units import format_bytes, format_count
+from quire.strategies import Accounting, Fits, Never, NotNow
+from quire.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +63,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        watermark_bytes: int = 0,
     ) -> None:
         self.num_preemptions = 0
+        self._watermark_bytes = watermark_bytes
         self._accounting = accounting
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -84,13 +89,22 @@ class Scheduler:
         return bool(self._waiting or self._running or self._ended)
 
     def check_request(self, request: Request) -> None:
-        """Raises: RequestTooLong if the prompt leaves no room for a token in max_model_len."""
+        """Raises: RequestTooLong for a prompt that can never run.
+
+        It leaves no room for a token in max_model_len, or an empty cache could not hold it.
+        """
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self._max_model_len:
             raise RequestTooLong(
                 f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
                 f"{format_count(self._max_model_len)}, with at least one to generate: shorten the "
                 f"prompt or raise max_model_len"
+            )
+        longest = min(num_prompt_tokens + request.params.max_tokens, self._max_model_len)
+        verdict = self._accounting.could_hold(num_prompt_tokens, max_tokens=longest)
+        if isinstance(verdict, Never):
+            raise RequestTooLong(
+                f"the prompt of {format_count(num_prompt_tokens)} tokens can never run: {verdict}"
             )
 
     def add(self, request: Request) -> Sequence:
@@ -108,6 +122,16 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         index = 0
         while budget and index < len(self._running):
+            chunks_due = self._chunks_due(index, budget)
+            fitting = self._accounting.try_extend_each(
+                [chunk.sequence.seq_id for chunk in chunks_due],
+                [chunk.stop for chunk in chunks_due],
+            )
+            chunks += chunks_due[:fitting]
+            budget -= sum(chunk.stop - chunk.start for chunk in chunks_due[:fitting])
+            index += fitting
+            if fitting == len(chunks_due):
+                break
             chunk = self._extend(self._running[index], budget, may_preempt=True)
             if chunk is not None:
                 chunks.append(chunk)
@@ -129,8 +153,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenOutput]:
         """Append the sampled tokens (one for each of ``plan.sampling``), free what has ended."""
-        for chunk in plan.chunks:
-            chunk.sequence.num_computed_tokens = chunk.stop
+        self._mark_computed(plan.chunks)
         outputs = [
             TokenOutput(sequence=ended, token_id=None, finish_reason=ended.finish_reason)
             for ended in self._ended
@@ -171,23 +194,73 @@ class Scheduler:
             assert not self._accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
         assert len(self._running) <= self._max_num_seqs
 
+    def _chunks_due(self, index: int, budget: int) -> list[Chunk]:
+        """What running sequences from ``index`` on have to compute, as far as the budget goes."""
+        chunks: list[Chunk] = []
+        for sequence in self._running[index:]:
+            start = sequence.num_computed_tokens
+            stop = min(sequence.num_tokens, start + budget)
+            due = stop == sequence.num_tokens
+            chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=due))
+            budget -= stop - start
+            if not budget:
+                break
+        return chunks
+
+    def _mark_computed(self, chunks: tuple[Chunk, ...]) -> None:
+        """These tokens are computed: full blocks of them may be shared from now on."""
+        if not chunks:
+            return
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens = chunk.stop
+        tokens = chain.from_iterable(c.sequence.token_ids[c.start : c.stop] for c in chunks)
+        self._accounting.mark_computed(
+            [chunk.sequence.seq_id for chunk in chunks],
+            [chunk.stop - chunk.start for chunk in chunks],
+            np.fromiter(tokens, np.int32),
+        )
+
     def _extend(self, sequence: Sequence, budget: int, *, may_preempt: bool) -> Chunk | None:
         """Take room for the next chunk. None: the sequence waits, was preempted or has ended."""
-        start = sequence.num_computed_tokens
+        hit = None
+        if not sequence.num_computed_tokens:
+            token_ids = np.array(sequence.token_ids, np.int32)
+            hit = self._accounting.match_prefix(sequence.seq_id, token_ids)
+        start = hit.num_tokens if hit else sequence.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)
+        # Who comes anew beside others must find room for all that is already there to compute, or
+        # the others would soon have to make it; alone it may go as far as it can.
+        anew = hit is not None and bool(self._running)
         while True:
             room = sequence.num_tokens if sequence.needs_room_at_once else stop
-            verdict = self._accounting.try_extend(sequence.seq_id, room)
+            verdict = self._accounting.try_extend(
+                sequence.seq_id,
+                room,
+                hit=hit,
+                promised_tokens=sequence.num_tokens if anew else 0,
+                kept_bytes=self._watermark_bytes if anew else 0,
+            )
             if isinstance(verdict, Fits):
                 sequence.needs_room_at_once = False
+                sequence.num_computed_tokens = start
+                if hit and not sequence.num_preemptions:
+                    sequence.num_cached_tokens = hit.num_tokens
                 due = stop == sequence.num_tokens
                 return Chunk(sequence=sequence, start=start, stop=stop, samples=due)
-            if isinstance(verdict, Never):
-                if room == start + 1 or sequence.needs_room_at_once:
+            if isinstance(verdict, Never) or not self._running:
+                # Nobody will make room. A window that moves in smaller steps holds less at once;
+                # what a hit holds may lie scattered over pages, so that less fits than would anew.
+                # If nothing helps, that is the end.
+                if room > start + 1 and not sequence.needs_room_at_once:
+                    stop = start + (stop - start) // 2
+                elif hit is not None and start:
+                    hit, start, stop = None, 0, min(sequence.num_tokens, budget)
+                elif sequence.needs_room_at_once and self._may_begin_again(sequence):
+                    sequence.needs_room_at_once = False
+                    sequence.began_again_at = sequence.num_tokens
+                else:
                     self._end_for_lack_of_room(sequence, room, verdict)
                     return None
-                # A window that moves in smaller steps holds less at once.
-                stop = start + (stop - start) // 2
             elif not may_preempt:
                 return None
             else:
@@ -198,6 +271,13 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is sequence:
                     return None
+
+    def _may_begin_again(self, sequence: Sequence) -> bool:
+        """Whether it could come so far in chunks, and has not failed to at this very length."""
+        verdict = self._accounting.could_hold(
+            sequence.num_tokens, max_tokens=self._longest(sequence)
+        )
+        return isinstance(verdict, Fits) and sequence.began_again_at < sequence.num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's room away. It goes to the head of the queue and recomputes."""
@@ -210,17 +290,22 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
-        self._accounting.add(sequence.seq_id, max_tokens=self._longest(sequence))
+        self._accounting.add(
+            sequence.seq_id,
+            max_tokens=self._longest(sequence),
+            keys=sequence.request.keys,
+            priority=sequence.request.priority,
+        )
 
     def _longest(self, sequence: Sequence) -> int:
         return min(sequence.max_tokens, self._max_model_len)
 
-    def _end_for_lack_of_room(self, sequence: Sequence, num_tokens: int, verdict: Never) -> None:
+    def _end_for_lack_of_room(
+        self, sequence: Sequence, num_tokens: int, verdict: Never | NotNow
+    ) -> None:
         detail = (
-            f"{format_count(num_tokens)} tokens, of {format_count(self._longest(sequence))} at "
-            f"most, need {format_bytes(verdict.need_bytes)} of KV memory and "
-            f"{format_bytes(verdict.capacity_bytes)} can be had: at most "
-            f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
+            f"no room for {format_count(num_tokens)} tokens, of "
+            f"{format_count(self._longest(sequence))} at most: {verdict}"
         )
         self.finish(sequence, "capacity", detail)
         self._ended.append(sequence)

@@ -6,6 +6,7 @@ Nothing here knows about memory; ``num_computed_tokens`` says how many tokens th
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.blocks import NO_KEYS, PrefixKeys
 from quire.errors import RequestError
 
 FinishReason = Literal["stop", "length", "capacity"]
@@ -56,6 +57,8 @@ class Request:
     request_id: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    keys: PrefixKeys = NO_KEYS  # with whom its prefix may be shared
+    priority: int = 0  # what it leaves in the cache goes before that of smaller ones
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +68,10 @@ class Sequence:
     request: Request
     token_ids: list[int] = field(default_factory=list)  # prompt and continuation
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found computed when it was admitted
     num_preemptions: int = 0
     needs_room_at_once: bool = False  # it was preempted with nobody else there to make room
+    began_again_at: int = 0  # tokens that it had when that did not help and it went on in chunks
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
 

@@ -1,0 +1,400 @@
+"""Random use of the scheduler over every accounting, and the promises that each step has to keep.
+
+``Watch`` drives a scheduler step by step, with no model and no tensor, and checks after each what
+it promises, progress above all:
+
+- A step computes at least one token or ends a sequence, or else it took everybody's room away, and
+  then the next one does. So of any two steps in a row one gets on with the work.
+- Computing again what was lost is work too, so that is not enough: within ``max_model_len + 2``
+  steps a token is computed that its sequence never had before, or a sequence ends. For the oldest
+  running sequence is served first, and loses its room only when it runs alone; it begins anew with
+  room for all that it had, so that it comes at least one token further.
+
+``SchedulerMachine`` adds what happens around a scheduler: requests of all sizes, aborts, memory
+that others hold, and a budget that shrinks and grows under running sequences.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from conformance.sharing_model import SHARING_KINDS, groups_of
+from conformance.strategy_cases import KINDS, OPTIONS
+from quire.blocks import POLICIES
+from quire.engine.scheduler import Chunk, Scheduler, StepPlan
+from quire.engine.sequence import Request, SamplingParams, Sequence
+from quire.errors import RequestTooLong
+from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKeys
+from quire.strategies.paged import PagedAccounting
+
+EOS = 0
+TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
+
+
+class Watch:
+    """A scheduler, its cache, and what it has done so far."""
+
+    def __init__(
+        self,
+        make: Callable[[], Accounting],
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        budget: int,
+        watermark_bytes: int = 0,
+        skips: bool = True,
+        staggered: bool = False,
+    ) -> None:
+        self.make, self.accounting = make, make()
+        self.max_model_len, self.max_num_seqs, self.budget = max_model_len, max_num_seqs, budget
+        self.skips = skips  # a prefix that is known need not be computed
+        self.staggered = staggered  # what it takes ahead depends on where it began
+        self.scheduler = Scheduler(
+            self.accounting,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            eos_token_ids=frozenset([EOS]),
+            watermark_bytes=watermark_bytes,
+        )
+        self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
+        self.alone = True  # nobody else holds memory, so that Never must mean it
+        self.num_steps = 0
+        self.num_computed: Counter[int] = Counter()  # by sequence, everything it was …
+        self.num_recomputed: Counter[int] = Counter()  # … served, again, …
+        self.num_skipped: Counter[int] = Counter()  # … and spared
+        self._reached: dict[int, tuple[int, int]] = {}  # preemptions, tokens computed since
+        self._texts: dict[int, list[int]] = {}  # the most that a sequence has computed
+        self._was_idle = False  # the last step neither computed nor ended anything
+        self._steps_without_news = 0
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.finish_reason is None]
+
+    def add(self, request: Request) -> Sequence | None:
+        """Queue a request. None: it was refused, as an empty cache could not hold its prompt."""
+        length = len(request.prompt_token_ids)
+        longest = min(length + request.params.max_tokens, self.max_model_len)
+        if isinstance(self.accounting.could_hold(length, max_tokens=longest), Fits):
+            sequence = self.scheduler.add(request)
+            self.sequences.append(sequence)
+            self.scheduler.check()
+            return sequence
+        before = self.accounting.usage(), self.scheduler.num_waiting, self.scheduler.has_unfinished
+        with pytest.raises(RequestTooLong, match=f"prompt of {length} tokens can never.*raise "):
+            self.scheduler.add(request)
+        after = self.accounting.usage(), self.scheduler.num_waiting, self.scheduler.has_unfinished
+        assert after == before, "a refusal has changed something"
+        self.assert_unknown(request.request_id)
+        self.scheduler.check()
+        return None
+
+    def abort(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence, "stop", "aborted")
+        assert sequence.finish_reason is not None
+        self.assert_unknown(sequence.seq_id)
+        self.scheduler.finish(sequence, "length", "a second call does nothing")
+        assert sequence.finish_detail != "a second call does nothing"
+        self.forgive()
+        self.scheduler.check()
+
+    def forgive(self) -> None:
+        """Something happened from outside: who is behind may need as many steps as ever again."""
+        self._steps_without_news = 0
+
+    def step(self, next_token: Callable[[Sequence], int]) -> None:
+        unfinished, lost = self.unfinished, self.scheduler.num_preemptions
+        oldest = unfinished[0] if self.scheduler.num_running else None
+        lost_by_oldest = oldest.num_preemptions if oldest else 0
+        plan = self.scheduler.plan()
+        self.accounting.drain()
+        self.scheduler.check()
+        ended = [s for s in unfinished if s.finish_reason is not None]
+        if oldest and oldest.num_preemptions > lost_by_oldest:
+            assert not self.scheduler.num_running, "the oldest made room for somebody else"
+        self.check_plan(plan)
+        for sequence in ended:
+            self.check_lack_of_room(sequence)
+        is_idle = not plan.chunks and not ended and bool(unfinished)
+        assert not (is_idle and self._was_idle), "two steps in a row without progress"
+        assert not is_idle or self.scheduler.num_preemptions > lost, "a step did nothing at all"
+        self._was_idle = is_idle
+        self._steps_without_news += bool(unfinished)
+
+        sampling = plan.sampling  # as it is now: update appends to the sequences
+        lengths = [s.num_tokens for s in sampling]
+        outputs = self.scheduler.update(plan, [next_token(s) for s in sampling])
+        self.accounting.drain()
+        assert {o.sequence.seq_id for o in outputs} == {s.seq_id for s in [*sampling, *ended]}
+        assert [s.num_tokens for s in sampling] == [n + 1 for n in lengths]
+        for chunk in plan.chunks:
+            self.note_computed(chunk)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._steps_without_news = 0
+                self.check_end(output.sequence)
+        most = self.max_model_len + 2
+        assert self._steps_without_news <= most or not self.unfinished, "nothing new is computed"
+        self.scheduler.check()
+        self.num_steps += 1
+
+    def drain(self, next_token: Callable[[Sequence], int]) -> None:
+        """To the end. Each step without news is bounded, so all of them are."""
+        limit = self.num_steps + (self.max_model_len + 3) * sum(
+            self.max_model_len + 1 - len(self._texts.get(s.seq_id, [])) for s in self.unfinished
+        )
+        while self.scheduler.has_unfinished:
+            assert self.num_steps < limit, "it does not come to an end"
+            self.step(next_token)
+        assert not self.unfinished
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    # -- what is demanded ------------------------------------------------------------------------
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.budget
+        assert len(plan.chunks) <= self.max_num_seqs
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            assert 0 <= chunk.start < chunk.stop <= sequence.num_tokens
+            assert chunk.samples == (chunk.stop == sequence.num_tokens)
+            assert self.accounting.num_tokens(sequence.seq_id) >= chunk.stop
+            num_preemptions, reached = self._reached.get(sequence.seq_id, (-1, 0))
+            if num_preemptions == sequence.num_preemptions:
+                assert chunk.start == reached, "it does not go on where it was"
+            else:
+                self.check_skipped(chunk)
+        # First come, first served: those in the plan are the oldest that have not ended.
+        assert [c.sequence for c in plan.chunks] == self.unfinished[: len(plan.chunks)]
+
+    def check_skipped(self, chunk: Chunk) -> None:
+        """A sequence that begins, or begins anew, skips only what somebody like it has computed."""
+        sequence, skipped = chunk.sequence, chunk.sequence.token_ids[: chunk.start]
+        alike = [s for s in self.sequences if s.request.keys == sequence.request.keys]
+        texts = [self._texts.get(s.seq_id, [])[: chunk.start] for s in alike]
+        assert skipped in texts, "it skips what nobody has computed"
+        assert self.skips or not skipped
+        if not sequence.num_preemptions:
+            assert sequence.num_cached_tokens == chunk.start
+
+    def note_computed(self, chunk: Chunk) -> None:
+        sequence, seq_id = chunk.sequence, chunk.sequence.seq_id
+        assert sequence.num_computed_tokens == chunk.stop
+        if self._reached.get(seq_id, (-1, 0))[0] != sequence.num_preemptions:
+            self.num_skipped[seq_id] += chunk.start
+        self._reached[seq_id] = sequence.num_preemptions, chunk.stop
+        most = len(self._texts.get(seq_id, []))
+        self.num_computed[seq_id] += chunk.stop - chunk.start
+        self.num_recomputed[seq_id] += max(0, min(chunk.stop, most) - chunk.start)
+        if chunk.stop > most:
+            self._texts[seq_id] = sequence.token_ids[: chunk.stop]
+            self._steps_without_news = 0
+
+    def check_end(self, sequence: Sequence) -> None:
+        self.assert_unknown(sequence.seq_id)
+        if sequence.finish_reason == "capacity":
+            return
+        # The last token's entry is never needed; the others were each computed or skipped.
+        assert self._reached[sequence.seq_id][1] == sequence.num_tokens - 1
+        if sequence.finish_reason == "stop":
+            assert sequence.token_ids[-1] == EOS
+        else:
+            full = sequence.num_tokens == self.max_model_len
+            assert sequence.num_output_tokens == sequence.request.params.max_tokens or full
+
+    def check_lack_of_room(self, sequence: Sequence) -> None:
+        """It ends for lack of room only where it would have ended with the cache to itself."""
+        assert sequence.finish_reason == "capacity"
+        assert "kv_cache_memory_bytes" in sequence.finish_detail
+        if self.alone:
+            assert "is all there can be" in sequence.finish_detail
+            assert self.staggered or not self.fits_alone(sequence), sequence.finish_detail
+
+    def fits_alone(self, sequence: Sequence) -> bool:
+        cache = self.make()
+        for chunk in (1, self.budget, sequence.num_tokens):
+            cache.add(0, max_tokens=min(sequence.max_tokens, self.max_model_len))
+            stops = [*range(chunk, sequence.num_tokens, chunk), sequence.num_tokens]
+            fits = all(isinstance(cache.try_extend(0, stop), Fits) for stop in stops)
+            cache.free(0)
+            if fits:
+                return True
+        return False
+
+    def assert_unknown(self, seq_id: int) -> None:
+        with pytest.raises(KeyError):
+            self.accounting.num_tokens(seq_id)
+
+    def assert_empty(self) -> None:
+        """Nobody holds anything: what is committed is cached, or shares a page with what is."""
+        usage = self.accounting.usage()
+        assert usage.num_sequences == usage.num_tokens == usage.used_bytes == 0
+        assert usage.committed_bytes >= usage.cached_bytes
+        assert bool(usage.committed_bytes) == bool(usage.cached_bytes)
+        if isinstance(self.accounting, PagedAccounting):
+            pools = self.accounting.blocks.pools
+            assert pools.held_bytes == 0
+            if all(size.granule_blocks == 1 for size in pools.sizes):
+                assert usage.committed_bytes == usage.cached_bytes
+        assert self.skips or not usage.cached_bytes
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One scheduler, and what comes. ``option`` is a strategy with its options; None: drawn."""
+
+    def __init__(self, option: str | None = None) -> None:
+        super().__init__()
+        self.option = option
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        draw = data.draw
+        strategy, changed = OPTIONS[self.option or draw(st.sampled_from(sorted(OPTIONS)))]
+        self.paged = strategy == "paged"
+        self.groups = groups_of(draw(st.sampled_from(SHARING_KINDS if self.paged else KINDS)))
+        self.longest = draw(st.sampled_from([24, 40]))
+        token_bytes = sum(group.bytes_per_token for group in self.groups)
+        some = st.integers(self.longest, 2 * self.longest)
+        few = st.sampled_from([0, 1, 2]) | st.integers(0, self.longest)
+        num_tokens = draw(some | some | st.integers(0, 5 * self.longest) | few)
+        page_bytes = draw(st.sampled_from([128, 128, 2048]))
+        capacity = num_tokens * token_bytes + draw(st.integers(0, 16)) * page_bytes
+        self.most = capacity * draw(st.integers(1, 2))
+        max_num_seqs = draw(st.sampled_from([4, 3, 5, 2, 1]))
+        config = CacheConfig(
+            max_model_len=self.longest,
+            max_num_seqs=max_num_seqs + 2 * self.paged,  # outsiders need addresses, too
+            capacity_bytes=capacity,
+            page_bytes=page_bytes,
+            enable_prefix_caching=draw(st.sampled_from([True] * 4 + [False])),
+            eviction_policy=draw(st.sampled_from(sorted(POLICIES))),
+            max_capacity_bytes=self.most,
+            **changed,
+        )
+        make = STRATEGIES[strategy][0]
+        self.watch = Watch(
+            lambda: self.resized(make(self.groups, config)),
+            max_model_len=self.longest,
+            max_num_seqs=max_num_seqs,
+            budget=draw(st.integers(20, 64) | st.integers(1, 64) | st.integers(1, 8)),
+            watermark_bytes=draw(st.sampled_from([0, 0, 1, 3, 20])) * token_bytes,
+            skips=self.paged and config.enable_prefix_caching,
+            staggered=changed.get("growth") == "staggered",
+        )
+        self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS
+        self.texts: list[list[int]] = [[]]
+        self.outside: list[int] = []  # sequences and pins that the scheduler knows nothing of
+        self.next_seq = 0
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.watch.unfinished) < 8)
+    @rule(
+        like=st.integers(0, 7),
+        cut=st.integers(0, 8) | st.integers(0, 40),
+        tails=st.lists(st.integers(1, 2**6) | st.integers(1, 2**30), min_size=1, max_size=3),
+        max_tokens=st.integers(12, 40) | st.integers(1, 60),
+        ends=st.integers(30, 200) | st.integers(1, 60),
+        keys=st.sampled_from(TENANTS),
+    )
+    def arrive(
+        self, like: int, cut: int, tails: list[int], max_tokens: int, ends: int, keys: PrefixKeys
+    ) -> None:
+        """Requests that begin as one before them did, up to some token."""
+        begun = self.texts[like % len(self.texts)][:cut]
+        for tail in tails:
+            ids = (begun + [1 + int(bit) for bit in f"{tail:b}"])[: self.longest - 1]
+            self.texts = [*self.texts[-5:], ids]
+            self.ends[self.next_seq] = ends
+            self.watch.add(
+                Request(
+                    request_id=self.next_seq,
+                    prompt_token_ids=tuple(ids),
+                    params=SamplingParams(max_tokens=max_tokens),
+                    keys=keys,
+                )
+            )
+            self.next_seq += 1
+
+    @precondition(lambda self: self.watch.unfinished)
+    @rule(num_steps=st.integers(1, 8) | st.integers(4, 20))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.watch.scheduler.has_unfinished:
+                self.watch.step(self.next_token)
+
+    @precondition(lambda self: self.watch.unfinished)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        unfinished = self.watch.unfinished
+        self.watch.abort(unfinished[which % len(unfinished)])
+
+    @precondition(lambda self: not self.outside)
+    @rule(num_tokens=st.integers(1, 8) | st.integers(1, 40))
+    def hold(self, num_tokens: int) -> None:
+        """Somebody else takes memory, if there is any."""
+        self.watch.accounting.add(-self.next_seq - 1, max_tokens=num_tokens)
+        self.watch.accounting.try_extend(-self.next_seq - 1, min(num_tokens, self.longest))
+        self.disturb([*self.outside, -self.next_seq - 1])
+
+    @precondition(lambda self: self.paged and len(self.outside) < 3)
+    @rule(like=st.integers(0, 7), keys=st.sampled_from(TENANTS))
+    def pin(self, like: int, keys: PrefixKeys) -> None:
+        ids = np.array(self.texts[like % len(self.texts)], np.int32)
+        self.blocks.pin(-self.next_seq - 1, ids, keys)
+        self.disturb([*self.outside, -self.next_seq - 1])
+
+    @precondition(lambda self: self.outside)
+    @rule()
+    def let_go(self) -> None:
+        for one in self.outside:
+            self.watch.accounting.free(one)
+        self.disturb([])
+
+    @precondition(lambda self: self.paged)
+    @rule(share=st.integers(8, 16) | st.integers(0, 16))
+    def resize(self, share: int) -> None:
+        self.blocks.resize(self.most * share // 16)
+        self.disturb(self.outside)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "watch"):
+            return
+        self.watch.drain(self.next_token)
+        assert all(s.finish_reason for s in self.watch.sequences)
+        for one in self.outside:
+            self.watch.accounting.free(one)
+        self.watch.accounting.drain()
+        self.watch.accounting.check()
+        self.watch.assert_empty()
+
+    # -- what the rules are made of --------------------------------------------------------------
+
+    @property
+    def blocks(self) -> Any:
+        assert isinstance(self.watch.accounting, PagedAccounting)
+        return self.watch.accounting.blocks
+
+    def next_token(self, sequence: Sequence) -> int:
+        if sequence.num_output_tokens + 1 == self.ends[sequence.seq_id]:
+            return EOS
+        return 1 + sum(sequence.token_ids[-3:]) % 2
+
+    def disturb(self, outside: list[int]) -> None:
+        """What is held outside of the scheduler, or the budget, has changed."""
+        self.next_seq += 1
+        self.outside, self.watch.alone = outside, not outside
+        self.watch.forgive()
+        self.watch.scheduler.check()
+
+    def resized(self, cache: Accounting) -> Accounting:
+        """An empty cache as it would be now."""
+        if isinstance(cache, PagedAccounting) and hasattr(self, "watch"):
+            cache.blocks.resize(self.blocks.pools.capacity_bytes)
+        return cache
