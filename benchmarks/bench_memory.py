@@ -254,7 +254,7 @@ def main(
     for line in [setting, *notes]:
         console.print(line)
     if output:
-        replace_section(output, markdown(shown, notes, setting))
+        replace_section(output, "bench_memory", markdown(shown, notes, setting))
     if with_claims:
         try:
             made = claims(samples)

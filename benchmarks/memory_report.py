@@ -293,9 +293,9 @@ def markdown(shown: list[Table], notes: list[str], setting: str) -> str:
     return "\n".join(lines + [f"- {note}" for note in notes]) + "\n"
 
 
-def replace_section(path: Path, text: str) -> None:
-    """Put the text between this benchmark's two markers, or at the end of a file without them."""
-    begin, end = "<!-- bench_memory: begin -->\n", "<!-- bench_memory: end -->\n"
+def replace_section(path: Path, name: str, text: str) -> None:
+    """Put the text between a benchmark's two markers, or at the end of a file without them."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     old = path.read_text() if path.exists() else ""
     before, found, rest = old.partition(begin)
     after = rest.partition(end)[2] if found else ""
