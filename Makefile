@@ -8,13 +8,14 @@ READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MAX_LINES := 400
+MINUTES   ?= 10
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test: export OMP_WAIT_POLICY ?= PASSIVE
+demo test fuzz: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types size bench docs setup clean
+.PHONY: help demo test check fuzz lint format types size bench docs setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
@@ -27,6 +28,9 @@ test: $(READY) ## run the tests
 	@$(BIN)/pytest
 
 check: lint types test ## lint, types and test, one after the other
+
+fuzz: $(READY) ## random use of the accounting and the scheduler (make fuzz MINUTES=60 SEED=1)
+	@$(BIN)/python tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY) ## rules and layout of the source (ruff)
 	@$(BIN)/ruff check .
