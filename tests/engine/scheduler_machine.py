@@ -80,7 +80,7 @@ class Watch:
     def add(self, request: Request) -> Sequence | None:
         """Queue a request. None: it was refused, as an empty cache could not hold its prompt."""
         length = len(request.prompt_token_ids)
-        longest = min(length + request.params.max_tokens, self.max_model_len)
+        longest = min(request.max_tokens, self.max_model_len)
         if isinstance(self.accounting.could_hold(length, max_tokens=longest), Fits):
             sequence = self.scheduler.add(request)
             self.sequences.append(sequence)
@@ -219,7 +219,7 @@ class Watch:
     def fits_alone(self, sequence: Sequence) -> bool:
         cache = self.make()
         for chunk in (1, self.budget, sequence.num_tokens):
-            cache.add(0, max_tokens=min(sequence.max_tokens, self.max_model_len))
+            cache.add(0, max_tokens=min(sequence.request.max_tokens, self.max_model_len))
             stops = [*range(chunk, sequence.num_tokens, chunk), sequence.num_tokens]
             fits = all(isinstance(cache.try_extend(0, stop), Fits) for stop in stops)
             cache.free(0)
@@ -318,6 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prompt_token_ids=tuple(ids),
                     params=SamplingParams(max_tokens=max_tokens),
                     keys=keys,
+                    priority=tail % 3,
                 )
             )
             self.next_seq += 1
@@ -348,6 +349,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pin(self, like: int, keys: PrefixKeys) -> None:
         ids = np.array(self.texts[like % len(self.texts)], np.int32)
         self.blocks.pin(-self.next_seq - 1, ids, keys)
+        self.disturb([*self.outside, -self.next_seq - 1])
+
+    @precondition(lambda self: self.paged and self.watch.unfinished and len(self.outside) < 3)
+    @rule(which=st.integers(0, 7))
+    def fork(self, which: int) -> None:
+        unfinished = self.watch.unfinished
+        seq_id = unfinished[which % len(unfinished)].seq_id
+        self.watch.accounting.fork(seq_id, -self.next_seq - 1)
         self.disturb([*self.outside, -self.next_seq - 1])
 
     @precondition(lambda self: self.outside)

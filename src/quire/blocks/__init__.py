@@ -9,8 +9,10 @@ from quire.blocks.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from quire.blocks.hits import PrefixHit, Shortfall, no_hit
 from quire.blocks.peaks import peak_bytes, verdict_on_length
 from quire.blocks.pools import PoolSize
+from quire.blocks.prefix_cache import TokenIds
 from quire.blocks.prefix_keys import NO_KEYS, Image, PrefixKeys
 from quire.blocks.ranges import FirstFit
+from quire.blocks.steps import check_window
 from quire.blocks.usage import used_tokens
 from quire.blocks.verdicts import FITS, Fits, Never, NotNow, Verdict
 
@@ -34,7 +36,9 @@ __all__ = [
     "PrefixKeys",
     "Release",
     "Shortfall",
+    "TokenIds",
     "Verdict",
+    "check_window",
     "no_hit",
     "peak_bytes",
     "used_tokens",

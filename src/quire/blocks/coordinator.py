@@ -11,22 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.blocks.eviction import MakePolicy, Priority
 from quire.blocks.hits import PrefixHit, no_hit, start_of
 from quire.blocks.pools import Moves, Pools, PoolSize
-from quire.blocks.prefix_cache import PrefixCache
+from quire.blocks.prefix_cache import PrefixCache, TokenIds
 from quire.blocks.prefix_index import PrefixIndex
 from quire.blocks.prefix_keys import NO_KEYS, PrefixKeys
-from quire.blocks.runs import Ids
+from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
 from quire.blocks.tables import PASSED, BlockTables
 from quire.blocks.verdicts import FITS, Fits, NotNow
 from quire.spec import Group, RecurrentState
-
-_NO_IDS: Ids = np.empty(0, np.intp)
-TokenIds = npt.NDArray[np.int32]
 
 
 class Coordinator:
@@ -203,7 +199,7 @@ class Coordinator:
         row = self.tables.rows[seq_id]
         node, lacking = self._cache.lacking_states(row)
         num_new = [int(self.caching and number in lacking) for number in self._numbers]
-        moves = [Moves(released=_NO_IDS, held=_NO_IDS, num_new=count) for count in num_new]
+        moves = [Moves(released=NO_IDS, held=NO_IDS, num_new=count) for count in num_new]
         if not any(num_new) or self._verdict(moves, 0) is not FITS:
             return False
         for number, block in enumerate(self.pools.allocate(num_new)):

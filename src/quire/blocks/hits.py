@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from quire.blocks.prefix_index import NO_BLOCK, PrefixIndex
-from quire.blocks.runs import Ids
+from quire.blocks.runs import NO_IDS, Ids
 from quire.spec import Group, RecurrentState
 from quire.units import ceil_div
 
@@ -42,7 +42,7 @@ def no_hit(num_prompt_tokens: int, shortfall: Shortfall, tip: int = -1) -> Prefi
         num_tokens=0,
         limit=max(0, num_prompt_tokens - 1),
         shortfall=shortfall,
-        rows=np.empty(0, np.intp),
+        rows=NO_IDS,
         tip=tip,
     )
 

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.blocks.eviction import EvictionPolicy, Priority
-from quire.blocks.runs import Ids
+from quire.blocks.runs import NO_IDS, Ids
 from quire.units import ceil_div
 
 NO_NODE = -1
-_NO_IDS: Ids = np.empty(0, np.intp)
 
 
 class BlockPool:
@@ -142,11 +141,11 @@ class BlockPool:
         else:
             self.refs[blocks] = 0
         if not len(blocks):
-            return _NO_IDS
+            return NO_IDS
         self._count_held(blocks, -1)
         if len(known) == len(blocks):
             self.evictable.free(blocks)
-            return _NO_IDS
+            return NO_IDS
         if len(known):
             self.evictable.free(blocks[known])
             blocks = blocks[self.nodes[blocks] == NO_NODE]

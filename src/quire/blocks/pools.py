@@ -17,9 +17,8 @@ from quire.blocks.eviction import MakePolicy, Priority, lru
 from quire.blocks.ghosts import Prints
 from quire.blocks.pool import BlockPool
 from quire.blocks.prefix_index import PrefixIndex
-from quire.blocks.runs import Ids
+from quire.blocks.runs import NO_IDS, Ids
 
-_NO_IDS: Ids = np.empty(0, np.intp)
 _LATEST = 1 << 31  # policies keep times in 31 bits
 
 
@@ -123,7 +122,7 @@ class Pools:
         closed = self._make_room(num_new)
         taken, opened = [], []
         for pool, count in zip(self._pools, num_new, strict=True):
-            blocks, granules = pool.take(count) if count else (_NO_IDS, _NO_IDS)
+            blocks, granules = pool.take(count) if count else (NO_IDS, NO_IDS)
             taken.append(blocks)
             opened.append(granules)
         for group, granules in closed.items():

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids: TypeAlias = npt.NDArray[np.intp]
+NO_IDS: Ids = np.empty(0, np.intp)
 _NO_RUN = 0
 _SLACK = 1 << 12  # stale entries that are not worth a sweep
 
@@ -84,7 +85,7 @@ class Runs:
                 count -= len(alive)
                 if one_run:
                     break
-        blocks = found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.intp), *found])
+        blocks = found[0] if len(found) == 1 else np.concatenate([NO_IDS, *found])
         self.remove(blocks)
         return blocks
 
@@ -94,7 +95,7 @@ class Runs:
 
     def check(self, blocks: Ids) -> None:
         """Raises: AssertionError unless exactly these ``blocks`` (ascending) are in."""
-        found = np.sort(np.concatenate([np.empty(0, np.intp), *self.runs()]))
+        found = np.sort(np.concatenate([NO_IDS, *self.runs()]))
         assert np.array_equal(found, blocks), "the free blocks are not those in the runs"
         assert len(found) == self._len, "the free blocks are miscounted"
         assert np.array_equal(self._run_of.nonzero()[0], blocks), "a block has a run that is gone"

@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from quire.blocks.pool import NO_NODE, BlockPool
 from quire.blocks.pools import Moves
-from quire.blocks.runs import Ids
+from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.tables import BlockTables, spans
 from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
 
-_NO_IDS: Ids = np.empty(0, np.intp)
-_NO_PLACES = (_NO_IDS, _NO_IDS)
+_NO_PLACES = (NO_IDS, NO_IDS)
 Counts = npt.NDArray[np.int64]
 Places = tuple[Ids, Ids]  # rows and columns of a group's tables
 
@@ -49,7 +48,7 @@ class GroupStep:
         """The same, but for the first block that it would take."""
         return replace(self, grown=(self.grown[0][1:], self.grown[1][1:]))
 
-    def moves(self, adopted: Ids = _NO_IDS) -> Moves:
+    def moves(self, adopted: Ids = NO_IDS) -> Moves:
         """What becomes of the pool's blocks; ``adopted`` are those of a hit."""
         return Moves(
             released=self._released(),
@@ -75,7 +74,7 @@ def group_step(
     (begin, end), (starts, ends) = tokens, columns
     if isinstance(group.spec, RecurrentState):
         return _state_step(table, group.spec, pool, rows, end, ends)
-    passed, passed_blocks, grow_from = _NO_PLACES, _NO_IDS, ends
+    passed, passed_blocks, grow_from = _NO_PLACES, NO_IDS, ends
     if isinstance(group.spec, SlidingWindow | ChunkedAttention):
         first = group.live_start(begin) // block_size
         passed = spans(rows, starts, np.maximum(np.minimum(first, ends) - starts, 0))
@@ -85,7 +84,7 @@ def group_step(
     column, offset = np.divmod(begin, block_size)
     inside = ((offset != 0) & (ends > column)).nonzero()[0]
     written = (rows[inside], column[inside])
-    copied = copied_blocks = rewritten = _NO_IDS
+    copied = copied_blocks = rewritten = NO_IDS
     if len(inside):
         copied, copied_blocks, rewritten = _writes(table, pool, written, passed_blocks)
     return GroupStep(
@@ -112,16 +111,16 @@ def _state_step(
     """A state is one block, and one more for each token that may be undone, at any length."""
     new_ends = np.maximum(ends, (end > 0) * (1 + spec.num_speculative_blocks))
     written = spans(rows, np.zeros_like(ends), ends)
-    copied, copied_blocks, _ = _writes(table, pool, written, _NO_IDS)
+    copied, copied_blocks, _ = _writes(table, pool, written, NO_IDS)
     return GroupStep(
         starts=np.zeros_like(ends),
         ends=new_ends,
         passed=_NO_PLACES,
-        passed_blocks=_NO_IDS,
+        passed_blocks=NO_IDS,
         copied=(written[0][copied], written[1][copied]),
         copied_blocks=copied_blocks,
         copied_slots=[1] * len(copied),
-        rewritten=_NO_IDS,
+        rewritten=NO_IDS,
         grown=spans(rows, ends, new_ends - ends),
     )
 
@@ -153,10 +152,17 @@ def check_trim(tables: BlockTables, number: int, group: Group, row: int, num_tok
                 f"after {computed} only"
             )
         return
+    check_window(group, int(tables.starts[number, row]) * tables.block_size, num_tokens)
+
+
+def check_window(group: Group, first_held: int, num_tokens: int) -> None:
+    """Refuse to go back to where a window would use places that have been given back.
+
+    Raises: ValueError. Undoing the last extension is always possible: see ``Accounting.trim``.
+    """
     first = group.live_start(num_tokens)
-    passed = int(tables.starts[number, row]) * tables.block_size
-    if first < passed:
+    if first < first_held:
         raise ValueError(
             f"cannot go back to {num_tokens} tokens: layers {group.layers} would begin at token "
-            f"{first}, and their window has passed all before {passed}"
+            f"{first}, and their window has passed all before {first_held}"
         )

@@ -28,9 +28,8 @@ class BlockTables:
         self.ids = [np.full(shape, PASSED, np.int32) for _ in range(num_groups)]
         self.starts = np.zeros((num_groups, _FIRST_ROWS), np.int64)
         self.ends = np.zeros((num_groups, _FIRST_ROWS), np.int64)
-        self.sound = np.zeros(
-            (num_groups, _FIRST_ROWS), np.int64
-        )  # columns with no hole begin here
+        # From this column on, blocks are written whole, so that others may read them.
+        self.sound = np.zeros((num_groups, _FIRST_ROWS), np.int64)
         self.num_tokens = np.zeros(_FIRST_ROWS, np.int64)  # that there is room for
         self.num_computed = np.zeros(_FIRST_ROWS, np.int64)  # whose token ids are known
         self.priorities = np.zeros(_FIRST_ROWS, np.int8)

@@ -100,7 +100,7 @@ class Scheduler:
                 f"{format_count(self._max_model_len)}, with at least one to generate: shorten the "
                 f"prompt or raise max_model_len"
             )
-        longest = min(num_prompt_tokens + request.params.max_tokens, self._max_model_len)
+        longest = self._longest(request)
         verdict = self._accounting.could_hold(num_prompt_tokens, max_tokens=longest)
         if isinstance(verdict, Never):
             raise RequestTooLong(
@@ -200,8 +200,7 @@ class Scheduler:
         for sequence in self._running[index:]:
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + budget)
-            due = stop == sequence.num_tokens
-            chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=due))
+            chunks.append(_chunk(sequence, start, stop))
             budget -= stop - start
             if not budget:
                 break
@@ -245,8 +244,7 @@ class Scheduler:
                 sequence.num_computed_tokens = start
                 if hit and not sequence.num_preemptions:
                     sequence.num_cached_tokens = hit.num_tokens
-                due = stop == sequence.num_tokens
-                return Chunk(sequence=sequence, start=start, stop=stop, samples=due)
+                return _chunk(sequence, start, stop)
             if isinstance(verdict, Never) or not self._running:
                 # Nobody will make room. A window that moves in smaller steps holds less at once;
                 # what a hit holds may lie scattered over pages, so that less fits than would anew.
@@ -275,7 +273,7 @@ class Scheduler:
     def _may_begin_again(self, sequence: Sequence) -> bool:
         """Whether it could come so far in chunks, and has not failed to at this very length."""
         verdict = self._accounting.could_hold(
-            sequence.num_tokens, max_tokens=self._longest(sequence)
+            sequence.num_tokens, max_tokens=self._longest(sequence.request)
         )
         return isinstance(verdict, Fits) and sequence.began_again_at < sequence.num_tokens
 
@@ -292,20 +290,20 @@ class Scheduler:
     def _announce(self, sequence: Sequence) -> None:
         self._accounting.add(
             sequence.seq_id,
-            max_tokens=self._longest(sequence),
+            max_tokens=self._longest(sequence.request),
             keys=sequence.request.keys,
             priority=sequence.request.priority,
         )
 
-    def _longest(self, sequence: Sequence) -> int:
-        return min(sequence.max_tokens, self._max_model_len)
+    def _longest(self, request: Request) -> int:
+        return min(request.max_tokens, self._max_model_len)
 
     def _end_for_lack_of_room(
         self, sequence: Sequence, num_tokens: int, verdict: Never | NotNow
     ) -> None:
         detail = (
             f"no room for {format_count(num_tokens)} tokens, of "
-            f"{format_count(self._longest(sequence))} at most: {verdict}"
+            f"{format_count(self._longest(sequence.request))} at most: {verdict}"
         )
         self.finish(sequence, "capacity", detail)
         self._ended.append(sequence)
@@ -319,3 +317,8 @@ class Scheduler:
         if sequence.num_tokens >= self._max_model_len:
             return "length"
         return None
+
+
+def _chunk(sequence: Sequence, start: int, stop: int) -> Chunk:
+    due = stop == sequence.num_tokens
+    return Chunk(sequence=sequence, start=start, stop=stop, samples=due)

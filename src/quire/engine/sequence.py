@@ -60,6 +60,11 @@ class Request:
     keys: PrefixKeys = NO_KEYS  # with whom its prefix may be shared
     priority: int = 0  # what it leaves in the cache goes before that of smaller ones
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest it can become, prompt included. The last token's entry is never needed."""
+        return len(self.prompt_token_ids) + self.params.max_tokens
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -93,11 +98,6 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.request.prompt_token_ids) :]
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest it can become, prompt included. The last token's entry is never needed."""
-        return len(self.request.prompt_token_ids) + self.request.params.max_tokens
 
 
 def _is_int(value: Any, least: int | None = None) -> bool:

@@ -18,6 +18,7 @@ from quire.blocks import (
     PrefixHit,
     PrefixKeys,
     Release,
+    TokenIds,
     Verdict,
 )
 from quire.errors import ConfigError
@@ -29,7 +30,6 @@ from quire.strategies.base import (
     Growth,
     LayerView,
     Storage,
-    TokenIds,
     Usage,
 )
 from quire.strategies.contiguous import ContiguousAccounting

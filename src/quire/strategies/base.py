@@ -24,6 +24,7 @@ from quire.blocks import (
     Never,
     PrefixHit,
     PrefixKeys,
+    TokenIds,
     Verdict,
 )
 from quire.memory import CountedMemory
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Slots: TypeAlias = npt.NDArray[np.int64]
-TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 
 # -- what a strategy is built from ---------------------------------------------------------------
@@ -60,14 +60,25 @@ class CacheConfig:
     keep_events: bool = False  # paged: note what can be found from now on and what no longer
     max_capacity_bytes: int | None = None  # paged: how far ``resize`` may go; None: no further
 
-    def never(self, num_tokens: int, bytes_for: Callable[[int], int]) -> Never:
-        """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache."""
+    def never(
+        self,
+        num_tokens: int,
+        bytes_for: Callable[[int], int],
+        *,
+        need_bytes: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> Never:
+        """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache.
+
+        ``need_bytes``: if it is not what that many take; ``capacity_bytes``: as it is now.
+        """
+        capacity = self.capacity_bytes if capacity_bytes is None else capacity_bytes
         too_long = num_tokens > self.max_model_len
         lengths = range(1, self.max_model_len + 1)
         return Never(
-            need_bytes=bytes_for(num_tokens),
-            capacity_bytes=self.capacity_bytes,
-            fitting_tokens=bisect_right(lengths, self.capacity_bytes, key=bytes_for),
+            need_bytes=bytes_for(num_tokens) if need_bytes is None else need_bytes,
+            capacity_bytes=capacity,
+            fitting_tokens=bisect_right(lengths, capacity, key=bytes_for),
             option="max_model_len" if too_long else "kv_cache_memory_bytes",
         )
 

@@ -23,6 +23,7 @@ from quire.blocks import (
     PrefixHit,
     PrefixKeys,
     Release,
+    TokenIds,
     Verdict,
     no_hit,
 )
@@ -30,7 +31,6 @@ from quire.spec import Group
 from quire.strategies.base import (
     CacheConfig,
     Slots,
-    TokenIds,
     Usage,
     one_by_one,
 )

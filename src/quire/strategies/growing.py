@@ -27,6 +27,7 @@ from quire.blocks import (
     PrefixHit,
     PrefixKeys,
     Release,
+    TokenIds,
     Verdict,
     no_hit,
 )
@@ -35,7 +36,6 @@ from quire.strategies.base import (
     CacheConfig,
     Growth,
     Slots,
-    TokenIds,
     Usage,
     one_by_one,
 )

@@ -34,16 +34,3 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
     """The fewest blocks that fill whole pages in each layer."""
     block = attention_spec(group).block_bytes(block_size)
     return lcm(block, page_bytes) // block
-
-
-def check_trim(group: Group, first_held: int, num_tokens: int) -> None:
-    """Refuse to go back to where a window would use places that have been given back.
-
-    Raises: ValueError. Undoing the last extension is always possible: see ``Accounting.trim``.
-    """
-    first = group.live_range(num_tokens).start
-    if first < first_held:
-        raise ValueError(
-            f"cannot go back to {num_tokens} tokens: layers {group.layers} would begin at token "
-            f"{first}, and their window has passed all before {first_held}"
-        )

@@ -9,7 +9,6 @@ Who holds which block is decided by ``quire.blocks.Coordinator``; here it is giv
 sizes, and its answers the words of ``Accounting``.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +24,7 @@ from quire.blocks import (
     PoolSize,
     PrefixHit,
     PrefixKeys,
+    TokenIds,
     Verdict,
     peak_bytes,
     used_tokens,
@@ -32,7 +32,7 @@ from quire.blocks import (
 )
 from quire.errors import ConfigError
 from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
-from quire.strategies.base import CacheConfig, Slots, TokenIds, Usage
+from quire.strategies.base import CacheConfig, Slots, Usage
 from quire.strategies.layout import granule_blocks
 from quire.units import align_down, align_up, ceil_div
 
@@ -208,16 +208,11 @@ class PagedAccounting:
     def _never(self, num_tokens: int, need_bytes: int, lookahead_tokens: int = 0) -> Never:
         """The verdict on a step that ends at ``num_tokens`` and is too much for an empty cache."""
         longest = self._config.max_model_len
-        capacity = self.blocks.pools.capacity_bytes
-        return Never(
+        return self._config.never(
+            num_tokens,
+            lambda n: self._fresh_bytes(min(n + lookahead_tokens, longest)),
             need_bytes=need_bytes,
-            capacity_bytes=capacity,
-            fitting_tokens=bisect_right(
-                range(1, longest + 1),
-                capacity,
-                key=lambda n: self._fresh_bytes(min(n + lookahead_tokens, longest)),
-            ),
-            option="max_model_len" if num_tokens > longest else "kv_cache_memory_bytes",
+            capacity_bytes=self.blocks.pools.capacity_bytes,
         )
 
     def _fresh_bytes(self, num_tokens: int, computed_tokens: int = 0) -> int:

@@ -24,7 +24,9 @@ from quire.blocks import (
     PrefixHit,
     PrefixKeys,
     Release,
+    TokenIds,
     Verdict,
+    check_window,
     no_hit,
     peak_bytes,
     verdict_on_length,
@@ -33,11 +35,10 @@ from quire.spec import Group
 from quire.strategies.base import (
     CacheConfig,
     Slots,
-    TokenIds,
     Usage,
     one_by_one,
 )
-from quire.strategies.layout import check_trim, page_tokens
+from quire.strategies.layout import page_tokens
 from quire.units import align_down, align_up
 
 
@@ -154,7 +155,7 @@ class VirtualAccounting:
         held = self._rows[seq_id]
         num_tokens = min(held.num_tokens, num_tokens)
         for group, backed in zip(self.groups, held.backed, strict=True):
-            check_trim(group, backed.start, num_tokens)
+            check_window(group, backed.start, num_tokens)
         held.num_tokens = num_tokens
 
     def free(self, seq_id: int) -> None:
