@@ -39,9 +39,9 @@ from quire.spec.layers import StateTensor
 SIZE = 4  # tokens a block
 BLOCK_BYTES = 8
 
-_KV: dict[str, Any] = dict(num_kv_heads=1, head_dim=1, dtype="int8")
+_KV: dict[str, Any] = dict(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn")
 FULL = FullAttention(**_KV)
-LATENT = LatentAttention(latent_dim=1, rope_dim=1, dtype="int8")
+LATENT = LatentAttention(latent_dim=1, rope_dim=1, dtype="float8_e4m3fn")
 STATE = RecurrentState(states=(StateTensor(name="state", shape=(BLOCK_BYTES,), dtype="int8"),))
 
 
@@ -76,12 +76,13 @@ class Cache:
         *specs: LayerSpec,
         num_blocks: int,
         granule_blocks: int = 1,
+        spare_blocks: int = 0,
         caching: bool = True,
         keep_events: bool = False,
     ) -> None:
         groups = tuple(Group(spec=spec, layers=(i,)) for i, spec in enumerate(specs))
         self.capacity_bytes = num_blocks * BLOCK_BYTES
-        sizes = [self._size(group, granule_blocks) for group in groups]
+        sizes = [self._size(group, granule_blocks, spare_blocks) for group in groups]
         self.blocks = Coordinator(
             groups,
             sizes,
@@ -99,12 +100,13 @@ class Cache:
         self._slots: list[dict[int, int]] = [{} for _ in specs]  # slot → content
         self._pages: list[set[int]] = [set() for _ in specs]  # committed slots
 
-    def _size(self, group: Group, granule: int) -> PoolSize:
+    def _size(self, group: Group, granule: int, spare_blocks: int) -> PoolSize:
         state = isinstance(group.spec, RecurrentState)
         block_bytes, granule = group.block_bytes(SIZE), 1 if state else granule
         return PoolSize(
             block_bytes=block_bytes,
             num_blocks=max(self.capacity_bytes // block_bytes // granule, 1) * granule,
+            spare_blocks=spare_blocks,
             granule_blocks=granule,
             slots=1 if state else SIZE,
             forgets=not isinstance(group.spec, FullAttention | LatentAttention),

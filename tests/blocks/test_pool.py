@@ -130,7 +130,7 @@ def test_gaps_are_filled_before_a_granule_is_opened() -> None:
 
 
 def test_more_than_there_are_is_a_defect_of_the_caller() -> None:
-    with pytest.raises(AssertionError, match="3 granules asked, 2 left"):
+    with pytest.raises(AssertionError, match="3 ids asked, 2 left"):
         make(2).take(3)
     with pytest.raises(AssertionError, match="within a granule"):
         make(6, 4)
@@ -188,7 +188,11 @@ class PoolMachine(RuleBasedStateMachine):
             wanted = -(-max(0, more - gaps) // self.granule)
             assert self.pool.num_granules_for(more) == wanted
         before = self.granules()
-        blocks, opened = self.pool.take(count)
+        after = None
+        if count and data.draw(st.booleans()):
+            places = st.sampled_from([-1, *self.held()])
+            after = ids(data.draw(st.lists(places, min_size=count, max_size=count)))
+        blocks, opened = self.pool.take(count, after)
         assert len(set(blocks.tolist())) == count
         assert set(blocks.tolist()).isdisjoint(self.refs)
         self.refs |= dict.fromkeys(blocks.tolist(), 1)

@@ -22,7 +22,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         # Of each block that can be found, the smallest priority of those that have held it.
-        self._importance = [np.full(size.num_blocks, NOBODY) for size in world.pools.sizes]
+        self._importance = [np.full(size.num_ids, NOBODY) for size in world.pools.sizes]
 
     def check(self) -> None:
         self.world.accounting.check()
@@ -98,7 +98,7 @@ class Checks:
             used += len(live) * group.bytes_per_token
             cached += len(only_cached) * size.block_bytes
             committed += len(granules) * size.granule_blocks * size.block_bytes
-            reserved += size.num_blocks * size.block_bytes
+            reserved += size.num_ids * size.block_bytes
         assert committed == self.world.store.committed_bytes <= self.world.capacity
         usage = self.world.accounting.usage()
         assert usage == Usage(

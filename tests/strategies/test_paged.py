@@ -1,8 +1,11 @@
 """Blocks: tables, slots, sharing and copy-on-write, and what little is wasted."""
 
+from dataclasses import replace
+
 import pytest
 
-from quire.spec import FullAttention, SlidingWindow
+from quire.errors import ConfigError
+from quire.spec import FullAttention, LatentAttention, SlidingWindow
 from quire.strategies import Commit, Copy, Fits, Never, NotNow, Release
 from quire.strategies.paged import PagedAccounting
 from strategies.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
@@ -41,8 +44,16 @@ def test_a_slot_is_block_times_size_plus_offset() -> None:
     put(cache, 0, 20)
     put(cache, 1, 20)
     cache.try_extend(0, 40)
-    assert cache.table(0, 0).tolist() == [0, 1, 4]
-    assert cache.slots(0, 0, 30, 35).tolist() == [30, 31, 64, 65, 66]
+    first, second, third = cache.table(0, 0).tolist()
+    assert not {first, second, third} & set(cache.table(0, 1).tolist())
+    assert cache.slots(0, 0, 14, 18).tolist() == [
+        *(first * BLOCK + 14, first * BLOCK + 15),
+        *(second * BLOCK, second * BLOCK + 1),
+    ]
+    assert cache.slots(0, 0, 31, 34).tolist() == [
+        second * BLOCK + 15,
+        *(third * BLOCK, third * BLOCK + 1),
+    ]
 
 
 def test_block_bytes() -> None:
@@ -53,6 +64,29 @@ def test_block_bytes() -> None:
     for num_tokens, num_blocks in ((1, 1), (16, 1), (17, 2), (4096, 256)):
         cache.try_extend(0, num_tokens)
         assert cache.usage().committed_bytes == num_blocks * put_bytes
+
+
+def test_block_bytes_in_eight_bits() -> None:
+    """A scale for each token's key in each head and one for its value; fp8 has none."""
+    for dtype, scale in (("int8", 4), ("float8_e4m3fn", 0)):
+        cache = PagedAccounting(QWEN3_4B.with_kv_dtype(dtype).groups, config())
+        put(cache, 0, 4096)
+        assert cache.usage().used_bytes == 36 * 4096 * 2 * 8 * (128 + scale)
+        # int8: 33,792 bytes a layer and block are 8.25 pages, so that four blocks go together.
+        put(cache, 1, 1)
+        more = cache.usage().committed_bytes - 36 * 4096 * 2 * 8 * (128 + scale)
+        assert more == (4 if scale else 1) * 36 * 16 * 2 * 8 * (128 + scale)
+
+
+def test_scales_lie_at_whole_multiples_of_their_size() -> None:
+    spec = spec_of(LatentAttention(latent_dim=5, rope_dim=2, dtype="int8"))
+    small = config(capacity_bytes=2**20)
+    for block_size in (1, 2, 6):
+        with pytest.raises(ConfigError, match=f"block_size={block_size} gives .* multiple of 4"):
+            PagedAccounting(spec.groups, replace(small, block_size=block_size))
+    PagedAccounting(spec.groups, replace(small, block_size=4))
+    in_fp8 = spec.with_kv_dtype("float8_e4m3fn")
+    PagedAccounting(in_fp8.groups, replace(small, block_size=1))
 
 
 def test_a_system_prompt_is_shared_whole() -> None:
@@ -118,10 +152,11 @@ def test_no_external_fragmentation() -> None:
     cache = pool(20 * BLOCK)
     for seq_id in range(20):
         put(cache, seq_id, BLOCK)
+    freed = [cache.table(0, seq_id)[0] for seq_id in range(0, 20, 2)]
     for seq_id in range(0, 20, 2):
         cache.free(seq_id)
     put(cache, 20, 10 * BLOCK)
-    assert sorted(cache.table(0, 20).tolist()) == list(range(0, 20, 2))
+    assert sorted(cache.table(0, 20).tolist()) == sorted(freed)
 
 
 WINDOW = 40

@@ -337,7 +337,10 @@ class Coordinator:
                 self.tables.ids[number][step.passed] = PASSED
             if len(step.rewritten):
                 self.pools.forget(number, step.rewritten)
-        taken = self.pools.allocate([step.num_new for step in steps])
+            if step.num_new:
+                self.tables.have_columns(number, int(step.ends.max()) + 1)
+        after = [s.after(table) for s, table in zip(steps, self.tables.ids, strict=True)]
+        taken = self.pools.allocate([step.num_new for step in steps], after)
         for number, (step, new) in enumerate(zip(steps, taken, strict=True)):
             num_copied = len(step.copied_blocks)
             if num_copied:
@@ -345,7 +348,6 @@ class Coordinator:
                 self.pools.release(number, step.copied_blocks)
                 self.tables.ids[number][step.copied] = new[:num_copied]
             if len(new) > num_copied:
-                self.tables.have_columns(number, int(step.ends.max()))
                 self.tables.ids[number][step.grown] = new[num_copied:]
             self.tables.starts[number, rows] = step.starts
             self.tables.ends[number, rows] = step.ends

@@ -86,6 +86,7 @@ class Recency:
         self,
         num_blocks: int,
         prints_of: PrintsOf,
+        spare_blocks: int = 0,
         *,
         by_last: bool = True,
         contest: Contest | None = None,
@@ -94,10 +95,11 @@ class Recency:
         self._contest = contest
         self._prints_of = prints_of
         self._ghosts = Ghosts(num_blocks) if contest or not by_last else None
-        self._runs = Runs(num_blocks)
-        self._last = np.full(num_blocks, NEVER, np.int32)
+        num_ids = num_blocks + spare_blocks
+        self._runs = Runs(num_ids)
+        self._last = np.full(num_ids, NEVER, np.int32)
         self._before = self._last if self._ghosts is None else self._last.copy()
-        self._priority = np.zeros(num_blocks, np.int8)
+        self._priority = np.zeros(num_ids, np.int8)
         self._has_priorities = False
 
     def __len__(self) -> int:
@@ -172,22 +174,23 @@ class Recency:
             self.free(blocks)
 
 
-def lru(num_blocks: int, prints_of: PrintsOf) -> Recency:
+def lru(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
     """Least recently used."""
-    return Recency(num_blocks, prints_of)
+    return Recency(num_blocks, prints_of, spare_blocks)
 
 
-def lru2(num_blocks: int, prints_of: PrintsOf) -> Recency:
+def lru2(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
     """Least recently used but one."""
-    return Recency(num_blocks, prints_of, by_last=False)
+    return Recency(num_blocks, prints_of, spare_blocks, by_last=False)
 
 
-def choice(num_blocks: int, prints_of: PrintsOf) -> Recency:
+def choice(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
     """Whichever of the two would have found more lately."""
-    return Recency(num_blocks, prints_of, contest=Contest(num_blocks))
+    return Recency(num_blocks, prints_of, spare_blocks, contest=Contest(num_blocks))
 
 
-MakePolicy: TypeAlias = Callable[[int, PrintsOf], EvictionPolicy]  # from the number of blocks
+# From the number of blocks that can be in use at once, and that of ids beyond it.
+MakePolicy: TypeAlias = Callable[[int, PrintsOf, int], EvictionPolicy]
 
 DEFAULT_POLICY = "choice"
 POLICIES: Mapping[str, MakePolicy] = MappingProxyType({"lru": lru, "lru-2": lru2, "choice": choice})

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from quire.blocks.eviction import EvictionPolicy, Priority
 from quire.blocks.runs import NO_IDS, Ids
+from quire.blocks.vacancies import Vacancies
 from quire.units import ceil_div
 
 NO_NODE = -1
@@ -32,10 +33,7 @@ class BlockPool:
         self.evictable = evictable
         self.num_held = 0  # blocks with a holder
         num_granules = num_blocks // granule_blocks
-        # Granules without pages, as a stack: what was given back last is used again first, so that
-        # the ids in use stay low and, taken from a fresh pool, consecutive.
-        self._closed = np.arange(num_granules - 1, -1, -1, dtype=np.int32)
-        self._num_closed = num_granules
+        self.closed = Vacancies(num_granules)  # granules without pages
         # With one block a granule, these are not needed.
         count = num_granules if granule_blocks > 1 else 0
         self._used_in = np.zeros(count, np.int32)  # blocks of a granule that are not empty
@@ -51,7 +49,7 @@ class BlockPool:
     @property
     def num_open_granules(self) -> int:
         """Granules that have pages."""
-        return self.num_blocks // self.granule_blocks - self._num_closed
+        return self.num_blocks // self.granule_blocks - len(self.closed)
 
     @property
     def num_held_granules(self) -> int:
@@ -91,14 +89,19 @@ class BlockPool:
 
     # -- verbs -----------------------------------------------------------------------------------
 
-    def take(self, count: int) -> tuple[Ids, Ids]:
-        """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit."""
+    def take(self, count: int, after: Ids | None = None) -> tuple[Ids, Ids]:
+        """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit.
+
+        ``after``: of each, which block it should lie behind; see ``Vacancies.take``. If a granule
+        has several blocks, filling granules comes first and decides alone.
+        """
         if self.granule_blocks == 1:
-            blocks = opened = self._open(count)
+            blocks = self.closed.pop(count) if after is None else self.closed.take(after)
+            opened = blocks
         else:
             in_gaps = self._take_gaps(min(count, self._num_gaps))
             missing = count - len(in_gaps)
-            opened = self._open(ceil_div(missing, self.granule_blocks))
+            opened = self.closed.pop(ceil_div(missing, self.granule_blocks))
             fresh = (opened[:, None] * self.granule_blocks + np.arange(self.granule_blocks)).ravel()
             blocks = np.concatenate([in_gaps, fresh[:missing]])
             np.add.at(self._used_in, blocks // self.granule_blocks, 1)
@@ -164,7 +167,7 @@ class BlockPool:
     def empty(self, blocks: Ids) -> Ids:
         """Drop evicted blocks. Returns: granules whose pages may go; the last is opened first."""
         if self.granule_blocks == 1:
-            self._close(blocks)
+            self.closed.put(blocks)
             return blocks
         touched, counts = np.unique(blocks // self.granule_blocks, return_counts=True)
         self._used_in[touched] -= counts.astype(np.int32)
@@ -176,7 +179,7 @@ class BlockPool:
             else:
                 self._gaps.pop(granule, None)
         self._num_gaps -= len(closed) * self.granule_blocks
-        self._close(closed)
+        self.closed.put(closed)
         return closed
 
     def take_over(self, blocks: Ids) -> None:
@@ -203,12 +206,9 @@ class BlockPool:
         self.evictable.check(cached)
         used = np.concatenate([held, cached])
         granules = np.unique(used // self.granule_blocks)
-        closed = self._closed[: self._num_closed]
-        assert len(np.unique(closed)) == len(closed), "a granule was closed twice"
-        assert not np.isin(granules, closed).any(), "a used block has no pages"
-        assert len(granules) + len(closed) == self.num_blocks // self.granule_blocks, (
-            "pages are kept for empty blocks"
-        )
+        self.closed.check()
+        assert not self.closed.are_in(granules).any(), "a used block has no pages"
+        assert len(granules) == self.num_open_granules, "pages are kept for empty blocks"
         if self.granule_blocks > 1:
             num_granules = self.num_blocks // self.granule_blocks
             used_in = np.bincount(used // self.granule_blocks, minlength=num_granules)
@@ -232,17 +232,6 @@ class BlockPool:
             self._held_in[granules] = after
             self._num_held_granules += int(np.count_nonzero(after))
             self._num_held_granules -= int(np.count_nonzero(before))
-
-    def _open(self, count: int) -> Ids:
-        assert count <= self._num_closed, f"{count} granules asked, {self._num_closed} left"
-        self._num_closed -= count
-        stop = self._num_closed + count
-        return self._closed[self._num_closed : stop][::-1].astype(np.intp)
-
-    def _close(self, granules: Ids) -> None:
-        stop = self._num_closed + len(granules)
-        self._closed[self._num_closed : stop] = granules
-        self._num_closed = stop
 
     def _take_gaps(self, count: int) -> Ids:
         found: list[int] = []

@@ -27,10 +27,16 @@ class PoolSize:
     """A group's blocks, as the layout has them."""
 
     block_bytes: int  # in all layers of the group
-    num_blocks: int  # address space: a multiple of granule_blocks
+    num_blocks: int  # that can be used at once: a multiple of granule_blocks
+    spare_blocks: int = 0  # address space beyond that, in which neighbours find room: another one
     granule_blocks: int = 1  # the fewest blocks that fill whole pages
     slots: int = 1  # of one block, as changes count them: its tokens; 1 for a state
     forgets: bool = False  # the group loses blocks while a sequence runs: windows, states
+
+    @property
+    def num_ids(self) -> int:
+        """Address space, in blocks."""
+        return self.num_blocks + self.spare_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +65,11 @@ class Pools:
         self._index = index
         self._pools = [
             BlockPool(
-                size.num_blocks,
+                size.num_ids,
                 # Where blocks go one by one, nothing can be learned from who comes back to them.
-                (lru if size.forgets else make_policy)(size.num_blocks, partial(self._prints, n)),
+                (lru if size.forgets else make_policy)(
+                    size.num_blocks, partial(self._prints, n), size.spare_blocks
+                ),
                 granule_blocks=size.granule_blocks,
             )
             for n, size in enumerate(sizes)
@@ -113,23 +121,27 @@ class Pools:
 
     # -- verbs -----------------------------------------------------------------------------------
 
-    def allocate(self, num_new: Sequence[int]) -> list[Ids]:
+    def allocate(
+        self, num_new: Sequence[int], after: Sequence[Ids | None] | None = None
+    ) -> list[Ids]:
         """Take so many blocks of each group, one holder each, evicting as needed.
 
-        The caller knows that they fit. Granules that go from one block to another keep their pages.
+        The caller knows that they fit, and may say which blocks they should lie behind. Granules
+        that go from one block to another keep their pages.
         """
         self._clock += sum(num_new)
         closed = self._make_room(num_new)
         taken, opened = [], []
-        for pool, count in zip(self._pools, num_new, strict=True):
-            blocks, granules = pool.take(count) if count else (NO_IDS, NO_IDS)
+        for group, (pool, count) in enumerate(zip(self._pools, num_new, strict=True)):
+            behind = None if after is None else after[group]
+            blocks, granules = pool.take(count, behind) if count else (NO_IDS, NO_IDS)
             taken.append(blocks)
             opened.append(granules)
         for group, granules in closed.items():
-            # What was closed last is opened first: those keep their pages.
-            kept = min(len(granules), len(opened[group]))
-            self._note(Release, group, granules[: len(granules) - kept])
-            opened[group] = opened[group][kept:]
+            unused = granules[self._pools[group].closed.are_in(granules)]
+            self._note(Release, group, unused)
+            reused_all = len(opened[group]) == len(granules) - len(unused)
+            opened[group] = NO_IDS if reused_all else np.setdiff1d(opened[group], granules)
         for group, granules in enumerate(opened):
             self._note(Commit, group, granules)
         return taken
@@ -237,10 +249,11 @@ class Pools:
         if not len(granules):
             return
         slots = self.sizes[group].granule_blocks * self.sizes[group].slots
-        runs: list[list[int]] = []
+        first = end = -1
         for granule in sorted(granules.tolist()):
-            if runs and runs[-1][1] == granule:
-                runs[-1][1] += 1
-            else:
-                runs.append([granule, granule + 1])
-        self.changes.extend(change(group, first * slots, end * slots) for first, end in runs)
+            if granule != end:
+                if end >= 0:
+                    self.changes.append(change(group, first * slots, end * slots))
+                first = granule
+            end = granule + 1
+        self.changes.append(change(group, first * slots, end * slots))

@@ -69,7 +69,7 @@ class PagedAccounting:
         )
 
     def num_slots(self, group: int) -> int:
-        return self._sizes[group].num_blocks * self._sizes[group].slots
+        return self._sizes[group].num_ids * self._sizes[group].slots
 
     def block_size(self, group: int) -> int:
         return self._sizes[group].slots
@@ -175,7 +175,7 @@ class PagedAccounting:
                 tokens = used_tokens(tables, number, group, num_held)
                 used_bytes += tokens * group.bytes_per_token
         return Usage(
-            reserved_bytes=sum(size.num_blocks * size.block_bytes for size in self._sizes),
+            reserved_bytes=sum(size.num_ids * size.block_bytes for size in self._sizes),
             committed_bytes=pools.committed_bytes,
             used_bytes=used_bytes,
             cached_bytes=pools.cached_bytes,
@@ -196,10 +196,14 @@ class PagedAccounting:
             granule = granule_blocks(group, slots, config.page_bytes)
         # Any group may come to hold the whole capacity.
         capacity_bytes = max(config.capacity_bytes, config.max_capacity_bytes or 0)
-        num_blocks = align_down(capacity_bytes // block_bytes, granule)
+        num_blocks = max(align_down(capacity_bytes // block_bytes, granule), granule)
+        # Where nothing is cached a block is committed anew wherever it lies, so that neighbours
+        # cost no more than addresses.
+        spare = num_blocks if granule == 1 and not config.enable_prefix_caching else 0
         return PoolSize(
             block_bytes=block_bytes,
-            num_blocks=max(num_blocks, granule),
+            num_blocks=num_blocks,
+            spare_blocks=spare,
             granule_blocks=granule,
             slots=slots,
             forgets=isinstance(group.spec, SlidingWindow | ChunkedAttention | RecurrentState),

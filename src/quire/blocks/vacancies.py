@@ -1,0 +1,190 @@
+"""Which ids of a pool nobody uses, and which of them to take so that neighbours stay together.
+
+A table's blocks are read one after the other, and faster where they lie side by side: a sequence
+that grows is given the id after its last one if that is vacant. So that it often is, a new run
+begins at an *extent* (32 ids from a multiple of 32 on) that is vacant as a whole, and where there
+is none, in the middle of what is left of one. Such places are looked up for many runs at a time,
+and again when a share of the ids has changed hands. Where there are none, what became vacant last
+is taken first.
+
+All this is about addresses, which cost nothing: what has pages is the pool's business.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.blocks.runs import NO_IDS, Ids
+
+_EXTENT = 32  # of 32 blocks side by side 31 have their neighbour: 97 %
+_USED = -1
+_SLACK = 64  # stale entries that are not worth a sweep
+_SHARE = 32  # one in so many ids: at least as many have changed hands between two look-ups
+
+
+class Vacancies:
+    """Ids 0 … count - 1, all vacant at first: a stack, from which any may also be taken."""
+
+    def __init__(self, count: int) -> None:
+        # An id that is taken from the middle leaves its entry behind. Valid is the entry of a
+        # vacant id that lies in its place.
+        self._stack = np.empty(count + count // 4 + _SLACK, np.int32)
+        self._places = np.full(count + 1, _USED, np.int32)  # of ids; of the one after the last
+        self._places_after = self._places[1:]  # of the ids after these; after -1: _USED
+        self._len = self._top = 0
+        self._starts, self._lengths = NO_IDS, NO_IDS  # where runs may begin
+        self._num_changed = 0  # ids put and taken since these were looked up
+        self.put(np.arange(count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self._len
+
+    def are_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        vacant: npt.NDArray[np.bool_] = self._places[ids] >= 0
+        return vacant
+
+    def put(self, ids: Ids) -> None:
+        """Nobody uses these any more."""
+        stop = self._top + len(ids)
+        if stop > len(self._stack):
+            self._sweep()
+            stop = self._top + len(ids)
+        self._stack[self._top : stop] = ids
+        self._places[ids] = np.arange(self._top, stop, dtype=np.int32)
+        self._top = stop
+        self._len += len(ids)
+        self._num_changed += len(ids)
+
+    def pop(self, count: int) -> Ids:
+        """Take what became vacant last; at first, the lowest ids. There are as many."""
+        assert count <= self._len, f"{count} ids asked, {self._len} left"
+        if self._top == self._len:
+            self._top -= count
+            ids = self._stack[self._top : self._top + count][::-1].astype(np.intp)
+            return self._use(ids)
+        found: list[Ids] = []
+        while count:
+            bottom = max(0, self._top - max(count, 16))
+            entries = self._stack[bottom : self._top]
+            valid = (self._places[entries] == np.arange(bottom, self._top)).nonzero()[0]
+            valid = valid[: -count - 1 : -1]
+            count -= len(valid)
+            self._top = bottom if count else bottom + int(valid[-1])
+            found.append(self._use(entries[valid].astype(np.intp)))
+        return _joined(found)
+
+    def take(self, after: Ids) -> Ids:
+        """Take one for each entry of ``after``: the next id if it is vacant. There are as many.
+
+        A negative entry goes on where the one before it has been placed.
+        """
+        vacant = self._places_after[after] >= 0
+        num_vacant = int(np.count_nonzero(vacant))
+        if num_vacant < len(after) and np.count_nonzero(after < 0):
+            return self._take_runs(after)
+        ids = after + 1
+        if num_vacant and len(set(after.tolist())) < len(after):
+            # Those that share a block want the same one: the first of them gets it.
+            first = np.zeros(len(after), bool)
+            first[np.unique(after, return_index=True)[1]] = True
+            vacant &= first
+            num_vacant = int(np.count_nonzero(vacant))
+        if num_vacant == len(ids):
+            return self._use(ids)
+        if num_vacant:
+            self._use(ids[vacant])
+        ids[~vacant] = self._begin(len(ids) - num_vacant)
+        return ids
+
+    def check(self) -> None:
+        vacant = (self._places >= 0).nonzero()[0]
+        assert len(vacant) == self._len, "the vacant ids are miscounted"
+        assert self._places[-1] == _USED, "there is no such id"
+        places = self._places[vacant]
+        assert (places < self._top).all(), "a vacant id has no entry"
+        assert (self._stack[places] == vacant).all(), "a vacant id's entry is not in its place"
+
+    # -- runs ------------------------------------------------------------------------------------
+
+    def _begin(self, count: int) -> Ids:
+        """Take one id each for so many new runs."""
+        found: list[Ids] = []
+        while count and self._can_begin():
+            starts = self._starts[:count]
+            self._starts, self._lengths = self._starts[count:], self._lengths[count:]
+            found.append(self._use(starts[self.are_in(starts)]))
+            count -= len(found[-1])
+        return _joined([*found, self.pop(count)])
+
+    def _take_runs(self, after: Ids) -> Ids:
+        """Where some take several: one run after the other, behind those that take one."""
+        begins = (after >= 0).nonzero()[0]
+        if after[0] < 0:
+            begins = np.append(0, begins)
+        counts = np.diff(begins, append=len(after))
+        ids, single = np.empty_like(after), (counts == 1) & (after[begins] >= 0)
+        if len(alone := begins[single]):
+            ids[alone] = self.take(after[alone])
+        runs = zip(begins[~single].tolist(), counts[~single].tolist(), strict=True)
+        for begin, count in runs:
+            ids[begin : begin + count] = self._take_run(int(after[begin]), count)
+        return ids
+
+    def _take_run(self, after: int, count: int) -> Ids:
+        """Take so many for one sequence, in as few runs as can be had."""
+        found: list[Ids] = []
+        if after >= 0:
+            used = (self._places_after[after : after + count] < 0).nonzero()[0]
+            stop = after + 1 + (int(used[0]) if len(used) else count)
+            found.append(self._use(np.arange(after + 1, stop)))
+            count -= len(found[-1])
+        while count and self._can_begin():
+            ends = np.cumsum(self._lengths[:count])
+            enough = int(np.searchsorted(ends, count)) + 1
+            ends, lengths = ends[:enough], self._lengths[:enough]
+            ids = np.repeat(self._starts[:enough] - ends + lengths, lengths) + np.arange(ends[-1])
+            self._starts, self._lengths = self._starts[enough:], self._lengths[enough:]
+            found.append(self._use(ids[self.are_in(ids)][:count]))
+            count -= len(found[-1])
+        return _joined([*found, self.pop(count)])
+
+    def _can_begin(self) -> bool:
+        """Whether there are places for new runs. They are looked up if that is due."""
+        share = len(self._places) // _SHARE
+        if self._len < share:  # they would be too small to be worth it
+            return False
+        if not len(self._starts) and self._num_changed >= share:
+            self._look_up()
+        return len(self._starts) > 0
+
+    def _look_up(self) -> None:
+        """Whole extents by address, then what is left of others, the longest first."""
+        ids = (self._places >= 0).nonzero()[0]
+        begins = ((np.diff(ids, prepend=-2) != 1) | (ids % _EXTENT == 0)).nonzero()[0]
+        starts, lengths = ids[begins], np.diff(begins, append=len(ids))
+        # Right before the rest of an extent somebody may be growing.
+        shift = np.where(starts % _EXTENT, lengths // 2, 0)
+        order = np.argsort(shift - lengths, kind="stable")
+        order = order[lengths[order] - shift[order] > 1]
+        self._starts, self._lengths = (starts + shift)[order], (lengths - shift)[order]
+        self._num_changed = 0
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    def _use(self, ids: Ids) -> Ids:
+        self._places[ids] = _USED
+        self._len -= len(ids)
+        self._num_changed += len(ids)
+        return ids
+
+    def _sweep(self) -> None:
+        """Keep the valid entries, in their order."""
+        entries = self._stack[: self._top]
+        valid = entries[self._places[entries] == np.arange(self._top)]
+        self._top = len(valid)
+        self._stack[: self._top] = valid
+        self._places[valid] = np.arange(self._top, dtype=np.int32)
+
+
+def _joined(some: list[Ids]) -> Ids:
+    some = [ids for ids in some if len(ids)]
+    return some[0] if len(some) == 1 else np.concatenate([NO_IDS, *some])
