@@ -22,12 +22,17 @@ def test_defaults_work_and_there_are_few_options() -> None:
             "cache 'magic' is unknown; known: contiguous, growing, paged, virtual",
         ),
         ({"dtype": "int3"}, "dtype 'int3' is unknown"),
+        (
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype 'int8' is unknown; known: auto, float32, bfloat16, float16, fp8, "
+            "fp8_e4m3, int8_per_token_head",
+        ),
         ({"growth": "wild"}, "growth 'wild' is unknown"),
         ({"block_size": 0}, "block_size=0 must be from 1 to"),
         ({"max_model_len": -5}, "max_model_len=-5 must be"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0 must be from 1 to"),
         ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean 'max_model_len'?"),
-        ({"zzz": 1}, "unknown option 'zzz'; known: block_size"),
+        ({"zzz": 1}, "unknown option 'zzz'; known: attention_backend"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, object], said: str) -> None:

@@ -4,8 +4,10 @@ Names are vLLM's where vLLM has one. No other module touches the environment.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,6 +15,20 @@ from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.errors import ConfigError
 from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
+
+# How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
+# calls each. None: as the model has them.
+KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "auto": None,
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "fp8": "float8_e4m3fn",
+        "fp8_e4m3": "float8_e4m3fn",
+        "int8_per_token_head": "int8",
+    }
+)
 
 
 def _option(default: Any, help: str, *, flag_type: Any = None) -> Any:
@@ -28,7 +44,15 @@ class EngineConfig:
     dtype: str = _option(
         "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
     )
+    kv_cache_dtype: str = _option(
+        "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
+    )
     cache: str = _option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    attention_backend: str = _option(
+        "auto",
+        "What computes attention: auto (the fastest that can), cpu (own kernels), sdpa (torch), "
+        "reference (slow, float64).",
+    )
     max_model_len: int | None = _option(
         None, "Longest sequence in tokens, prompt included. Default: the model's own."
     )
@@ -76,6 +100,7 @@ class EngineConfig:
         _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         _one_of("reserve", self.reserve, ("max_model_len", "request"))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
@@ -88,6 +113,14 @@ class EngineConfig:
         if isinstance(memory, str):
             options["kv_cache_memory_bytes"] = parse_bytes(memory)
         return cls(**options)
+
+
+def kernel_dir() -> Path | None:
+    """Where compiled kernels are kept, if the user has a place for caches of his own."""
+    for name, inside in (("QUIRE_CACHE_DIR", "."), ("XDG_CACHE_HOME", "quire")):
+        if os.environ.get(name):
+            return Path(os.environ[name]) / inside
+    return None
 
 
 def wait_patiently() -> None:

@@ -15,7 +15,7 @@ from quire.spec import (
     ModelSpec,
     SlidingWindow,
 )
-from quire.spec.layers import dtype_bytes
+from quire.spec.layers import dtype_bytes, scale_bytes
 
 # name → strategy, and what differs from CacheConfig's defaults
 OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -39,9 +39,11 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
     """The layers of a model of one kind. ``wide``: a few tokens fill a page of 4096 bytes."""
-    dim = 512 // dtype_bytes(dtype) if wide else 16
-    full = FullAttention(num_kv_heads=2, head_dim=dim, dtype=dtype)
-    sliding = SlidingWindow(num_kv_heads=1, head_dim=dim, dtype=dtype, window=9)
+    dim, heads = 512 // dtype_bytes(dtype) if wide else 16, 1
+    if wide and scale_bytes(dtype):
+        dim, heads = 128, 16  # a page of scales too
+    full = FullAttention(num_kv_heads=2 * heads, head_dim=dim, dtype=dtype)
+    sliding = SlidingWindow(num_kv_heads=heads, head_dim=dim, dtype=dtype, window=9)
     if kind == "full":
         return (full, full, full)
     if kind == "full+sliding":
@@ -49,9 +51,9 @@ def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
     if kind == "sliding":
         return (sliding, sliding)
     if kind == "sliding-1":
-        return (full, SlidingWindow(num_kv_heads=1, head_dim=dim, dtype=dtype, window=1))
+        return (full, SlidingWindow(num_kv_heads=heads, head_dim=dim, dtype=dtype, window=1))
     if kind == "chunked":
-        return (ChunkedAttention(num_kv_heads=2, head_dim=dim, dtype=dtype, chunk=8), full)
+        return (ChunkedAttention(num_kv_heads=2 * heads, head_dim=dim, dtype=dtype, chunk=8), full)
     if kind == "latent":
         return (LatentAttention(latent_dim=4 * dim, rope_dim=dim // 2, dtype=dtype),)
     assert kind == "odd"

@@ -1,14 +1,16 @@
 """Every strategy end to end: random use with bytes, over pages that are checked and counted.
 
 Each token's keys and values are *canaries*, made from its unique id, the layer and the head: what
-is read must be what was written for exactly that token of that sequence, layer and head. A page is
-4096 bytes as on the machine, heads are so wide that a few tokens fill one.
+is read must be what was written for exactly that token of that sequence, layer and head, to the bit
+of its rounding where it is kept in eight. A page is 4096 bytes as on the machine, heads are so wide
+that a few tokens fill one.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -21,20 +23,26 @@ from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
 from quire.memory.composed import CheckedRegion
 from quire.memory.probe import resident_bytes
+from quire.spec import ModelSpec
+from quire.spec.layers import dtype_bytes
 from quire.strategies import (
     STRATEGIES,
     Accounting,
     CacheConfig,
     Change,
+    Commit,
+    EntryWriter,
     Fits,
+    LayerView,
     Usage,
     build_accounting,
     build_storage,
 )
 from quire.strategies.layout import attention_spec
+from quire.strategies.quantized import dequantize, quantize
 
 SETTINGS = settings(max_examples=6, stateful_step_count=25, deadline=None)
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
 
 
 class RegionsInView:
@@ -62,7 +70,7 @@ class RegionsInView:
 
 
 def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor:
-    """i64[T] → [T, heads, width], whole numbers below 251, which every dtype here can hold."""
+    """i64[T] → [T, heads, width], whole numbers below 251, which 16 bits can hold."""
     head = torch.arange(heads)[:, None] * 17
     place = torch.arange(width)
     # Even places tell ids apart that are near, odd ones those that are far.
@@ -100,13 +108,17 @@ class TensorStore:
         positions = torch.arange(start, start + len(expected))
         rows = torch.from_numpy(table)[positions // size]
         for layer in self.accounting.groups[group].layers:
-            wanted = self.entries(group, layer, expected)
             view = self.storage.view(layer)
+            seen = ((view.k, view.k_scale), (view.v, view.v_scale))
+            written = self.entries(group, layer, expected)
             gathered = self.storage.gather(layer, torch.from_numpy(slots))
-            for want, got, every in zip(wanted, gathered, (view.k, view.v), strict=True):
+            for entries, got, (every, scales) in zip(written, gathered, seen, strict=True):
+                want = dequantize(*quantize(entries, every.dtype))
                 assert torch.equal(got.transpose(0, 1), want)
                 assert every.shape[1:] == (want.shape[1], size, want.shape[2])
-                assert torch.equal(every[rows, :, positions % size], want)
+                index = (rows, slice(None), positions % size)
+                found = dequantize(every[index], None if scales is None else scales[index])
+                assert torch.equal(found, want)
 
     def verify(self, usage: Usage) -> None:
         memory = self.storage.memory
@@ -124,13 +136,16 @@ class TensorStore:
 
     def entries(self, group: int, layer: int, ids: Ids) -> tuple[Tensor, Tensor]:
         spec = attention_spec(self.accounting.groups[group])
-        dtype = getattr(torch, spec.dtype)
         (heads, key_width), (_, value_width) = spec.entry_shapes
         tokens = torch.from_numpy(ids)
-        return (
-            canary(tokens, layer, heads, key_width, salt=0).to(dtype),
-            canary(tokens, layer, heads, value_width, salt=101).to(dtype),
-        )
+        k = canary(tokens, layer, heads, key_width, salt=0)
+        v = canary(tokens, layer, heads, value_width, salt=101)
+        if dtype_bytes(spec.dtype) > 1:
+            dtype = getattr(torch, spec.dtype)
+            return k.to(dtype), v.to(dtype)
+        # So that scales differ as well, from token to token, head to head, key to value.
+        size = 2.0 ** -((tokens[:, None] + torch.arange(heads)) % 5)[..., None]
+        return (k * size).bfloat16(), (v * size / 3).bfloat16()
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -150,8 +165,12 @@ def test_random_use(option: str) -> None:
 
 
 PAGE = HostMemory().page_bytes
-SPEC = model_spec(layers_of("full+sliding", "bfloat16", wide=True))
-CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**22, page_bytes=PAGE)
+SPECS = {
+    dtype: model_spec(layers_of("full+sliding", dtype, wide=True))
+    for dtype in ("bfloat16", "int8", "float8_e4m3fn")
+}
+SPEC = SPECS["bfloat16"]
+CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**23, page_bytes=PAGE)
 
 
 def changes_of(accounting: Accounting) -> list[Change]:
@@ -169,22 +188,55 @@ def changes_of(accounting: Accounting) -> list[Change]:
     return changes + accounting.drain()
 
 
+@pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_refused_commit_leaves_no_layer_committed(option: str) -> None:
+def test_growing_and_forking_carry_all_of_an_entry(option: str, dtype: str) -> None:
+    strategy, changed = OPTIONS[option]
+    config = replace(CONFIG, **changed)
+    accounting = build_accounting(strategy, SPECS[dtype], config)
+    store = TensorStore(strategy, accounting, config)
+    ids = np.arange(40)
+
+    def extend(seq_id: int, start: int, stop: int) -> None:
+        assert isinstance(accounting.try_extend(seq_id, stop), Fits)
+        store.apply(accounting.drain())
+        for group in range(len(accounting.groups)):
+            store.write(group, accounting.slots(group, seq_id, start, stop), ids[start:stop])
+
+    accounting.add(0)
+    extend(0, 0, 7)
+    extend(0, 7, 30)
+    assert isinstance(accounting.fork(0, 1), Fits)
+    store.apply(accounting.drain())
+    extend(1, 30, 31)
+    for seq_id, stop in ((0, 30), (1, 31)):
+        for index, group in enumerate(accounting.groups):
+            start = group.live_range(stop).start
+            slots = accounting.slots(index, seq_id, start, stop)
+            table = accounting.table(index, seq_id)
+            store.read(index, table, slots, start, ids[start:stop])
+        accounting.free(seq_id)
+    store.apply(accounting.drain())
+    store.close()
+
+
+@pytest.mark.parametrize("dtype", SPECS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_refused_commit_leaves_no_layer_committed(option: str, dtype: str) -> None:
     strategy, changed = OPTIONS[option]
     failing = FailingMemory(HostMemory(), failing=())
-    total = _apply_until_refused(strategy, changed, failing)
+    total = _apply_until_refused(strategy, changed, SPECS[dtype], failing)
     assert failing.num_commits > 1
     for number in range(1, failing.num_commits + 1, 3):
         failing = FailingMemory(HostMemory(), failing={number})
-        assert _apply_until_refused(strategy, changed, failing) < total
+        assert _apply_until_refused(strategy, changed, SPECS[dtype], failing) < total
 
 
 def _apply_until_refused(
-    strategy: str, changed: Mapping[str, Any], provider: MemoryProvider
+    strategy: str, changed: Mapping[str, Any], spec: ModelSpec, provider: MemoryProvider
 ) -> int:
     """The number of changes that were carried out, each of them whole."""
-    accounting = build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+    accounting = build_accounting(strategy, spec, replace(CONFIG, **changed))
     in_view = RegionsInView(provider)
     storage = build_storage(strategy, accounting, in_view)
     replayed = SlotStore(accounting, CONFIG.capacity_bytes)
@@ -203,10 +255,11 @@ def _apply_until_refused(
     return done
 
 
+@pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_closing_gives_every_page_back(option: str) -> None:
+def test_closing_gives_every_page_back(option: str, dtype: str) -> None:
     strategy, changed = OPTIONS[option]
-    accounting = build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+    accounting = build_accounting(strategy, SPECS[dtype], replace(CONFIG, **changed))
     provider = RegionsInView(HostMemory())
     storage = build_storage(strategy, accounting, provider)
     storage.apply(changes_of(accounting))
@@ -229,6 +282,61 @@ def test_a_storage_for_nothing_can_be_built(strategy: str) -> None:
     assert storage.view(0).k.shape[2] == accounting.block_size(0)
     assert storage.memory.committed_bytes == 0
     storage.close()
+
+
+def test_a_writer_is_made_once_a_layer_and_writes_instead_of_torch() -> None:
+    made: list[LayerView] = []
+    written: list[tuple[int, list[int]]] = []
+
+    def make_writer(view: LayerView) -> EntryWriter:
+        made.append(view)
+        layer = len(made) - 1
+        return lambda slots, k, v: written.append((layer, slots.tolist()))
+
+    for strategy in STRATEGIES:
+        made, written = [], []
+        accounting = build_accounting(strategy, SPEC, CONFIG)
+        storage = build_storage(strategy, accounting, HostMemory(), make_writer)
+        layers = [layer for group in accounting.groups for layer in group.layers]
+        assert [view is storage.view(layer) for view, layer in zip(made, layers, strict=True)]
+        entries = torch.zeros(2, 2, 256, dtype=torch.bfloat16)
+        storage.write(layers[-1], torch.tensor([3, 5]), entries, entries)
+        assert written == [(len(layers) - 1, [3, 5])]
+        storage.close()
+
+
+@pytest.mark.parametrize("dtype", SPECS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slot_has_its_address_in_the_view(strategy: str, dtype: str) -> None:
+    """What a compiled writer goes by: the strides of the view, beyond its last row too."""
+    accounting = build_accounting(strategy, SPECS[dtype], CONFIG)
+    storage = build_storage(strategy, accounting, HostMemory())
+    slots = torch.tensor([0, 17, accounting.num_slots(0) - 1])
+    storage.apply([Commit(0, 0, accounting.num_slots(0))])
+    generator = torch.Generator().manual_seed(0)
+    heads, dim = SPECS[dtype].layers[0].specs[0].entry_shapes[0]
+    k, v = torch.randn(2, 3, heads, dim, generator=generator).bfloat16()
+    storage.write(0, slots, k, v)
+    view = storage.view(0)
+    for codes, scales, x in ((view.k, view.k_scale, k), (view.v, view.v_scale, v)):
+        want = quantize(x, codes.dtype)
+        assert torch.equal(by_strides(codes, slots, view.slots_per_row), want[0])
+        assert (scales is None) == (want[1] is None) == (dtype != "int8")
+        if scales is not None and want[1] is not None:
+            assert scales.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
+            assert torch.equal(by_strides(scales, slots, view.slots_per_row), want[1])
+    storage.close()
+
+
+def by_strides(part: Tensor, slots: Tensor, slots_per_row: int) -> Tensor:
+    """[N, K, B, …] → what lies in these slots: [T, K, …]."""
+    row, head, entry, *_ = part.stride()
+    flat = part.as_strided((part.untyped_storage().nbytes() // part.itemsize,), (1,), 0)
+    first = slots // slots_per_row * row + slots % slots_per_row * entry + part.storage_offset()
+    index = first[:, None] + torch.arange(part.shape[1]) * head
+    for size, stride in zip(part.shape[3:], part.stride()[3:], strict=True):
+        index = index[..., None] + torch.arange(size) * stride
+    return flat[index]
 
 
 def test_a_range_may_begin_anywhere_in_the_arena() -> None:

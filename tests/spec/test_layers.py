@@ -95,7 +95,7 @@ _AHEAD = 40
 
 @given(n=st.integers(0, 60), window=st.integers(1, 30))
 def test_a_window_keeps_what_a_later_token_reads(n: int, window: int) -> None:
-    spec = SlidingWindow(num_kv_heads=1, head_dim=1, dtype="int8", window=window)
+    spec = SlidingWindow(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn", window=window)
     later = range(n, n + _AHEAD)
     read = {j for i in later for j in range(max(0, i - window + 1), i + 1) if j < n}
     assert set(spec.live_range(n)) == read
@@ -104,7 +104,7 @@ def test_a_window_keeps_what_a_later_token_reads(n: int, window: int) -> None:
 
 @given(n=st.integers(0, 60), chunk=st.integers(1, 30))
 def test_a_chunk_keeps_what_a_later_token_reads(n: int, chunk: int) -> None:
-    spec = ChunkedAttention(num_kv_heads=1, head_dim=1, dtype="int8", chunk=chunk)
+    spec = ChunkedAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn", chunk=chunk)
     later = range(n, n + _AHEAD)
     read = {j for i in later for j in range(i - i % chunk, i + 1) if j < n}
     assert set(spec.live_range(n)) == read
@@ -215,16 +215,46 @@ def test_groups_partition_layers_and_add_up(layers: list[tuple[LayerSpec, ...]])
 
 
 @given(spec=specs, n=lengths)
-def test_int8_halves_keys_and_values_and_leaves_states_alone(spec: LayerSpec, n: int) -> None:
+def test_fp8_halves_keys_and_values_and_leaves_states_alone(spec: LayerSpec, n: int) -> None:
     layer = Layer(specs=(spec,))
     model = ModelSpec(model_type="any", layers=(layer,), max_model_len=8192, dtype="bfloat16")
     in_16_bits = model.with_kv_dtype("bfloat16")
-    in_8_bits = model.with_kv_dtype("int8")
+    in_8_bits = model.with_kv_dtype("float8_e4m3fn")
     if isinstance(spec, RecurrentState):
         assert in_8_bits == model
     else:
         assert 2 * in_8_bits.bytes_for(n) == in_16_bits.bytes_for(n)
     assert in_8_bits.dtype == model.dtype  # of the weights, which stay
+
+
+@given(spec=specs, n=lengths)
+def test_int8_adds_a_scale_for_each_head_of_keys_and_of_values(spec: LayerSpec, n: int) -> None:
+    layer = Layer(specs=(spec,))
+    model = ModelSpec(model_type="any", layers=(layer,), max_model_len=8192, dtype="bfloat16")
+    in_fp8, in_int8 = model.with_kv_dtype("float8_e4m3fn"), model.with_kv_dtype("int8")
+    if isinstance(spec, RecurrentState):
+        assert in_int8 == model
+        return
+    scales = sum(heads for heads, _ in spec.entry_shapes)
+    assert in_int8.bytes_per_token == in_fp8.bytes_per_token + 4 * scales
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_token"),
+    [
+        ("bfloat16", 36 * 8 * 2 * 128 * 2),
+        ("float8_e4m3fn", 36 * 8 * 2 * 128),
+        ("int8", 36 * 8 * 2 * (128 + 4)),
+    ],
+)
+def test_bytes_per_token_of_qwen3_4b(dtype: str, per_token: int) -> None:
+    assert ModelSpec.from_config(QWEN3_4B).with_kv_dtype(dtype).bytes_per_token == per_token
+
+
+def test_a_latent_has_one_scale_and_its_rotary_key_another() -> None:
+    spec = LatentAttention(latent_dim=512, rope_dim=64, dtype="int8")
+    assert spec.bytes_per_token == 512 + 4 + 64 + 4
+    assert spec.block_bytes(16) == 16 * 584
 
 
 def test_an_unknown_kv_dtype_is_refused_by_name() -> None:

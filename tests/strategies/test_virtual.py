@@ -30,6 +30,18 @@ def test_pages_follow_the_tokens() -> None:
     assert usage.reserved_bytes == 64 * 40_960 * QWEN3_4B.bytes_per_token
 
 
+def test_pages_in_eight_bits() -> None:
+    """32 tokens fill a page of one head's keys; 64 one of a layer's scales."""
+    for dtype, step in (("float8_e4m3fn", 32), ("int8", 64)):
+        spec = QWEN3_4B.with_kv_dtype(dtype)
+        cache = VirtualAccounting(spec.groups, config(max_model_len=40_960))
+        cache.add(0)
+        for num_tokens in (1, step, step + 1):
+            cache.try_extend(0, num_tokens)
+            pages = -(-num_tokens // step)
+            assert cache.usage().committed_bytes == pages * step * spec.bytes_per_token
+
+
 def test_a_range_never_moves() -> None:
     cache = ranges(FULL, max_model_len=64)
     for seq_id in (0, 1):

@@ -36,6 +36,8 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
         "int8": 1,
     }
 )
+# What gives whole numbers a range: one for each token's key in each head, and one for its value.
+SCALE_BYTES: Mapping[str, int] = MappingProxyType({"int8": 4})  # float32; fp8 has a range itself
 
 
 Count = TypeVar("Count", int, "npt.NDArray[np.int64]")  # one number of tokens, or many at once
@@ -48,11 +50,17 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
+def scale_bytes(dtype: str) -> int:
+    """Bytes of the scale beside one head's key, or value, of a token; 0 where there is none."""
+    return SCALE_BYTES.get(dtype, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeysAndValues:
     """What full, sliding and chunked attention have in common: a key and a value a head and token.
 
-    Source: block bytes = 2 x block_size x kv_heads x head_size x dtype bytes, Kwon et al. 2023 §4.
+    Source: block bytes = 2 x block_size x kv_heads x head_size x dtype bytes, Kwon et al. 2023 §4;
+    int8 with a scale for each token and head as vLLM's ``int8_per_token_head``.
     """
 
     num_kv_heads: int
@@ -241,4 +249,5 @@ class Layer:
 
 
 def _entry_bytes(shapes: tuple[tuple[int, int], ...], dtype: str) -> int:
-    return sum(prod(shape) for shape in shapes) * dtype_bytes(dtype)
+    """One token's keys and values, and their scales."""
+    return sum(heads * (width * dtype_bytes(dtype) + scale_bytes(dtype)) for heads, width in shapes)

@@ -27,8 +27,10 @@ from quire.spec import Group, ModelSpec, RecurrentState
 from quire.strategies.base import (
     Accounting,
     CacheConfig,
+    EntryWriter,
     Growth,
     LayerView,
+    MakeWriter,
     Storage,
     Usage,
 )
@@ -44,7 +46,9 @@ class _MakeAccounting(Protocol):
 
 
 class _MakeStorage(Protocol):
-    def __call__(self, accounting: Accounting, provider: MemoryProvider) -> Storage: ...
+    def __call__(
+        self, accounting: Accounting, provider: MemoryProvider, make_writer: MakeWriter | None
+    ) -> Storage: ...
 
 
 STRATEGIES: Mapping[str, tuple[_MakeAccounting, _MakeStorage]] = MappingProxyType(
@@ -65,9 +69,17 @@ def build_accounting(strategy: str, spec: ModelSpec, config: CacheConfig) -> Acc
     return STRATEGIES[strategy][0](groups, config)
 
 
-def build_storage(strategy: str, accounting: Accounting, provider: MemoryProvider) -> Storage:
-    """Where the bytes of an accounting lie, in pages of ``provider``."""
-    return STRATEGIES[strategy][1](accounting, provider)
+def build_storage(
+    strategy: str,
+    accounting: Accounting,
+    provider: MemoryProvider,
+    make_writer: MakeWriter | None = None,
+) -> Storage:
+    """Where the bytes of an accounting lie, in pages of ``provider``.
+
+    ``make_writer`` is asked once for each layer, and what it gives writes there instead of torch.
+    """
+    return STRATEGIES[strategy][1](accounting, provider, make_writer)
 
 
 __all__ = [
@@ -77,10 +89,12 @@ __all__ = [
     "Change",
     "Commit",
     "Copy",
+    "EntryWriter",
     "Fits",
     "Growth",
     "Image",
     "LayerView",
+    "MakeWriter",
     "Never",
     "NotNow",
     "PrefixHit",

@@ -10,8 +10,8 @@ Verdicts and changes are ``quire.blocks``' words; this room adds what is common 
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -275,10 +275,32 @@ class LayerView:
 
     Entry i of a block table is row i here. The strategies that hold ranges give overlapping rows
     (row i begins one token after row i - 1), so a range is a table of one entry.
+
+    Slot s is entry ``s % slots_per_row`` of row ``s // slots_per_row``. That is B for blocks and 1
+    for ranges, where the last slots begin no row of the tensor, but have addresses all the same: a
+    compiled kernel goes by strides.
+
+    Keys and values that are codes have scales where their format has them (``quantized``).
     """
 
     k: "Tensor"  # [N, K, B, D], any strides
     v: "Tensor"  # [N, K, B, Dv]
+    slots_per_row: int
+    k_scale: "Tensor | None" = None  # f32[N, K, B]
+    v_scale: "Tensor | None" = None  # f32[N, K, B]
+    # What a kernel has worked out about the view, for the steps that come after the first one.
+    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+class EntryWriter(Protocol):
+    """Puts entries into one layer's slots, as they are stored there."""
+
+    def __call__(self, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
+        """Shapes: slots i64[T], k [T, K, D], v [T, K, Dv]."""
+        ...
+
+
+MakeWriter: TypeAlias = Callable[[LayerView], EntryWriter]
 
 
 class Storage(Protocol):
@@ -300,11 +322,17 @@ class Storage(Protocol):
         ...
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
-        """Put each token's entry into its slot. Shapes: slots i64[T], k [T, K, D], v [T, K, Dv]."""
+        """Put each token's entry into its slot, quantized where the layer holds codes.
+
+        Shapes: slots i64[T], k [T, K, D], v [T, K, Dv].
+        """
         ...
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
-        """Copy entries out of any slots. Shapes: slots i64[*S] → k [K, *S, D], v [K, *S, Dv]."""
+        """Copy entries out of any slots; codes come out in float32.
+
+        Shapes: slots i64[*S] → k [K, *S, D], v [K, *S, Dv].
+        """
         ...
 
     def view(self, layer: int) -> LayerView: ...

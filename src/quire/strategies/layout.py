@@ -3,13 +3,17 @@
 Ranges are head-major, ``[K, slots, D]`` then ``[K, slots, Dv]``: one head's keys lie side by side,
 which is how attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: one block is one
 piece of memory.
+
+Scales come last: of ranges ``[slots, K, {key, value}]``, since head by head a page of them would
+cover a thousand tokens; of blocks ``[{keys, values}, B]`` behind each head's values.
 """
 
 from collections.abc import Iterable
 from math import lcm
 
+from quire.errors import ConfigError
 from quire.spec import AttentionSpec, Group, RecurrentState
-from quire.spec.layers import dtype_bytes
+from quire.spec.layers import dtype_bytes, scale_bytes
 
 
 def attention_spec(group: Group) -> AttentionSpec:
@@ -18,11 +22,18 @@ def attention_spec(group: Group) -> AttentionSpec:
     return group.spec
 
 
+def range_rows(spec: AttentionSpec) -> list[tuple[int, int]]:
+    """What a slot has in ranges: (pieces, bytes of each) among the keys, the values, the scales."""
+    rows = [(heads, width * dtype_bytes(spec.dtype)) for heads, width in spec.entry_shapes]
+    if scale := scale_bytes(spec.dtype):
+        rows.append((1, scale * sum(heads for heads, _ in spec.entry_shapes)))
+    return rows
+
+
 def page_tokens(group: Group, page_bytes: int) -> int:
-    """The fewest tokens of a range whose rows fill whole pages in each head, keys and values."""
-    spec = attention_spec(group)
-    rows = [width * dtype_bytes(spec.dtype) for _, width in spec.entry_shapes]
-    return lcm(*(lcm(row, page_bytes) // row for row in rows))
+    """The fewest tokens of a range whose rows fill whole pages wherever they lie."""
+    rows = range_rows(attention_spec(group))
+    return lcm(*(lcm(row, page_bytes) // row for _, row in rows))
 
 
 def common_page_tokens(groups: Iterable[Group], page_bytes: int) -> int:
@@ -31,6 +42,17 @@ def common_page_tokens(groups: Iterable[Group], page_bytes: int) -> int:
 
 
 def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
-    """The fewest blocks that fill whole pages in each layer."""
-    block = attention_spec(group).block_bytes(block_size)
+    """The fewest blocks that fill whole pages in each layer.
+
+    Raises: ConfigError where the scales of a block would lie across their own size.
+    """
+    spec = attention_spec(group)
+    scale, width = scale_bytes(spec.dtype), sum(width for _, width in spec.entry_shapes)
+    if scale and block_size * width % scale:
+        raise ConfigError(
+            f"block_size={block_size} gives each head {block_size * width} bytes of {spec.dtype} "
+            f"keys and values; for the scales behind them it must be a multiple of {scale}: make "
+            f"block_size one"
+        )
+    block = spec.block_bytes(block_size)
     return lcm(block, page_bytes) // block

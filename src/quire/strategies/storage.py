@@ -2,32 +2,59 @@
 
 ``RangeStorage`` holds ranges (contiguous, growing, virtual): head-major, [K, slots, D] and then
 [K, slots, Dv]. ``BlockStorage`` holds blocks (paged): [N, K, {keys, values}, B, D], so that a block
-is one piece of memory and a head's keys and values are neighbours. Both carry out changes in order
-and never decide anything.
+is one piece of memory and a head's keys and values are neighbours. Scales come last (``layout``).
+Both carry out changes in order and never decide anything.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.blocks import Change, Commit, Copy, Release
 from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec
-from quire.spec.layers import dtype_bytes
-from quire.strategies.base import Accounting, LayerView
-from quire.strategies.layout import attention_spec
+from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.strategies.base import Accounting, EntryWriter, LayerView, MakeWriter
+from quire.strategies.layout import attention_spec, range_rows
+from quire.strategies.quantized import bits, dequantize, quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class _Entries:
+    """A layer's keys, or its values, and the scales where they are codes that have some."""
+
+    codes: "Tensor"  # ranges: [K, slots, D]; blocks: [N, K, B, D]
+    scales: "Tensor | None" = None  # f32, the same without D
+
+    @property
+    def parts(self) -> "list[Tensor]":
+        return [bits(part) for part in (self.codes, self.scales) if part is not None]
+
+    def quantize(self, x: "Tensor") -> "_Entries":
+        """[T, K, D] as it is stored here."""
+        return _Entries(*quantize(x, self.codes.dtype))
+
+    def read(self, index: Any) -> "Tensor":
+        scales = None if self.scales is None else self.scales[index]
+        return dequantize(self.codes[index], scales)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     region: Region
     view: LayerView
-    k: "Tensor"  # ranges: [K, slots, D]; blocks: [N, K, B, D]
-    v: "Tensor"
+    keys: _Entries
+    values: _Entries
+    write: EntryWriter | None  # None: torch does it
+
+    def stored(self, k: "Tensor", v: "Tensor") -> "Iterator[tuple[Tensor, Tensor]]":
+        """(where, what) for each part of new entries [T, K, D] and [T, K, Dv]."""
+        for held, x in ((self.keys, k), (self.values, v)):
+            yield from zip(held.parts, held.quantize(x).parts, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +77,12 @@ class _Pages:
 class RangeStorage:
     """Head-major ranges."""
 
-    def __init__(self, accounting: Accounting, provider: MemoryProvider) -> None:
+    def __init__(
+        self,
+        accounting: Accounting,
+        provider: MemoryProvider,
+        make_writer: MakeWriter | None = None,
+    ) -> None:
         self.memory = CountedMemory(provider)
         self._groups = accounting.groups
         self._num_slots = [accounting.num_slots(group) for group in range(len(self._groups))]
@@ -59,7 +91,7 @@ class RangeStorage:
             longest = accounting.block_size(index)
             for layer in group.layers:
                 self._layers[layer] = self._layer(
-                    attention_spec(group), self._num_slots[index], longest
+                    attention_spec(group), self._num_slots[index], longest, make_writer
                 )
 
     def apply(self, changes: Iterable[Change]) -> None:
@@ -73,12 +105,15 @@ class RangeStorage:
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
-        held.k.index_copy_(1, slots, k.transpose(0, 1))
-        held.v.index_copy_(1, slots, v.transpose(0, 1))
+        if held.write is not None:
+            held.write(slots, k, v)
+            return
+        for rows, new in held.stored(k, v):
+            rows.index_copy_(1, slots, new.transpose(0, 1))
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
-        held = self._layers[layer]
-        return held.k[:, slots], held.v[:, slots]
+        held, index = self._layers[layer], (slice(None), slots)
+        return held.keys.read(index), held.values.read(index)
 
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
@@ -87,48 +122,62 @@ class RangeStorage:
         for held in self._layers.values():
             held.region.close()
 
-    def _layer(self, spec: AttentionSpec, slots: int, longest: int) -> _Layer:
+    def _layer(
+        self, spec: AttentionSpec, slots: int, longest: int, make_writer: MakeWriter | None
+    ) -> _Layer:
         import torch
 
         (heads, key_dim), (_, value_dim) = spec.entry_shapes
-        key_elements = heads * slots * key_dim
+        sizes = [heads * slots * key_dim, heads * slots * value_dim]  # elements
         region = self.memory.reserve(slots * spec.bytes_per_token)
-        flat = region.tensor(getattr(torch, spec.dtype))[: slots * heads * (key_dim + value_dim)]
-        k = flat[:key_elements].view(heads, slots, key_dim)
-        v = flat[key_elements:].view(heads, slots, value_dim)
-        view = LayerView(
-            k=_ranges_from_every_slot(k, longest), v=_ranges_from_every_slot(v, longest)
+        flat = region.tensor(getattr(torch, spec.dtype))[: sum(sizes)]
+        k, v = torch.split(flat, sizes)
+        keys = _Entries(k.view(heads, slots, key_dim))
+        values = _Entries(v.view(heads, slots, value_dim))
+        if scale := scale_bytes(spec.dtype):
+            start = sum(sizes) * dtype_bytes(spec.dtype) // scale
+            flat = region.tensor(torch.float32)[start : start + 2 * heads * slots]
+            scales = flat.view(slots, heads, 2).permute(2, 1, 0)  # [{key, value}, K, slots]
+            keys, values = _Entries(keys.codes, scales[0]), _Entries(values.codes, scales[1])
+        view = _view(
+            _ranges_from_every_slot(keys, longest),
+            _ranges_from_every_slot(values, longest),
+            slots_per_row=1,
         )
-        return _Layer(region, view, k, v)
+        return _Layer(region, view, keys, values, make_writer and make_writer(view))
 
     def _pages(self, held: _Layer, change: Commit | Release) -> Iterator[_Pages]:
-        """One piece a head, among the keys and among the values."""
+        """One piece a head, among the keys and among the values; one among the scales."""
         spec = attention_spec(self._groups[change.group])
         slots, base = self._num_slots[change.group], 0
-        for heads, width in spec.entry_shapes:
-            row = width * dtype_bytes(spec.dtype)
+        for pieces, row in range_rows(spec):
             length = (change.stop - change.start) * row
-            yield _Pages(held.region, base + change.start * row, length, slots * row, heads)
-            base += heads * slots * row
+            yield _Pages(held.region, base + change.start * row, length, slots * row, pieces)
+            base += pieces * slots * row
 
     @staticmethod
     def _copy(held: _Layer, change: Copy) -> None:
         source = slice(change.source, change.source + change.num_slots)
         target = slice(change.target, change.target + change.num_slots)
         overlap = abs(change.source - change.target) < change.num_slots
-        for rows in (held.k, held.v):
+        for rows in (*held.keys.parts, *held.values.parts):
             rows[:, target] = rows[:, source].clone() if overlap else rows[:, source]
 
 
 class BlockStorage:
     """Blocks of a pool."""
 
-    def __init__(self, accounting: Accounting, provider: MemoryProvider) -> None:
+    def __init__(
+        self,
+        accounting: Accounting,
+        provider: MemoryProvider,
+        make_writer: MakeWriter | None = None,
+    ) -> None:
         self.memory = CountedMemory(provider)
         self._groups = accounting.groups
         self._block_size = accounting.block_size(0)
         self._layers = {
-            layer: self._layer(attention_spec(group), accounting.num_slots(index))
+            layer: self._layer(attention_spec(group), accounting.num_slots(index), make_writer)
             for index, group in enumerate(self._groups)
             for layer in group.layers
         }
@@ -147,15 +196,18 @@ class BlockStorage:
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
+        if held.write is not None:
+            held.write(slots, k, v)
+            return
         block, offset = slots // self._block_size, slots % self._block_size
-        held.k[block, :, offset] = k
-        held.v[block, :, offset] = v
+        for blocks, new in held.stored(k, v):
+            blocks[block, :, offset] = new
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
         held = self._layers[layer]
-        block, offset = slots // self._block_size, slots % self._block_size
+        index = (slots // self._block_size, slice(None), slots % self._block_size)
         # [*S, K, D] → [K, *S, D]
-        return held.k[block, :, offset].movedim(-2, 0), held.v[block, :, offset].movedim(-2, 0)
+        return held.keys.read(index).movedim(-2, 0), held.values.read(index).movedim(-2, 0)
 
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
@@ -164,25 +216,32 @@ class BlockStorage:
         for held in self._layers.values():
             held.region.close()
 
-    def _layer(self, spec: AttentionSpec, slots: int) -> _Layer:
+    def _layer(self, spec: AttentionSpec, slots: int, make_writer: MakeWriter | None) -> _Layer:
         import torch
 
-        size = self._block_size
+        size, dtype = self._block_size, getattr(torch, spec.dtype)
         (heads, key_dim), (_, value_dim) = spec.entry_shapes
         region = self.memory.reserve(slots * spec.bytes_per_token)
-        flat = region.tensor(getattr(torch, spec.dtype))
-        shape = (slots // size, heads, size)
-        head = size * (key_dim + value_dim)  # elements: a head's keys, then its values
-        k = flat.as_strided((*shape, key_dim), (heads * head, head, key_dim, 1))
-        v = flat.as_strided((*shape, value_dim), (heads * head, head, value_dim, 1), size * key_dim)
-        return _Layer(region, LayerView(k=k, v=v), k, v)
+        flat = region.tensor(torch.uint8)[: slots * spec.bytes_per_token]
+        # Bytes of a head: its keys, its values, the scales of both.
+        scales = size * scale_bytes(spec.dtype)
+        sizes = [size * width * dtype_bytes(spec.dtype) for width in (key_dim, value_dim)]
+        parts = torch.split(flat.view(slots // size, heads, -1), [*sizes, scales, scales], 2)
+        k = parts[0].view(dtype).view(-1, heads, size, key_dim)
+        v = parts[1].view(dtype).view(-1, heads, size, value_dim)
+        keys, values = _Entries(k), _Entries(v)
+        if scales:
+            keys = _Entries(k, parts[2].view(torch.float32))
+            values = _Entries(v, parts[3].view(torch.float32))
+        view = _view(keys, values, slots_per_row=size)
+        return _Layer(region, view, keys, values, make_writer and make_writer(view))
 
     def _copy(self, held: _Layer, change: Copy) -> None:
         """Within one block: this is copy-on-write."""
         source, start = divmod(change.source, self._block_size)
         target, goal = divmod(change.target, self._block_size)
         assert max(start, goal) + change.num_slots <= self._block_size, "a copy across blocks"
-        for blocks in (held.k, held.v):
+        for blocks in (*held.keys.parts, *held.values.parts):
             blocks[target, :, goal : goal + change.num_slots] = blocks[
                 source, :, start : start + change.num_slots
             ]
@@ -203,9 +262,20 @@ def _back(change: Commit | Release, pages: list[_Pages]) -> None:
             raise
 
 
-def _ranges_from_every_slot(rows: "Tensor", longest: int) -> "Tensor":
-    """[K, slots, D] → [slots - longest + 1, K, longest, D]: row i is the range from slot i on."""
-    heads, slots, width = rows.shape
-    return rows.as_strided(
-        (slots - longest + 1, heads, longest, width), (width, slots * width, width, 1)
+def _view(keys: _Entries, values: _Entries, *, slots_per_row: int) -> LayerView:
+    return LayerView(
+        k=keys.codes,
+        v=values.codes,
+        k_scale=keys.scales,
+        v_scale=values.scales,
+        slots_per_row=slots_per_row,
     )
+
+
+def _ranges_from_every_slot(held: _Entries, longest: int) -> _Entries:
+    """[K, slots, D] → [slots - longest + 1, K, longest, D]: row i is the range from slot i on."""
+
+    def every(rows: "Tensor") -> "Tensor":
+        return rows.unfold(1, longest, 1).transpose(0, 1).movedim(-1, 2)
+
+    return _Entries(every(held.codes), None if held.scales is None else every(held.scales))
