@@ -12,20 +12,23 @@ MINUTES   ?= 10
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test fuzz: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all fuzz: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz lint format types size bench docs setup clean
+.PHONY: help demo test test-all check fuzz lint format types size bench docs setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## the shipped model's text and memory with each of the four strategies
 	@$(BIN)/quire compare
 
 test: $(READY) ## run the tests
 	@$(BIN)/pytest
+
+test-all: $(READY) ## the tests, and the whole grid of attention: minutes for each instruction set
+	@$(BIN)/pytest -m ""
 
 check: lint types test ## lint, types and test, one after the other
 

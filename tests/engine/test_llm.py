@@ -105,6 +105,40 @@ def test_a_model_in_bfloat16_runs(name: str) -> None:
         assert [len(i) for i in ids(llm.generate(prompts(), GREEDY))] == [20] * 4
 
 
+@pytest.mark.parametrize(
+    ("kept_as", "per_token"),
+    # 4 layers of 2 heads of 16, keys and values.
+    [
+        ("auto", 4 * 2 * 2 * 16 * 4),
+        ("bfloat16", 4 * 2 * 2 * 16 * 2),
+        ("fp8", 4 * 2 * 2 * 16),
+        ("fp8_e4m3", 4 * 2 * 2 * 16),
+        ("int8_per_token_head", 4 * 2 * 2 * (16 + 4)),
+    ],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_keys_and_values_are_kept_in_the_dtype_asked_for(
+    strategy: str, kept_as: str, per_token: int
+) -> None:
+    used: list[int] = []
+    with small(cache=strategy, kv_cache_dtype=kept_as) as llm:
+        assert llm.spec.bytes_per_token == per_token
+        (completion,) = llm.generate(
+            [prompts()[0]], GREEDY, observe=lambda usage: used.append(usage.used_bytes)
+        )
+        # The last token is never computed, and with the one before it everything is given back.
+        assert max(used) == per_token * (len(prompts()[0]) + len(completion.token_ids) - 2)
+        assert len(completion.token_ids) == 20
+        assert_all_is_given_back(llm)
+
+
+@pytest.mark.parametrize("kept_as", ["fp8", "int8_per_token_head"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_runs_on_eight_bits(name: str, kept_as: str) -> None:
+    with small(name, kv_cache_dtype=kept_as, max_num_batched_tokens=16) as llm:
+        assert [len(i) for i in ids(llm.generate(prompts(), GREEDY))] == [20] * 4
+
+
 @pytest.mark.parametrize("budget", [1, 3, 1000])
 def test_chunks_of_any_length_give_the_same(budget: int) -> None:
     with small("gemma3", max_num_batched_tokens=budget) as llm:
@@ -522,7 +556,7 @@ def test_each_prompt_can_have_parameters_of_its_own() -> None:
     [
         ({"cach": "paged"}, "unknown option 'cach'; did you mean 'cache'"),
         ({"max_seqs": 2}, "unknown option 'max_seqs'; did you mean 'max_num_seqs'"),
-        ({"zzz": 2}, "unknown option 'zzz'; known: block_size, cache"),
+        ({"zzz": 2}, "unknown option 'zzz'; known: attention_backend, block_size"),
         ({"cache": "sparse"}, "cache 'sparse' is unknown; known: contiguous, growing"),
         ({"cache": None}, "cache None is unknown"),
         ({"cache": ["paged"]}, "is unknown"),
@@ -530,6 +564,8 @@ def test_each_prompt_can_have_parameters_of_its_own() -> None:
         ({"reserve": 1}, "reserve 1 is unknown"),
         ({"dtype": "float8"}, "dtype 'float8' is unknown; known: auto, float32"),
         ({"dtype": 3}, "dtype 3 is unknown"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' is unknown; known: auto, flo"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' is unknown; .* int8_per_token_head"),
         ({"dtype": "float16"}, "dtype=float16 is not the model's, float32"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0 must be from 1"),
         ({"kv_cache_memory_bytes": -4096}, "kv_cache_memory_bytes=-4,096 must be"),

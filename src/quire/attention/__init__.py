@@ -1,13 +1,16 @@
 """Tensors: a packed batch of chunks attends to what its sequences hold."""
 
 from quire.attention.base import AttentionBackend, AttentionBatch, make_batch
+from quire.attention.choose import BACKENDS, choose_backend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 
 __all__ = [
+    "BACKENDS",
     "AttentionBackend",
     "AttentionBatch",
     "ReferenceAttention",
     "SdpaAttention",
+    "choose_backend",
     "make_batch",
 ]

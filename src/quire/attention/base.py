@@ -9,9 +9,8 @@ The letters of every shape comment in Quire:
     G  query heads that share a key-value head       L   tokens that one sequence can read
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.spec import AttentionSpec
-from quire.strategies import Accounting, LayerView
+from quire.strategies import Accounting, LayerView, MakeWriter
+
+Counts: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +31,13 @@ class AttentionBatch:
     last ones of its context_lens[i] tokens.
     """
 
-    query_starts: tuple[int, ...]  # [S + 1]
-    context_lens: tuple[int, ...]  # [S], the chunk included
+    query_starts: Counts  # i64[S + 1]
+    context_lens: Counts  # i64[S], the chunk included
     tables: Tensor  # i64[S, P], -1 where a window has passed or a table has ended
     slots: Tensor  # i64[T]: where the chunk's own entries go
     block_size: int
+    # What a backend has worked out for the step, for the layers that come after the first one.
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_seqs(self) -> int:
@@ -42,10 +45,8 @@ class AttentionBatch:
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(first query, one past the last, context length) of each sequence."""
-        return [
-            (*ends, n)
-            for ends, n in zip(pairwise(self.query_starts), self.context_lens, strict=True)
-        ]
+        starts = self.query_starts.tolist()
+        return list(zip(starts, starts[1:], self.context_lens.tolist(), strict=False))
 
 
 class AttentionBackend(Protocol):
@@ -53,6 +54,11 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def make_writer(self) -> MakeWriter | None:
+        """What writes a layer's entries for the storage; None: torch does."""
+        ...
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         """Why this backend cannot serve layers of ``spec`` on ``device``; None if it can."""
@@ -77,54 +83,16 @@ def make_batch(
     accounting: Accounting, group: int, chunks: list[tuple[int, int, int]]
 ) -> AttentionBatch:
     """A step's batch for one group. ``chunks``: (sequence id, start, stop) of what is computed."""
-    starts = [0, *np.cumsum([stop - start for _, start, stop in chunks]).tolist()]
+    bounds = np.array([chunk[1:] for chunk in chunks], np.int64)
     tables = [accounting.table(group, seq_id) for seq_id, _, _ in chunks]
     padded: npt.NDArray[np.int64] = np.full((len(chunks), max(map(len, tables))), -1, np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     slots = np.concatenate([accounting.slots(group, *chunk) for chunk in chunks])
     return AttentionBatch(
-        query_starts=tuple(starts),
-        context_lens=tuple(stop for _, _, stop in chunks),
+        query_starts=np.concatenate([[0], np.cumsum(bounds[:, 1] - bounds[:, 0])]),
+        context_lens=bounds[:, 1].copy(),
         tables=torch.from_numpy(padded),
         slots=torch.from_numpy(slots),
         block_size=accounting.block_size(group),
     )
-
-
-def read_sequence(
-    view: LayerView, batch: AttentionBatch, index: int, start: int
-) -> tuple[Tensor, Tensor]:
-    """Sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
-
-    A view where one table entry holds them all, else a copy.
-    """
-    stop, size = batch.context_lens[index], batch.block_size
-    first, last = start // size, (stop - 1) // size
-    if first == last:
-        block = int(batch.tables[index, first])
-        inside = slice(start - first * size, stop - first * size)
-        return view.k[block, :, inside], view.v[block, :, inside]
-    blocks = batch.tables[index, first : last + 1]
-    inside = slice(start - first * size, stop - first * size)
-    # [P, K, B, D] → [K, P * B, D]
-    k, v = (x[blocks].transpose(0, 1).flatten(1, 2)[:, inside] for x in (view.k, view.v))
-    return k, v
-
-
-def readable(
-    spec: AttentionSpec, num_queries: int, context_len: int, start: int, device: torch.device
-) -> Tensor | None:
-    """bool[num_queries, context_len - start]: which tokens each query may read; None if all.
-
-    The queries are the last ones of the context; the tokens are those from ``start`` on.
-    """
-    first = context_len - num_queries
-    if num_queries == 1 and spec.live_range(first).start <= start:
-        return None
-    lows = torch.tensor(
-        [spec.live_range(i).start for i in range(first, context_len)], device=device
-    )
-    queries = torch.arange(first, context_len, device=device)
-    tokens = torch.arange(start, context_len, device=device)
-    return (tokens >= lows[:, None]) & (tokens <= queries[:, None])

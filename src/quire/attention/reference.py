@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, read_sequence
+from quire.attention.base import AttentionBatch
+from quire.attention.gather import output_width, read_for
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 
@@ -12,6 +13,7 @@ class ReferenceAttention:
     """One query, one head at a time, in float64, with nothing fused and nothing skipped."""
 
     name = "reference"
+    make_writer = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None
@@ -27,12 +29,12 @@ class ReferenceAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        out = q.new_empty(*q.shape[:2], view.v.shape[-1])
+        out = q.new_empty(*q.shape[:2], output_width(spec))
         for index, (first_query, end, context_len) in enumerate(batch.chunks()):
             for token in range(first_query, end):
                 position = context_len - (end - token)
                 start = spec.live_range(position).start
-                k, v = read_sequence(view, batch, index, start)
+                k, v = read_for(spec, view, batch, index, start)
                 stop = position + 1 - start
                 for head in range(q.shape[1]):
                     kv_head = head * k.shape[0] // q.shape[1]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.attention.base import AttentionBatch, read_sequence, readable
+from quire.attention.base import AttentionBatch
+from quire.attention.gather import output_width, read_for, readable
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 
@@ -18,6 +19,7 @@ class SdpaAttention:
     """``scaled_dot_product_attention``; written out where it lacks softcap or sinks."""
 
     name = "sdpa"
+    make_writer = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None
@@ -33,10 +35,10 @@ class SdpaAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        out = q.new_empty(*q.shape[:2], view.v.shape[-1])
+        out = q.new_empty(*q.shape[:2], output_width(spec))
         for index, (begin, end, context_len) in enumerate(batch.chunks()):
             start = spec.live_range(context_len - (end - begin)).start
-            k, v = read_sequence(view, batch, index, start)
+            k, v = read_for(spec, view, batch, index, start)
             mask = readable(spec, end - begin, context_len, start, q.device)
             out[begin:end] = attend_sequence(
                 q[begin:end], k, v, mask, scale=scale, softcap=softcap, sinks=sinks
@@ -61,9 +63,11 @@ def attend_sequence(
     rows = q.transpose(0, 1).reshape(k.shape[0], sharing * num_queries, -1)
     row_mask = None if mask is None else mask.repeat(sharing, 1)
     if softcap is None and sinks is None:
-        result = scaled_dot_product_attention(
-            rows[None], k[None], v[None], attn_mask=row_mask, scale=scale
-        )[0]
+        # Where queries and entries differ in dtype, in one that holds both.
+        common = torch.promote_types(q.dtype, k.dtype)
+        one, keys, values = (x[None].to(common) for x in (rows, k, v))
+        result = scaled_dot_product_attention(one, keys, values, attn_mask=row_mask, scale=scale)
+        result = result[0].to(q.dtype)
     else:
         # In float32, as the fused kernel does inside: a rounded score is a wrong weight.
         scores = rows.float() @ k.transpose(1, 2).float() * scale

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quire.attention import SdpaAttention
-from quire.config import EngineConfig
+from quire.attention import choose_backend
+from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, encode, split
@@ -25,6 +25,7 @@ from quire.memory import HostMemory, MemoryProvider
 from quire.memory.budget import kv_ceiling
 from quire.models.loader import LoadedModel, adopt, load
 from quire.strategies import CacheConfig, Usage, build_accounting, build_storage
+from quire.strategies.layout import attention_spec
 from quire.units import format_count
 
 Observer: TypeAlias = Callable[[Usage], None]
@@ -85,14 +86,25 @@ class LLM:
         self.config = EngineConfig.from_options(**options)
         loaded = _loaded(model, tokenizer, self.config.dtype)
         refuse_recurrent(loaded.spec)
-        self.name, self.spec, self.tokenizer = loaded.name, loaded.spec, loaded.tokenizer
+        self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        kept_as = KV_CACHE_DTYPES[self.config.kv_cache_dtype]
+        self.spec = loaded.spec if kept_as is None else loaded.spec.with_kv_dtype(kept_as)
         provider = HostMemory() if provider is None else provider
         cache_config = _cache_config(self.config, loaded, provider.page_bytes)
         self.max_model_len = cache_config.max_model_len
         refuse_switching_positions(loaded, self.max_model_len)
-        self._accounting = build_accounting(self.config.cache, loaded.spec, cache_config)
+        self._accounting = build_accounting(self.config.cache, self.spec, cache_config)
         refuse_too_little(self._accounting, self.max_model_len)
-        self._storage = build_storage(self.config.cache, self._accounting, provider)
+        backend = choose_backend(
+            self.config.attention_backend,
+            [attention_spec(group) for group in self._accounting.groups],
+            loaded.model.device,
+            kernel_dir=kernel_dir(),
+        )
+        self.attention_backend = backend.name
+        self._storage = build_storage(
+            self.config.cache, self._accounting, provider, backend.make_writer
+        )
         self.memory = self._storage.memory
         self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
         scheduler = Scheduler(
@@ -104,7 +116,7 @@ class LLM:
             watermark_bytes=int(self.config.watermark * cache_config.capacity_bytes),
         )
         try:
-            runner = ModelRunner(loaded, self._accounting, self._storage, SdpaAttention())
+            runner = ModelRunner(loaded, self._accounting, self._storage, backend)
             runner.try_out(loaded, max_tokens=self.max_model_len)
         except BaseException:
             self._storage.close()

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from quire.attention import AttentionBackend, AttentionBatch
-from quire.attention.base import read_sequence, readable
+from quire.attention.gather import read_sequence, readable
 from quire.attention.sdpa import attend_sequence
 from quire.errors import UnsupportedModel
 from quire.spec import AttentionSpec, LatentAttention
@@ -73,7 +73,11 @@ class EngineCache:
             return key_states, value_states
         view = step.storage.view(layer_idx)
         held = [read_sequence(view, batch, index, 0) for index in range(batch.num_seqs)]
-        return torch.cat([k for k, _ in held], 1)[None], torch.cat([v for _, v in held], 1)[None]
+        # In the model's own dtype, whatever they are kept in.
+        return (
+            torch.cat([k for k, _ in held], 1)[None].to(key_states.dtype),
+            torch.cat([v for _, v in held], 1)[None].to(value_states.dtype),
+        )
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         """What a token's place in the batch lacks to its position.

@@ -1,0 +1,97 @@
+"""Kernels on torch's own threads: one pool in the process, and Python's lock free meanwhile.
+
+torch's CPU build brings a GNU OpenMP library, and that library's entry for compiled code starts any
+function on its pool. A second pool (numba's, or one of ours) would make both slower. Where there is
+no such library a call runs on its own thread.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Threads:
+    """Runs a worker on several threads at once.
+
+    Not in a forked child: the pool's threads do not exist there and waiting for them never ends.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._parallel = _gomp_parallel()
+
+    @property
+    def most(self) -> int:
+        """As many as torch would use."""
+        return torch.get_num_threads() if self._parallel is not None else 1
+
+    def run(self, worker: int, frame: bytes, num_threads: int) -> None:
+        """Call the function at an address with a frame's, on that many threads, and wait.
+
+        Raises: RuntimeError in a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"attention was first used in process {self._pid}, and this is a fork of it, in "
+                f"which its threads do not exist: start processes by spawn "
+                f'(multiprocessing.set_start_method("spawn")), or build the engine in the child'
+            )
+        if num_threads == 1 or self._parallel is None:
+            _WORKER(worker)(frame)
+        else:
+            self._parallel(worker, frame, num_threads, 0)
+
+
+class Scratch:
+    """Memory that calls work in, lent and taken back: it stays in the caches from layer to layer.
+
+    Calls on several threads of a program each get their own.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        try:
+            found = self._free.pop()
+        except IndexError:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return found if found.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        self._free.append(memory)
+
+
+_WORKER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+
+@cache
+def _gomp_parallel():  # type: ignore[no-untyped-def]
+    """``GOMP_parallel`` of the library that torch has loaded; None, and a log line, if none."""
+    path = _loaded_gomp()
+    if path is None:
+        log.warning("attention runs on one thread: torch brings no GNU OpenMP library here")
+        return None
+    start = ctypes.CDLL(path).GOMP_parallel
+    start.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    start.restype = None
+    return start
+
+
+def _loaded_gomp() -> str | None:
+    """Where that library lies. torch must be imported, or another copy might be loaded first."""
+    if sys.platform == "linux":
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            found = re.search(r"(/\S*libgomp[^/\s]*\.so\S*)", line)
+            if found:
+                return found[1]
+    beside = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    return str(beside[0]) if beside else None

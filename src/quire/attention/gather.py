@@ -1,0 +1,70 @@
+"""The slow way to a sequence's entries: out of its blocks, into one tensor. And who may read them.
+
+For what has no kernel of its own: the reference, torch's attention, models that expand a latent.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch
+from quire.spec import AttentionSpec, LatentAttention
+from quire.strategies import LayerView
+from quire.strategies.quantized import dequantize
+
+
+def read_sequence(
+    view: LayerView, batch: AttentionBatch, index: int, start: int
+) -> tuple[Tensor, Tensor]:
+    """Sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
+
+    A view where one table entry holds them all, else a copy; a copy in float32 of codes.
+    """
+    stop, size = int(batch.context_lens[index]), batch.block_size
+    first, last = start // size, (stop - 1) // size
+    inside = slice(start - first * size, stop - first * size)
+    blocks = batch.tables[index, first : last + 1]
+
+    def read(rows: Tensor) -> Tensor:
+        """[N, K, B, …] → [K, L, …]"""
+        if first == last:
+            return rows[int(blocks), :, inside]
+        return rows[blocks].transpose(0, 1).flatten(1, 2)[:, inside]
+
+    k_scale = None if view.k_scale is None else read(view.k_scale)
+    v_scale = None if view.v_scale is None else read(view.v_scale)
+    return dequantize(read(view.k), k_scale), dequantize(read(view.v), v_scale)
+
+
+def read_for(
+    spec: AttentionSpec, view: LayerView, batch: AttentionBatch, index: int, start: int
+) -> tuple[Tensor, Tensor]:
+    """What queries meet and what their weights sum: k [K, L, D], v [K, L, Dv].
+
+    Of a latent that stays as it is kept, the key is latent and rotary key, the value the latent.
+    """
+    k, v = read_sequence(view, batch, index, start)
+    return (torch.cat([k, v], -1), k) if isinstance(spec, LatentAttention) else (k, v)
+
+
+def output_width(spec: AttentionSpec) -> int:
+    """Dv of what attention gives: a value's width, or a latent's."""
+    (_, key_width), (_, value_width) = spec.entry_shapes
+    return key_width if isinstance(spec, LatentAttention) else value_width
+
+
+def readable(
+    spec: AttentionSpec, num_queries: int, context_len: int, start: int, device: torch.device
+) -> Tensor | None:
+    """bool[num_queries, context_len - start]: which tokens each query may read; None if all.
+
+    The queries are the last ones of the context; the tokens are those from ``start`` on.
+    """
+    first = context_len - num_queries
+    if num_queries == 1 and spec.live_range(first).start <= start:
+        return None
+    lows = torch.tensor(
+        [spec.live_range(i).start for i in range(first, context_len)], device=device
+    )
+    queries = torch.arange(first, context_len, device=device)
+    tokens = torch.arange(start, context_len, device=device)
+    return (tokens >= lows[:, None]) & (tokens <= queries[:, None])

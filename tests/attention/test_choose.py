@@ -1,0 +1,82 @@
+"""Which backend is chosen, and that whoever is passed over is named with the reason."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire
+from quire.attention import BACKENDS, choose_backend
+from quire.errors import ConfigError
+from quire.spec import FullAttention
+
+CPU = torch.device("cpu")
+
+
+def layer(dtype: str = "bfloat16") -> FullAttention:
+    return FullAttention(num_kv_heads=2, head_dim=16, dtype=dtype)
+
+
+def test_auto_takes_the_kernels_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quire"):
+        assert choose_backend("auto", [layer()], CPU).name == "cpu"
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("INFO", "attention backend: cpu")
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "auto"])
+def test_a_name_is_that_backend(name: str) -> None:
+    assert choose_backend(name, [layer()], CPU).name == name
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'flash' is unknown; known: auto, cpu, sdpa, reference"):
+        choose_backend("flash", [layer()], CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "why"),
+    [("float64", "cpu", "no kernel for float64"), ("bfloat16", "meta", "not of meta")],
+)
+def test_what_the_kernels_cannot_serve_falls_to_torch_aloud(
+    dtype: str, device: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    specs = [layer(), layer(dtype)]  # one layer is enough
+    with caplog.at_level(logging.INFO, "quire"):
+        assert choose_backend("auto", specs, torch.device(device)).name == "sdpa"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert why in record.message
+    with pytest.raises(ConfigError, match=why):
+        choose_backend("cpu", specs, torch.device(device))
+
+
+def test_without_llvmlite_torch_attends_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("quire.attention.cpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["quire.attention"], "cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    with caplog.at_level(logging.INFO, "quire"):
+        assert choose_backend("auto", [layer()], CPU).name == "sdpa"
+    assert "llvmlite cannot be imported" in caplog.text
+    with pytest.raises(ConfigError, match="llvmlite cannot be imported"):
+        choose_backend("cpu", [layer()], CPU)
+
+
+def test_an_engine_says_what_it_attends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    options = {"max_model_len": 64, "kv_cache_memory_bytes": "16MB"}
+    with quire.LLM(**options) as llm:
+        assert llm.attention_backend == "cpu"
+    assert list(tmp_path.glob("*.o"))
+    with quire.LLM(attention_backend="sdpa", **options) as llm:
+        assert llm.attention_backend == "sdpa"
+    with pytest.raises(ConfigError, match="known: auto, cpu, sdpa, reference"):
+        quire.LLM(attention_backend="flashinfer", **options)

@@ -1,0 +1,242 @@
+"""Steps for attention backends: sequences half-way in a storage, and what came into it.
+
+``formula`` is the oracle: attention as it is written on paper, in float64, over plain tensors that
+never saw a block table. An error is max |Δ| over max |formula|.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention import AttentionBackend, AttentionBatch, make_batch
+from quire.memory import HostMemory
+from quire.spec import (
+    AttentionSpec,
+    ChunkedAttention,
+    FullAttention,
+    Group,
+    LatentAttention,
+    SlidingWindow,
+)
+from quire.strategies import STRATEGIES, CacheConfig, Fits, Storage, build_storage
+from quire.strategies.quantized import dequantize, quantize
+
+# Rounding of the inputs is no error here: both read the same ones. What is left is the rounding of
+# weights and of the result: one or two units of the last of 11 bits in float16, of 8 in bfloat16.
+# It goes by the queries' dtype: codes are read as what they stand for.
+TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+)
+
+Chunks = tuple[tuple[int, int], ...]  # a sequence: (tokens computed before, tokens of this step)
+
+# Prefill from nothing, its later chunks, decodes; all of them in one batch.
+CHUNKS: Chunks = ((0, 13), (31, 1), (5, 7), (0, 1), (40, 12), (8, 1), (17, 3), (59, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step over sequences that are half-way, and their keys and values as plain tensors."""
+
+    spec: AttentionSpec
+    q: Tensor
+    storage: Storage
+    batch: AttentionBatch
+    chunks: Chunks
+    slots: list[Tensor]  # a sequence: i64[L - first], of the tokens from ``firsts`` on
+    firsts: list[int]  # the first token that this step reads
+    keys: list[Tensor]  # a sequence: [L, K, D], as they were before any rounding to codes
+    values: list[Tensor]
+
+    @property
+    def view(self) -> Any:
+        return self.storage.view(0)
+
+    def attend(self, backend: AttentionBackend, **options: Any) -> Tensor:
+        return backend.attend(self.q, self.view, self.fresh_batch(), spec=self.spec, **options)
+
+    def fresh_batch(self) -> AttentionBatch:
+        """As a step finds it: nothing is remembered from an earlier call."""
+        return replace(self.batch, memo={})
+
+    def poison(self, *, with_byte: int = 0xFF) -> None:
+        """All bits of what no query of this step may read become ones: NaN in every format.
+
+        That is the rest of the region: tails of blocks, blocks of others and of nobody, what is
+        behind a window. (An int8 is -1 then, its scale NaN.)
+        """
+        region = self.view.k.untyped_storage()
+        torch.empty(0, dtype=torch.uint8).set_(region).fill_(with_byte)
+        self.write_live()
+
+    def write_live(self) -> None:
+        for slots, first, k, v in zip(self.slots, self.firsts, self.keys, self.values, strict=True):
+            self.storage.write(0, slots, k[first:], v[first:])
+
+
+def make_spec(
+    kind: str, *, kv_heads: int, dims: tuple[int, int], dtype: str, reach: int = 0
+) -> AttentionSpec:
+    """``reach``: of a window or a chunk; ``dims``: of key and value, of latent and rotary key."""
+    if kind == "latent":
+        return LatentAttention(latent_dim=dims[0], rope_dim=dims[1], dtype=dtype)
+    common = dict(
+        num_kv_heads=kv_heads,
+        head_dim=dims[0],
+        value_head_dim=None if dims[1] == dims[0] else dims[1],
+        dtype=dtype,
+    )
+    if kind == "sliding":
+        return SlidingWindow(**common, window=reach or 9)
+    if kind == "chunked":
+        return ChunkedAttention(**common, chunk=reach or 6)
+    assert kind == "full"
+    return FullAttention(**common)
+
+
+def make_case(
+    spec: AttentionSpec,
+    *,
+    sharing: int,
+    q_dtype: torch.dtype | None = None,
+    strategy: str = "paged",
+    block_size: int = 4,
+    chunks: Chunks = CHUNKS,
+    seed: int = 0,
+) -> Case:
+    """Sequences grow in turns, with others ending between them, so that tables are shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    kept_as = getattr(torch, spec.dtype)
+    q_dtype = q_dtype or kept_as
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(q_dtype)
+
+    longest = max(map(sum, chunks))
+    max_model_len = max(64, -(-longest // 64) * 64)
+    num_tokens = sum(map(sum, chunks)) + (10 + 2 * block_size) * 2 * len(chunks)
+    piece = max(5, longest // 12)
+    config = CacheConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=2 * len(chunks),
+        capacity_bytes=2**21 + 4 * num_tokens * spec.bytes_per_token
+        if strategy == "paged"
+        else 2**33,
+        block_size=block_size,
+        growth_tokens=8,
+        page_bytes=HostMemory().page_bytes,
+    )
+    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    storage = build_storage(strategy, accounting, HostMemory())
+    key_shape, value_shape = spec.entry_shapes
+    keys = [random(sum(chunk), *key_shape) for chunk in chunks]
+    values = [random(sum(chunk), *value_shape) for chunk in chunks]
+
+    def compute(index: int, start: int, stop: int) -> None:
+        assert isinstance(accounting.try_extend(index, stop), Fits)
+        storage.apply(accounting.drain())
+        slots = torch.from_numpy(accounting.slots(0, index, start, stop))
+        storage.write(0, slots, keys[index][start:stop], values[index][start:stop])
+
+    passing = range(100, 100 + len(chunks) // 2)
+    for seq_id in [*range(len(chunks)), *passing]:
+        accounting.add(seq_id)
+    for begin in range(0, longest, piece):
+        for index, (history, _) in enumerate(chunks):
+            if begin < history:
+                compute(index, begin, min(begin + piece, history))
+        for seq_id in passing:
+            if begin < 2 * piece:
+                fits = accounting.try_extend(seq_id, 5 + 5 * (begin // piece))
+                assert isinstance(fits, Fits)
+            elif begin == 2 * piece:
+                accounting.free(seq_id)
+    for index, (history, length) in enumerate(chunks):
+        compute(index, history, history + length)
+    accounting.check()
+    firsts = [spec.live_range(history).start for history, _ in chunks]
+    step = [(i, history, history + length) for i, (history, length) in enumerate(chunks)]
+    width = key_shape[1] + (value_shape[1] if isinstance(spec, LatentAttention) else 0)
+    return Case(
+        spec=spec,
+        q=random(sum(length for _, length in chunks), key_shape[0] * sharing, width),
+        storage=storage,
+        batch=make_batch(accounting, 0, step),
+        chunks=chunks,
+        slots=[
+            torch.from_numpy(accounting.slots(0, i, first, stop))
+            for first, (i, _, stop) in zip(firsts, step, strict=True)
+        ],
+        firsts=firsts,
+        keys=keys,
+        values=values,
+    )
+
+
+def make_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def formula(
+    case: Case, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """[T, H, Dv] in float64, one sequence at a time."""
+    outs = []
+    packed = case.q.double()
+    for (history, length), *entry in zip(case.chunks, case.keys, case.values, strict=True):
+        kept_as = getattr(torch, case.spec.dtype)
+        k, v = (dequantize(*quantize(x, kept_as)).double() for x in entry)
+        if isinstance(case.spec, LatentAttention):
+            k, v = torch.cat([k, v], -1), k
+        q, packed = packed[:length], packed[length:]
+        group_size = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group_size, 1) for x in (k, v))  # [L, H, D]
+        scores = torch.einsum("qhd,lhd->hql", q, k) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores[:, ~read_by(case.spec, history, length)] = -torch.inf
+        top = scores.amax(-1, keepdim=True)  # that exp does not overflow
+        weights = (scores - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + (sinks.double()[:, None, None] - top).exp()
+        outs.append(torch.einsum("hql,lhd->qhd", weights / total, v))
+    return torch.cat(outs)
+
+
+def read_by(spec: AttentionSpec, history: int, length: int) -> Tensor:
+    """bool[length, history + length]: which tokens each query reads."""
+    return torch.tensor(
+        [
+            [reads(spec, position, token) for token in range(history + length)]
+            for position in range(history, history + length)
+        ]
+    )
+
+
+def reads(spec: AttentionSpec, position: int, token: int) -> bool:
+    match spec:
+        case SlidingWindow(window=window):
+            return position - window < token <= position
+        case ChunkedAttention(chunk=chunk):
+            return token <= position and token // chunk == position // chunk
+        case _:
+            return token <= position
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also where they are NaN."""
+    return a.dtype == b.dtype and bool(np.array_equal(as_bytes(a), as_bytes(b)))
+
+
+def as_bytes(x: Tensor) -> Any:
+    return x.contiguous().view(torch.uint8).numpy()

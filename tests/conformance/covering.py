@@ -1,0 +1,63 @@
+"""Samples of a grid in which every pair of levels meets: most defects need no more than two.
+
+Greedy, and the same on every machine: a row is the one of some random candidates that has the most
+pairs that are still missing.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def cover(factors: Mapping[str, Sequence[Any]], *, fixed: Sequence[str] = ()) -> list[Row]:
+    """Rows in which each pair of levels of two factors occurs.
+
+    The levels of the ``fixed`` factors come first in every combination; if that is not enough for
+    all pairs, more rows follow.
+    """
+    rows: list[Row] = []
+    missing = all_pairs(factors)
+    choose = random.Random(0)
+    for levels in product(*(factors[name] for name in fixed)) if fixed else ():
+        rows.append(_best(factors, dict(zip(fixed, levels, strict=True)), missing, choose))
+        missing -= pairs_of(rows[-1])
+    while missing:
+        # A pair that is still missing is in the row for certain, so this ends.
+        rows.append(_best(factors, dict(min(missing, key=repr)), missing, choose))
+        missing -= pairs_of(rows[-1])
+    return rows
+
+
+def spread(factors: Mapping[str, Sequence[Any]], fixed: Sequence[str]) -> list[Row]:
+    """Every combination of the ``fixed`` factors once, with as many other pairs as that allows."""
+    count = len(list(product(*(factors[name] for name in fixed))))
+    return cover(factors, fixed=fixed)[:count]
+
+
+def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:
+    return {
+        ((a, x), (b, y))
+        for a, b in combinations(factors, 2)
+        for x, y in product(factors[a], factors[b])
+    }
+
+
+def pairs_of(row: Row) -> set[Any]:
+    return set(combinations(row.items(), 2))
+
+
+def _best(
+    factors: Mapping[str, Sequence[Any]], given: Row, missing: set[Any], choose: random.Random
+) -> Row:
+    def candidate() -> Row:
+        # In the factors' own order, as the names of pairs are.
+        return {n: given.get(n, choose.choice(levels)) for n, levels in factors.items()}
+
+    return max((candidate() for _ in range(40)), key=lambda row: len(pairs_of(row) & missing))
+
+
+def levels_in(rows: Iterable[Row]) -> set[tuple[str, Any]]:
+    return {item for row in rows for item in row.items()}
