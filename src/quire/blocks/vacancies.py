@@ -16,7 +16,6 @@ import numpy.typing as npt
 from quire.blocks.runs import NO_IDS, Ids
 
 _EXTENT = 32  # of 32 blocks side by side 31 have their neighbour: 97 %
-_USED = -1
 _SLACK = 64  # stale entries that are not worth a sweep
 _SHARE = 32  # one in so many ids: at least as many have changed hands between two look-ups
 
@@ -25,11 +24,11 @@ class Vacancies:
     """Ids 0 … count - 1, all vacant at first: a stack, from which any may also be taken."""
 
     def __init__(self, count: int) -> None:
-        # An id that is taken from the middle leaves its entry behind. Valid is the entry of a
-        # vacant id that lies in its place.
-        self._stack = np.empty(count + count // 4 + _SLACK, np.int32)
-        self._places = np.full(count + 1, _USED, np.int32)  # of ids; of the one after the last
-        self._places_after = self._places[1:]  # of the ids after these; after -1: _USED
+        # An id that is taken from the middle leaves its entry behind. It counts again when the id
+        # is vacant again, but then there is another one above it, which comes first.
+        self._stack = np.empty(count + count // 32 + _SLACK, np.int32)
+        self._vacant = np.zeros(count + 1, bool)  # of ids; never of the one after the last
+        self._vacant_after = self._vacant[1:]  # of the ids after these; after -1: False
         self._len = self._top = 0
         self._starts, self._lengths = NO_IDS, NO_IDS  # where runs may begin
         self._num_changed = 0  # ids put and taken since these were looked up
@@ -39,7 +38,7 @@ class Vacancies:
         return self._len
 
     def are_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        vacant: npt.NDArray[np.bool_] = self._places[ids] >= 0
+        vacant: npt.NDArray[np.bool_] = self._vacant[ids]
         return vacant
 
     def put(self, ids: Ids) -> None:
@@ -49,7 +48,7 @@ class Vacancies:
             self._sweep()
             stop = self._top + len(ids)
         self._stack[self._top : stop] = ids
-        self._places[ids] = np.arange(self._top, stop, dtype=np.int32)
+        self._vacant[ids] = True
         self._top = stop
         self._len += len(ids)
         self._num_changed += len(ids)
@@ -64,12 +63,10 @@ class Vacancies:
         found: list[Ids] = []
         while count:
             bottom = max(0, self._top - max(count, 16))
-            entries = self._stack[bottom : self._top]
-            valid = (self._places[entries] == np.arange(bottom, self._top)).nonzero()[0]
-            valid = valid[: -count - 1 : -1]
-            count -= len(valid)
-            self._top = bottom if count else bottom + int(valid[-1])
-            found.append(self._use(entries[valid].astype(np.intp)))
+            places, ids = self._counting(bottom)
+            found.append(self._use(ids[:count]))
+            count -= len(found[-1])
+            self._top = bottom if count else int(places[len(found[-1]) - 1])
         return _joined(found)
 
     def take(self, after: Ids) -> Ids:
@@ -77,7 +74,7 @@ class Vacancies:
 
         A negative entry goes on where the one before it has been placed.
         """
-        vacant = self._places_after[after] >= 0
+        vacant = self._vacant_after[after]
         num_vacant = int(np.count_nonzero(vacant))
         if num_vacant < len(after) and np.count_nonzero(after < 0):
             return self._take_runs(after)
@@ -96,12 +93,10 @@ class Vacancies:
         return ids
 
     def check(self) -> None:
-        vacant = (self._places >= 0).nonzero()[0]
+        vacant = self._vacant.nonzero()[0]
         assert len(vacant) == self._len, "the vacant ids are miscounted"
-        assert self._places[-1] == _USED, "there is no such id"
-        places = self._places[vacant]
-        assert (places < self._top).all(), "a vacant id has no entry"
-        assert (self._stack[places] == vacant).all(), "a vacant id's entry is not in its place"
+        assert not self._vacant[-1], "there is no such id"
+        assert np.isin(vacant, self._stack[: self._top]).all(), "a vacant id has no entry"
 
     # -- runs ------------------------------------------------------------------------------------
 
@@ -133,7 +128,7 @@ class Vacancies:
         """Take so many for one sequence, in as few runs as can be had."""
         found: list[Ids] = []
         if after >= 0:
-            used = (self._places_after[after : after + count] < 0).nonzero()[0]
+            used = (~self._vacant_after[after : after + count]).nonzero()[0]
             stop = after + 1 + (int(used[0]) if len(used) else count)
             found.append(self._use(np.arange(after + 1, stop)))
             count -= len(found[-1])
@@ -149,7 +144,7 @@ class Vacancies:
 
     def _can_begin(self) -> bool:
         """Whether there are places for new runs. They are looked up if that is due."""
-        share = len(self._places) // _SHARE
+        share = len(self._vacant) // _SHARE
         if self._len < share:  # they would be too small to be worth it
             return False
         if not len(self._starts) and self._num_changed >= share:
@@ -158,7 +153,7 @@ class Vacancies:
 
     def _look_up(self) -> None:
         """Whole extents by address, then what is left of others, the longest first."""
-        ids = (self._places >= 0).nonzero()[0]
+        ids = self._vacant.nonzero()[0]
         begins = ((np.diff(ids, prepend=-2) != 1) | (ids % _EXTENT == 0)).nonzero()[0]
         starts, lengths = ids[begins], np.diff(begins, append=len(ids))
         # Right before the rest of an extent somebody may be growing.
@@ -171,18 +166,23 @@ class Vacancies:
     # -- entries ---------------------------------------------------------------------------------
 
     def _use(self, ids: Ids) -> Ids:
-        self._places[ids] = _USED
+        self._vacant[ids] = False
         self._len -= len(ids)
         self._num_changed += len(ids)
         return ids
 
+    def _counting(self, bottom: int) -> tuple[Ids, Ids]:
+        """Entries that count from the place ``bottom`` on, the last one first: places and ids."""
+        entries = self._stack[bottom : self._top][::-1]
+        places = self._vacant[entries].nonzero()[0]
+        places = places[np.sort(np.unique(entries[places], return_index=True)[1])]
+        return self._top - 1 - places, entries[places].astype(np.intp)
+
     def _sweep(self) -> None:
-        """Keep the valid entries, in their order."""
-        entries = self._stack[: self._top]
-        valid = entries[self._places[entries] == np.arange(self._top)]
-        self._top = len(valid)
-        self._stack[: self._top] = valid
-        self._places[valid] = np.arange(self._top, dtype=np.int32)
+        """Keep the entries that count, in their order."""
+        _, ids = self._counting(0)
+        self._top = len(ids)
+        self._stack[: self._top] = ids[::-1]
 
 
 def _joined(some: list[Ids]) -> Ids:
