@@ -6,16 +6,16 @@ the processors during it (/proc/stat). Candidates take turns, so that sample i o
 of another saw the same machine.
 """
 
-import gc
 import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
+
+from blocks_harness import quiet as no_collection
 
 SAMPLE_S = 0.06
 WAIT_S = 0.2  # for the others to leave; then the sample is taken all the same, and is dirty
@@ -110,7 +110,7 @@ def take_turns(
     """
     timings = {name: Timing() for name in calls}
     begun = time.monotonic()
-    with _no_collection():
+    with no_collection():
         for call in calls.values():
             call()
         for turn in range(2 * num_rounds):
@@ -165,13 +165,3 @@ def _own_s() -> float:
     """Processor time of this process and of children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

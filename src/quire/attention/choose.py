@@ -36,34 +36,31 @@ def choose_backend(
     several = tuple(specs)
     reasons: list[str] = []
     for candidate in _FASTEST_FIRST if name == "auto" else (name,):
-        made = _make(candidate, kernel_dir)
-        reason = made if isinstance(made, str) else _unsupported(made, several, device)
-        if reason is None and not isinstance(made, str):
-            told = f"attention backend: {candidate}"
-            if reasons:
-                log.warning("%s, for %s", told, "; ".join(reasons))
-            else:
-                log.info(told)
-            return made
-        reasons.append(f"{candidate} cannot serve: {reason}")
+        found = _find(candidate, several, device, kernel_dir)
+        if isinstance(found, str):
+            reasons.append(f"{candidate} cannot serve: {found}")
+            continue
+        told = f"attention backend: {candidate}"
+        if reasons:
+            log.warning("%s, for %s", told, "; ".join(reasons))
+        else:
+            log.info(told)
+        return found
     raise ConfigError(f"attention backend {name!r}: {'; '.join(reasons)}")
 
 
-def _make(name: str, kernel_dir: Path | None) -> AttentionBackend | str:
-    """A backend, or why there is none."""
-    if name == "reference":
-        return ReferenceAttention()
-    if name == "sdpa":
-        return SdpaAttention()
-    try:
-        from quire.attention.cpu import CpuAttention
-    except (ImportError, OSError) as error:  # no wheel for this platform, or one that is broken
-        return f"llvmlite cannot be imported ({error})"
-    return CpuAttention(cache_dir=kernel_dir)
-
-
-def _unsupported(
-    backend: AttentionBackend, specs: tuple[AttentionSpec, ...], device: torch.device
-) -> str | None:
+def _find(
+    name: str, specs: tuple[AttentionSpec, ...], device: torch.device, kernel_dir: Path | None
+) -> AttentionBackend | str:
+    """The backend of that name, or why it cannot serve these layers."""
+    backend: AttentionBackend
+    if name == "cpu":
+        try:
+            from quire.attention.cpu import CpuAttention
+        except (ImportError, OSError) as error:  # no wheel for this platform, or a broken one
+            return f"llvmlite cannot be imported ({error})"
+        backend = CpuAttention(cache_dir=kernel_dir)
+    else:
+        backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)
-    return next((reason for reason in reasons if reason is not None), None)
+    return next((reason for reason in reasons if reason is not None), backend)

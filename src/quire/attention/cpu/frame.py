@@ -5,12 +5,15 @@ Everything here is a 64-bit integer for them: an address, a count, or a stride i
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import LANES, LINE_BYTES
+from quire.attention.cpu.language import LANES, LINE_BYTES, Int
 from quire.attention.cpu.panels import KEYS, PanelShape
 from quire.attention.cpu.rows import RowShape
-from quire.spec.layers import Count
 from quire.units import align_up, ceil_div
 
 MAX_PANELS = 32  # of an item
@@ -33,6 +36,8 @@ ITEM = ("rows", "seq", "first_query", "head", "first_row", "start", "stop", "are
 GROUP = ("remaining", "num_parts", "first_area")
 WORD_BYTES = 8
 _PAGE_BYTES = 4096
+
+Rows = TypeVar("Rows", int, npt.NDArray[np.int64], Int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +140,9 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Of a row of an area's output."""
-        return align_up(self.shape.value_dim, LANES) * 4
+        return self.row.out_row_bytes
 
-    def area_bytes(self, num_rows: Count) -> Count:
-        """Of one area, or of many."""
+    def area_bytes(self, num_rows: Rows) -> Rows:
+        """Of an area of so many rows; of many areas at once; or as the kernels work it out."""
         lines = (num_rows * (8 + self.row_bytes) + LINE_BYTES - 1) // LINE_BYTES
         return lines * LINE_BYTES

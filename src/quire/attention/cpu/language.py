@@ -35,12 +35,12 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-BIT, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 SHORTS, BYTES = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
-HALVES, BITS = ir.VectorType(F16, LANES), ir.VectorType(BIT, LANES)
+HALVES = ir.VectorType(F16, LANES)
 BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 _ORDINARY = ("nsz", "contract", "reassoc")  # what may be rearranged; infinities and NaN are kept
@@ -181,8 +181,8 @@ class Code:
         """a where the condition holds, else b."""
         return Int(self.b, self.b.select(condition, a.value, b.value))
 
-    def forever(self, body: Callable[[], Value]) -> None:
-        """``while not body(): pass``, but what follows the condition in the body is skipped."""
+    def forever(self, body: Callable[[], None]) -> None:
+        """``while True: body()``, until the body leaves."""
         again, after = (self.b.append_basic_block(n) for n in ("again", "done"))
         self.b.branch(again)
         self.b.position_at_end(again)
@@ -213,23 +213,18 @@ class Code:
 
     def read(self, address: Int, typ: ir.Type) -> Value:
         """Whatever lies at an address, aligned as one element is."""
-        element = typ.element if isinstance(typ, ir.VectorType) else typ
-        align = {I8: 1, I16: 2, F16: 2}.get(element, 8 if element == I64 else 4)
-        return self.b.load(self.pointer(address), align=align, typ=typ)
+        return self.b.load(self.pointer(address), align=_element_bytes(typ), typ=typ)
 
     def number(self, address: Int) -> Int:
         """A 64-bit integer from memory."""
         return Int(self.b, self.read(address, I64))
 
     def write(self, value: Value, address: Int) -> None:
-        typ = value.type
-        element = typ.element if isinstance(typ, ir.VectorType) else typ
-        align = {I8: 1, I16: 2, F16: 2}.get(element, 8 if element == I64 else 4)
-        self.b.store(value, self.pointer(address), align=align)
+        self.b.store(value, self.pointer(address), align=_element_bytes(value.type))
 
     def read_part(self, address: Int, element: ir.Type, count: int, lanes: int) -> Value:
         """The first ``count`` elements and zeros: not a byte behind them is touched."""
-        nbytes = {I8: 1, I16: 2, F16: 2}.get(element, 4)
+        nbytes = _element_bytes(element)
         zero = ir.Constant(ir.VectorType(element, lanes), [_zero(element)] * lanes)
         if count == lanes:
             return self.read(address, zero.type)
@@ -388,6 +383,11 @@ def _word(value: int | Int) -> Value:
 
 def _is(value: int | Int, number: int) -> bool:
     return isinstance(value, int) and value == number
+
+
+def _element_bytes(typ: ir.Type) -> int:
+    element = typ.element if isinstance(typ, ir.VectorType) else typ
+    return {I8: 1, I16: 2, F16: 2, I64: 8}.get(element, 4)
 
 
 def _zero(element: ir.Type) -> float | int:

@@ -7,9 +7,8 @@ from llvmlite import ir
 
 from quire.attention.cpu.exponential import exp2
 from quire.attention.cpu.formats import KIND_BYTES, kind_factor, store_as
-from quire.attention.cpu.frame import AttendShape
+from quire.attention.cpu.frame import AttendShape, Layout
 from quire.attention.cpu.language import F32, I32, LANES, LINE_BYTES, LOG2_E, Code, Int
-from quire.units import align_up
 
 
 def write_finish_row(code: Code, shape: AttendShape) -> None:
@@ -36,8 +35,8 @@ def write_finish_row(code: Code, shape: AttendShape) -> None:
 def write_merge(code: Code, shape: AttendShape) -> None:
     """(first area, number of areas, rows): all of them into the first one, in order."""
     area, num_parts, num_rows = code.params
-    row_bytes = align_up(shape.value_dim, LANES) * 4
-    part_bytes = (num_rows * (8 + row_bytes) + (LINE_BYTES - 1)) // LINE_BYTES * LINE_BYTES
+    layout = Layout(shape, code.isa)
+    row_bytes, part_bytes = layout.row_bytes, layout.area_bytes(num_rows)
 
     def row(part: Int, r: Int) -> None:
         here, there = area, area + part * part_bytes

@@ -12,6 +12,7 @@ from llvmlite.ir import Value
 from torch import Tensor
 
 from quire.attention.cpu.formats import KIND_BYTES, load_as, store_as
+from quire.attention.cpu.frame import WORD_BYTES
 from quire.attention.cpu.isa import Isa
 from quire.attention.cpu.language import F32, INTS, LANES, Code, Int
 from quire.attention.cpu.machine import Kernels
@@ -21,12 +22,11 @@ from quire.strategies import LayerView
 from quire.units import ceil_div
 
 _FRAME = (
-    "next_item", "next_thread", "tokens_per_item", "num_tokens", "slots",
+    "next_item", "num_tokens", "slots",
     "from_k", "from_k_token", "from_k_head", "from_v", "from_v_token", "from_v_head",
     "slots_per_row", "k", "k_row", "k_head", "k_token", "v", "v_row", "v_head", "v_token",
     "k_scale", "v_scale", "scale_row", "scale_head", "scale_token",
 )  # fmt: skip
-_WORD = 8
 _TOKENS_PER_ITEM = 32
 _WORTH_THREADS = 2**17  # bytes of a call
 SOURCES = ("f32", "f16", "bf16")  # kinds that arrive
@@ -47,17 +47,17 @@ def write_writer(module: ir.Module, shape: WriteShape, isa: Isa) -> None:
     """Add "work" to a module: threads take runs of tokens until none is left."""
     code = Code(module, "work", 1, isa)
     frame = code.params[0]
-    call = {name: code.number(frame + n * _WORD) for n, name in enumerate(_FRAME) if n >= 2}
+    call = {name: code.number(frame + n * WORD_BYTES) for n, name in enumerate(_FRAME) if n}
 
     def item() -> None:
-        first = code.take(frame) * call["tokens_per_item"]
+        first = code.take(frame) * _TOKENS_PER_ITEM
         code.leave_when(first >= call["num_tokens"])
-        last = (first + call["tokens_per_item"]).at_most(call["num_tokens"])
+        last = (first + _TOKENS_PER_ITEM).at_most(call["num_tokens"])
         code.each(last, token, start=first)
 
     def place(what: str, t: Int) -> Int:
         """The address of k, v, k_scale or v_scale of a token's first head."""
-        slot = code.number(call["slots"] + t * _WORD)
+        slot = code.number(call["slots"] + t * WORD_BYTES)
         row, inside = slot // call["slots_per_row"], slot % call["slots_per_row"]
         stride = "scale" if what.endswith("scale") else what
         return call[what] + row * call[f"{stride}_row"] + inside * call[f"{stride}_token"]
@@ -155,7 +155,7 @@ class KernelWriter:
         slots, k, v = (with_dense_rows(x) for x in (slots, k, v))
         num_tokens = k.shape[0]
         frame = self._frame.pack(
-            0, 0, _TOKENS_PER_ITEM, num_tokens, slots.data_ptr(),
+            0, num_tokens, slots.data_ptr(),
             *words(k, 2), *words(v, 2), *self._place,
         )  # fmt: skip
         nbytes = (k.numel() + v.numel()) * k.element_size()
