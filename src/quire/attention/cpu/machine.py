@@ -76,7 +76,9 @@ class Kernels:
             write(module)
             image = _compile(module, self.isa)
             _keep(path, image)
-        jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=False)
+        # The other linker takes its pieces of memory where there is room: between reservations as
+        # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
+        jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=True)
         builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol("work")
         library = builder.link(jit, key)
         return library, library["work"]
