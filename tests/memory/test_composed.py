@@ -1,8 +1,11 @@
-"""Ceilings, counters, injected failures and checked promises, each and stacked."""
+"""Ceilings, counters and injected failures, each and stacked."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from conformance.memory_cases import heap_files
 from quire.errors import MemoryUnavailable
 from quire.memory import (
     CheckedMemory,
@@ -10,7 +13,7 @@ from quire.memory import (
     FailingMemory,
     HostMemory,
     LimitedMemory,
-    Region,
+    MemoryProvider,
 )
 
 PAGE = HostMemory().page_bytes
@@ -99,68 +102,6 @@ def test_failing_memory_fails_by_number_over_all_regions() -> None:
     assert (one.committed_bytes, other.committed_bytes) == (2 * PAGE, PAGE)
 
 
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        ({"offset": 0, "nbytes": PAGE}, "page 0 is committed already"),
-        ({"offset": 5 * PAGE, "nbytes": PAGE, "stride": PAGE, "count": 6}, "page 8 is committed"),
-        ({"offset": 100, "nbytes": PAGE}, "not multiples of the page"),
-        ({"offset": 0, "nbytes": 100}, "not multiples of the page"),
-        ({"offset": 0, "nbytes": PAGE, "stride": PAGE + 1, "count": 2}, "not multiples"),
-        ({"offset": 5 * PAGE, "nbytes": 0}, "empty"),
-        ({"offset": 5 * PAGE, "nbytes": PAGE, "count": 0}, "empty"),
-        ({"offset": 5 * PAGE, "nbytes": PAGE, "count": 2}, "overlap"),
-        ({"offset": 5 * PAGE, "nbytes": 2 * PAGE, "stride": PAGE, "count": 2}, "overlap"),
-        ({"offset": 19 * PAGE, "nbytes": 2 * PAGE}, "outside of the region"),
-        ({"offset": -PAGE, "nbytes": PAGE}, "outside of the region"),
-        ({"offset": 5 * PAGE, "nbytes": PAGE, "stride": 5 * PAGE, "count": 4}, "outside"),
-    ],
-)
-def test_checked_memory_refuses_a_broken_promise(asked: dict[str, int], complaint: str) -> None:
-    region = CheckedMemory(HostMemory()).reserve(20 * PAGE)
-    region.commit(0, PAGE, stride=8 * PAGE, count=2)
-    with pytest.raises(AssertionError, match=complaint):
-        region.commit(**asked)
-    assert region.committed_bytes == 2 * PAGE
-    region.check()
-
-
-def test_checked_memory_refuses_to_give_back_twice() -> None:
-    region = CheckedMemory(HostMemory()).reserve(20 * PAGE)
-    region.commit(0, 8 * PAGE)
-    region.decommit(2 * PAGE, PAGE)
-    with pytest.raises(AssertionError, match="page 2 is not committed"):
-        region.decommit(0, 4 * PAGE)
-    with pytest.raises(AssertionError, match="page 8 is not committed"):
-        region.decommit(4 * PAGE, PAGE, stride=2 * PAGE, count=3)
-    assert region.committed_bytes == 7 * PAGE
-
-
-def test_checked_memory_forgets_a_commit_that_failed() -> None:
-    region = CheckedMemory(FailingMemory(HostMemory(), failing={1})).reserve(PAGE)
-    with pytest.raises(MemoryUnavailable):
-        region.commit(0, PAGE)
-    region.commit(0, PAGE)
-    region.check()
-
-
-def test_checked_memory_notices_a_counter_that_drifted() -> None:
-    upstream = HostMemory()
-    host_region = upstream.reserve(4 * PAGE)
-
-    class Handing:
-        page_bytes = PAGE
-
-        def reserve(self, nbytes: int) -> Region:
-            return host_region
-
-    region = CheckedMemory(Handing()).reserve(4 * PAGE)
-    region.commit(0, PAGE)
-    host_region.commit(PAGE, PAGE)  # behind its back
-    with pytest.raises(AssertionError, match=f"1 pages of {PAGE} bytes are committed"):
-        region.check()
-
-
 def test_providers_stack() -> None:
     limited = LimitedMemory(HostMemory(), limit_bytes=4 * PAGE)
     counted = CountedMemory(FailingMemory(limited, failing={2}))
@@ -176,3 +117,74 @@ def test_providers_stack() -> None:
     region.close()
     assert limited.committed_bytes == counted.committed_bytes == 0
     assert counted.returned_bytes == 4 * PAGE
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        CountedMemory,
+        lambda upstream: LimitedMemory(upstream, limit_bytes=2**30),
+        lambda upstream: FailingMemory(upstream, failing=()),
+        CheckedMemory,
+    ],
+    ids=["counted", "limited", "failing", "checked"],
+)
+def test_a_provider_can_share_if_the_one_below_can(
+    wrap: Callable[[MemoryProvider], MemoryProvider],
+) -> None:
+    portable = HostMemory(portable=True)
+    assert wrap(portable).cannot_share == portable.cannot_share == "it is told to be portable"
+    assert wrap(HostMemory()).cannot_share == HostMemory().cannot_share
+
+
+@pytest.mark.skipif(HostMemory().cannot_share is not None, reason="no heaps here")
+def test_pages_are_counted_once_however_often_they_are_seen() -> None:
+    counted = CountedMemory(HostMemory())
+    region = counted.reserve(10 * PAGE, heap_bytes=8 * PAGE)
+    assert counted.reserved_bytes == region.nbytes == 16 * PAGE
+    region.commit(0, 4 * PAGE)
+    windows = [region.window(100 * PAGE) for _ in range(3)]
+    for window in windows:
+        window.map(0, 0, 4 * PAGE)
+        window.map(50 * PAGE, 2 * PAGE, 2 * PAGE)
+    assert counted.reserved_bytes == 316 * PAGE  # windows are address space too
+    assert counted.committed_bytes == counted.peak_committed_bytes == 4 * PAGE
+    windows[0].unmap(0, PAGE)
+    windows[1].close()
+    assert counted.committed_bytes == 4 * PAGE
+    region.close()
+    assert counted.committed_bytes == counted.reserved_bytes == 0
+    assert counted.returned_bytes == 4 * PAGE
+
+
+@pytest.mark.skipif(HostMemory().cannot_share is not None, reason="no heaps here")
+@pytest.mark.parametrize("name", ["limited", "failing"])
+def test_a_refused_commit_leaves_heaps_and_windows_as_they_were(name: str) -> None:
+    refusing: LimitedMemory | FailingMemory
+    if name == "limited":
+        refusing = LimitedMemory(HostMemory(), limit_bytes=5 * PAGE)
+    else:
+        refusing = FailingMemory(HostMemory(), failing={2, 3})
+    counted = CountedMemory(refusing)
+    region = CheckedMemory(counted).reserve(64 * PAGE, heap_bytes=8 * PAGE)
+    before = len(heap_files())
+    region.commit(0, 4 * PAGE)
+    window = region.window(8 * PAGE)
+    window.map(0, 0, 4 * PAGE)
+    seen = window.tensor(torch.uint8)
+    seen[: 4 * PAGE] = 1
+    for asked in (
+        {"offset": 6 * PAGE, "nbytes": 30 * PAGE},
+        {"offset": 8 * PAGE, "nbytes": PAGE, "stride": 8 * PAGE, "count": 5},
+    ):
+        with pytest.raises(MemoryUnavailable):
+            region.commit(**asked)
+        assert region.committed_bytes == counted.committed_bytes == 4 * PAGE
+        assert len(heap_files()) == before + 1
+        assert seen[: 4 * PAGE].eq(1).all()
+        assert seen[4 * PAGE :].eq(0).all()
+        region.check()
+    region.commit(8 * PAGE, PAGE)
+    window.map(4 * PAGE, 8 * PAGE, PAGE)
+    assert seen[4 * PAGE :].eq(0).all()
+    assert region.committed_bytes == counted.committed_bytes == 5 * PAGE

@@ -11,7 +11,7 @@ import torch
 
 from quire.errors import MemoryUnavailable
 from quire.memory import HostMemory, Region
-from quire.memory.probe import resident_bytes
+from quire.memory.machine.probe import resident_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
 PAGE = mmap.PAGESIZE
@@ -69,7 +69,7 @@ def test_address_space_can_run_out() -> None:
         import resource
         from quire.errors import MemoryUnavailable
         from quire.memory import HostMemory
-        from quire.memory.probe import available_bytes, memory_bounds
+        from quire.memory.machine.probe import available_bytes, memory_bounds
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, -1))
         assert "RLIMIT_AS (ulimit -v)" in [bound.source for bound in memory_bounds()]
         room = available_bytes()
@@ -92,7 +92,7 @@ def test_a_forked_child_sees_zeros_and_shares_no_page() -> None:
         """
         import os, torch
         from quire.memory import HostMemory
-        from quire.memory.probe import resident_bytes
+        from quire.memory.machine.probe import resident_bytes
         region = HostMemory().reserve(1 << 20)
         region.commit(0, 1 << 20)
         flat = region.tensor(torch.uint8)
@@ -106,6 +106,115 @@ def test_a_forked_child_sees_zeros_and_shares_no_page() -> None:
             os._exit(0 if untouched and zeros else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert flat.eq(5).all()
+        """
+    )
+
+
+@linux
+def test_what_a_forked_child_does_changes_nothing_here() -> None:
+    run(
+        """
+        import os, torch
+        from quire.errors import MemoryUnavailable
+        from quire.memory import CountedMemory, HostMemory
+        from quire.memory.machine.probe import resident_bytes
+
+        def in_child(memory, region, flat):
+            region.commit(1 << 19, 1 << 18)
+            flat[1 << 19] = 6
+            region.decommit(0, 1 << 18)
+            assert not flat[: 1 << 18].any()
+            region.close()
+            memory.reserve(1 << 20).commit(0, 1 << 20)
+
+        for options in ({}, {"portable": True}, {"huge_pages": True}, {"locked": True}):
+            try:
+                memory = CountedMemory(HostMemory(**options))
+                region = memory.reserve(1 << 20)
+            except MemoryUnavailable:
+                assert "locked" in options  # it needs the right to
+                continue
+            region.commit(0, 1 << 19)
+            flat = region.tensor(torch.uint8).numpy()
+            flat[: 1 << 19] = 5
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    in_child(memory, region, flat)
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert (flat[: 1 << 19] == 5).all() and not flat[1 << 19 :].any()
+            assert region.committed_bytes == memory.committed_bytes == 1 << 19
+            assert resident_bytes(flat.ctypes.data, 1 << 20) == 1 << 19
+            region.close()
+            assert memory.committed_bytes == 0
+        """
+    )
+
+
+@linux
+def test_a_forked_child_has_no_part_in_heaps() -> None:
+    if (why := HostMemory().cannot_share) is not None:
+        pytest.skip(f"no heaps: {why}")
+    run(
+        """
+        import os, sys, torch
+        from quire.errors import MemoryUnavailable
+        from quire.memory import HostMemory
+        PAGE = HostMemory().page_bytes
+        region = HostMemory().reserve(16 * PAGE, heap_bytes=4 * PAGE)
+        region.commit(0, 10 * PAGE)
+        window = region.window(8 * PAGE)
+        window.map(0, 2 * PAGE, 4 * PAGE)
+        flat, seen = region.tensor(torch.uint8).numpy(), window.tensor(torch.uint8).numpy()
+        flat[: 10 * PAGE] = 5
+
+        def backed():
+            files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+            heaps = [file for file in files
+                     if os.path.exists(file) and "memfd:quire" in os.readlink(file)]
+            return sum(os.stat(file).st_blocks * 512 for file in heaps)
+
+        assert backed() == region.committed_bytes == 10 * PAGE
+        closed, (wait, go) = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert not flat.any() and not seen.any()
+                for verb, arguments in (
+                    (region.commit, (12 * PAGE, PAGE)),
+                    (region.decommit, (0, PAGE)),
+                    (region.window, (PAGE,)),
+                    (window.map, (4 * PAGE, 0, PAGE)),
+                ):
+                    try:
+                        verb(*arguments)
+                    except MemoryUnavailable as error:
+                        assert "forked" in str(error)
+                    else:
+                        raise AssertionError(f"{verb} is not refused")
+                window.unmap(0, PAGE)
+                window.close()
+                region.close()
+                own = HostMemory().reserve(4 * PAGE, heap_bytes=4 * PAGE)
+                own.commit(0, PAGE)
+                own.close()
+                os.write(closed[1], b"!")
+                os.read(wait, 1)  # until its parent has closed the region
+                assert backed() == 0  # and no page lives on here
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.read(closed[0], 1) == b"!"
+        assert (flat[: 10 * PAGE] == 5).all() and (seen[: 4 * PAGE] == 5).all()
+        assert backed() == region.committed_bytes == 10 * PAGE
+        region.close()
+        os.write(go, b"!")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         """
     )
 
@@ -137,7 +246,7 @@ def test_an_old_kernel_gets_portable_memory_and_a_line_in_the_log(
     caplog.set_level("INFO")
     assert HostMemory(portable=True).portable
     assert not caplog.records
-    monkeypatch.setattr("quire.memory.host._can_populate", lambda: False)
+    monkeypatch.setattr("quire.memory.host.pieces.can_populate", lambda: False)
     assert HostMemory().portable
     assert "MADV_POPULATE_WRITE" in caplog.text
 

@@ -1,7 +1,8 @@
 """Where the bytes come from: reserved once, committed page by page. Importing it loads no torch."""
 
-from quire.memory.base import MemoryProvider, Region
-from quire.memory.composed import CheckedMemory, CountedMemory, FailingMemory, LimitedMemory
+from quire.memory.base import MemoryProvider, Region, Window
+from quire.memory.checked import CheckedMemory
+from quire.memory.composed import CountedMemory, FailingMemory, LimitedMemory
 from quire.memory.host import HostMemory
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "LimitedMemory",
     "MemoryProvider",
     "Region",
+    "Window",
 ]

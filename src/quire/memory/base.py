@@ -1,7 +1,8 @@
 """Bytes: address space that is reserved once and backed with pages as needed.
 
 ``MemoryProvider`` reserves; a ``Region`` commits and decommits pages under addresses that never
-move. What the bytes mean (blocks, ranges, layers) is not known here.
+move. A region whose physical memory comes in heaps can show its pages at further addresses, through
+a ``Window``. What the bytes mean (blocks, ranges, layers) is not known here.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -40,9 +41,20 @@ class Region(Protocol):
         ...
 
     def decommit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
-        """Give the pages of the same pieces back to the system; reading them gives zeros.
+        """Give the pages of the same pieces back to the system; no window shows them any more.
+
+        Reading them then gives zeros and takes nothing. (Not so on a GPU, nor where physical memory
+        comes in heaps: what is not committed must not be read at the region's own addresses.)
 
         Raises: ValueError after ``close``.
+        """
+        ...
+
+    def window(self, nbytes: int) -> "Window":
+        """Reserve ``nbytes`` of further addresses, to see this region's pages in another order.
+
+        Raises: MemoryUnavailable if the system refuses. ValueError for a region that was reserved
+        without heaps, and after ``close``.
         """
         ...
 
@@ -54,10 +66,53 @@ class Region(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back every page. The addresses themselves go when the last tensor over them dies.
+        """Give back every page, and close the windows.
 
-        A second call does nothing.
+        The addresses themselves go when the last tensor over them dies. A second call does nothing.
         """
+        ...
+
+
+class Window(Protocol):
+    """Addresses at which pages of one region are seen: the processor's page table as a block table.
+
+    One page may be seen in any number of windows and places. Reading where nothing is shown gives
+    zeros and takes nothing on a host, so that a kernel may read past the end; there is nothing to
+    be written there. A window has no pages of its own and commits none.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space."""
+        ...
+
+    def map(self, offset: int, source: int, nbytes: int) -> None:
+        """Show the region's committed bytes [source, source + nbytes) from ``offset`` on.
+
+        What was shown there no longer is: copying a page and mapping the copy is copy-on-write in
+        place.
+
+        Raises: MemoryUnavailable if the system refuses; what is shown there is then unknown until
+        it is mapped again or unmapped. ValueError after ``close``.
+        """
+        ...
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Show nothing in [offset, offset + nbytes). It works at the system's limit of mappings.
+
+        Raises: ValueError after ``close``.
+        """
+        ...
+
+    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
+        """A flat tensor over the whole window. It keeps the address range alive.
+
+        Raises: ValueError after ``close``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Show nothing more. The addresses go when the last tensor over them dies."""
         ...
 
 
@@ -66,12 +121,21 @@ class MemoryProvider(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """The unit of commit and decommit."""
+        """The unit of commit, decommit and mapping."""
         ...
 
-    def reserve(self, nbytes: int) -> Region:
+    @property
+    def cannot_share(self) -> str | None:
+        """Why regions cannot have heaps and windows here, in words; None if they can."""
+        ...
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> Region:
         """Take address space for ``nbytes`` (rounded up to pages); no page is committed.
 
-        Raises: MemoryUnavailable if the system refuses.
+        With ``heap_bytes`` (whole pages; ``nbytes`` is rounded up to whole heaps) the physical
+        memory comes in heaps of that size: one is added when the first of its pages is committed
+        and dropped when the last one goes. Such a region has windows.
+
+        Raises: MemoryUnavailable if the system refuses, or ``cannot_share``.
         """
         ...

@@ -1,4 +1,4 @@
-"""Providers that wrap a provider: a ceiling, counters, injected failures, checked promises.
+"""Providers that wrap a provider: a ceiling, counters, injected failures.
 
 Each does one thing, so that they stack: ``CountedMemory(LimitedMemory(HostMemory(), …))``. A region
 that is dropped without ``close`` stays on their books.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, final
 
 from quire.errors import MemoryUnavailable
-from quire.memory.base import MemoryProvider, Region
+from quire.memory.base import MemoryProvider, Region, Window
 from quire.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ class CountedMemory:
     def page_bytes(self) -> int:
         return self._upstream.page_bytes
 
-    def reserve(self, nbytes: int) -> "CountedRegion":
-        region = CountedRegion(self._upstream.reserve(nbytes), self)
+    @property
+    def cannot_share(self) -> str | None:
+        return self._upstream.cannot_share
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CountedRegion":
+        region = CountedRegion(self._upstream.reserve(nbytes, heap_bytes=heap_bytes), self)
         self.reserved_bytes += region.nbytes
         return region
 
@@ -51,12 +55,13 @@ class CountedMemory:
 class CountedRegion:
     """Reports to its ``CountedMemory`` what has happened."""
 
-    __slots__ = ("_counts", "_open", "_upstream")
+    __slots__ = ("_counts", "_open", "_upstream", "_window_bytes")
 
     def __init__(self, upstream: Region, counts: CountedMemory) -> None:
         self._upstream = upstream
         self._counts = counts
         self._open = True
+        self._window_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +79,12 @@ class CountedRegion:
         self._upstream.decommit(offset, nbytes, stride=stride, count=count)
         self._counts.give_back(nbytes * count)
 
+    def window(self, nbytes: int) -> Window:
+        window = self._upstream.window(nbytes)
+        self._window_bytes += window.nbytes
+        self._counts.reserved_bytes += window.nbytes
+        return window
+
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         return self._upstream.tensor(dtype)
 
@@ -81,7 +92,7 @@ class CountedRegion:
         if self._open:
             self._open = False
             self._counts.give_back(self._upstream.committed_bytes)
-            self._counts.reserved_bytes -= self._upstream.nbytes
+            self._counts.reserved_bytes -= self._upstream.nbytes + self._window_bytes
             self._upstream.close()
 
 
@@ -110,6 +121,9 @@ class GuardedRegion:
     def decommit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
         self._upstream.decommit(offset, nbytes, stride=stride, count=count)
 
+    def window(self, nbytes: int) -> Window:
+        return self._upstream.window(nbytes)
+
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         return self._upstream.tensor(dtype)
 
@@ -136,8 +150,13 @@ class LimitedMemory:
     def committed_bytes(self) -> int:
         return self._counted.committed_bytes
 
-    def reserve(self, nbytes: int) -> GuardedRegion:
-        return GuardedRegion(self._counted.reserve(nbytes), self._refuse_above_limit)
+    @property
+    def cannot_share(self) -> str | None:
+        return self._counted.cannot_share
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
+        region = self._counted.reserve(nbytes, heap_bytes=heap_bytes)
+        return GuardedRegion(region, self._refuse_above_limit)
 
     def _refuse_above_limit(self, asked_bytes: int) -> None:
         committed_bytes = self._counted.committed_bytes
@@ -166,8 +185,13 @@ class FailingMemory:
     def page_bytes(self) -> int:
         return self._upstream.page_bytes
 
-    def reserve(self, nbytes: int) -> GuardedRegion:
-        return GuardedRegion(self._upstream.reserve(nbytes), self._fail_in_turn)
+    @property
+    def cannot_share(self) -> str | None:
+        return self._upstream.cannot_share
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
+        region = self._upstream.reserve(nbytes, heap_bytes=heap_bytes)
+        return GuardedRegion(region, self._fail_in_turn)
 
     def _fail_in_turn(self, asked_bytes: int) -> None:
         self.num_commits += 1
@@ -175,82 +199,3 @@ class FailingMemory:
             raise MemoryUnavailable(
                 f"commit {self.num_commits} ({format_bytes(asked_bytes)}) fails, as it was told to"
             )
-
-
-@final
-class CheckedMemory:
-    """Holds callers to the promises in ``Region``, remembering every committed page."""
-
-    def __init__(self, upstream: MemoryProvider) -> None:
-        self._upstream = upstream
-
-    @property
-    def page_bytes(self) -> int:
-        return self._upstream.page_bytes
-
-    def reserve(self, nbytes: int) -> "CheckedRegion":
-        return CheckedRegion(self._upstream.reserve(nbytes), self.page_bytes)
-
-
-@final
-class CheckedRegion:
-    """Raises AssertionError, and has changed nothing, for pieces that are misaligned, outside of
-    the region, overlapping, or not in the state that the caller claims.
-    """
-
-    __slots__ = ("_committed", "_page_bytes", "_upstream")
-
-    def __init__(self, upstream: Region, page_bytes: int) -> None:
-        self._upstream = upstream
-        self._page_bytes = page_bytes
-        self._committed: set[int] = set()  # page numbers
-
-    @property
-    def nbytes(self) -> int:
-        return self._upstream.nbytes
-
-    @property
-    def committed_bytes(self) -> int:
-        return self._upstream.committed_bytes
-
-    def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
-        pages = self._pages(offset, nbytes, stride, count)
-        if twice := self._committed.intersection(pages):
-            raise AssertionError(f"page {min(twice)} is committed already")
-        self._upstream.commit(offset, nbytes, stride=stride, count=count)
-        self._committed.update(pages)
-
-    def decommit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
-        pages = self._pages(offset, nbytes, stride, count)
-        if never := set(pages) - self._committed:
-            raise AssertionError(f"page {min(never)} is not committed")
-        self._upstream.decommit(offset, nbytes, stride=stride, count=count)
-        self._committed.difference_update(pages)
-
-    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        return self._upstream.tensor(dtype)
-
-    def close(self) -> None:
-        self.check()
-        self._upstream.close()
-        self._committed.clear()
-
-    def check(self) -> None:
-        """The counter says what the pages say."""
-        if self.committed_bytes != len(self._committed) * self._page_bytes:
-            raise AssertionError(
-                f"{len(self._committed)} pages of {self._page_bytes} bytes are committed, but the "
-                f"region counts {self.committed_bytes} bytes"
-            )
-
-    def _pages(self, offset: int, nbytes: int, stride: int, count: int) -> list[int]:
-        page = self._page_bytes
-        asked = f"offset={offset}, nbytes={nbytes}, stride={stride}, count={count}"
-        if offset % page or nbytes % page or stride % page:
-            raise AssertionError(f"{asked}: not multiples of the page, {page} bytes")
-        if nbytes < 1 or count < 1 or (count > 1 and stride < nbytes):
-            raise AssertionError(f"{asked}: pieces are empty, or overlap")
-        if offset < 0 or offset + stride * (count - 1) + nbytes > self.nbytes:
-            raise AssertionError(f"{asked}: outside of the region, {self.nbytes} bytes")
-        starts = [(offset + stride * i) // page for i in range(count)]
-        return [start + i for start in starts for i in range(nbytes // page)]

@@ -1,0 +1,139 @@
+"""How KV pages stay where they are: taken as tokens come, all at the start, or locked too.
+
+``prefault`` is ``KeptMemory``, over huge pages where it pays; ``lock`` is the same over pages that
+cannot be swapped out. ``KeepAlive`` is for pages that may be, but should not look idle.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeAlias, final
+
+from quire.memory.base import MemoryProvider
+from quire.memory.host import HostMemory
+from quire.memory.host.locked import check_lockable
+from quire.memory.kept import KeptMemory
+from quire.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+Residency: TypeAlias = Literal["on-demand", "prefault", "lock"]
+
+
+def host_memory(residency: Residency) -> HostMemory:
+    """Memory of the CPU for ``Resident``. Huge pages only where long pieces are committed.
+
+    Raises: MemoryUnavailable where this system cannot lock.
+    """
+    return HostMemory(huge_pages=residency != "on-demand", locked=residency == "lock")
+
+
+def resident_memory(
+    upstream: MemoryProvider, residency: Residency, capacity_bytes: int
+) -> KeptMemory | None:
+    """Memory that keeps up to ``capacity_bytes``, to be prefaulted when its regions are reserved.
+
+    None for ``on-demand``.
+
+    Raises: MemoryUnavailable where so much may not be locked.
+    """
+    if residency == "on-demand":
+        return None
+    if residency == "lock":
+        check_lockable(capacity_bytes)
+    return KeptMemory(upstream, limit_bytes=capacity_bytes)
+
+
+@final
+class Resident:
+    """One cache's memory with the residency that was asked for; ``on-demand`` asks for nothing.
+
+    ``provider`` is what the cache reserves from. Once it has, ``prefault`` backs the capacity.
+
+    Raises: MemoryUnavailable where so much may not be locked.
+    """
+
+    def __init__(self, upstream: MemoryProvider, residency: Residency, capacity_bytes: int) -> None:
+        self._kept = resident_memory(upstream, residency, capacity_bytes)
+        self.provider = upstream if self._kept is None else self._kept
+        self._keep_alive: KeepAlive | None = None
+        if self._kept is not None and residency == "prefault":
+            self._keep_alive = KeepAlive(self._kept.touch)
+
+    def prefault(self) -> None:
+        """Back the capacity. Raises: MemoryUnavailable."""
+        if self._kept is not None:
+            self._kept.prefault(Milestones("KV memory backed at the start"))
+
+    def watch(self) -> None:
+        """Keep pages from looking idle, where they may be swapped out, from now on."""
+        if self._keep_alive is not None:
+            self._keep_alive.start()
+
+    def follow(self, ceiling_bytes: int) -> None:
+        """Keep nothing beyond the ceiling. Raises: MemoryUnavailable if it cannot be given back."""
+        if self._kept is not None and self._kept.limit_bytes != ceiling_bytes:
+            self._kept.move_limit(ceiling_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of pages that nobody has committed and that are not given back."""
+        return 0 if self._kept is None else self._kept.kept_bytes
+
+    def close(self) -> None:
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+
+
+@final
+class Milestones:
+    """Progress as log lines, one for each tenth of what takes long."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._tenths = 0
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        tenths = 10 * done_bytes // all_bytes
+        if tenths > self._tenths:
+            self._tenths = tenths
+            log.info("%s: %s of %s", self._what, format_bytes(done_bytes), format_bytes(all_bytes))
+
+
+@final
+class KeepAlive:
+    """Calls ``touch`` every ``interval_s`` seconds in a thread, from ``start`` to ``stop``.
+
+    Source: llama.cpp asks macOS every 500 ms to keep its buffers, ggml-metal.
+    """
+
+    def __init__(self, touch: Callable[[], None], *, interval_s: float = 0.5) -> None:
+        self._touch = touch
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin. A second call does nothing."""
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="quire-keep-alive", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait for the touch under way. A second call does nothing."""
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> "KeepAlive":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._touch()
