@@ -1,0 +1,266 @@
+"""Memory of a GPU, by the driver's virtual memory: address space first, pages when tokens come.
+
+Unlike on the host:
+
+* Nothing may be read where nothing is committed or shown: the kernel that does, faults. Nor after
+  ``close``, though the addresses of a tensor stay.
+* To commit, to map and to unmap are for the time between two steps, on one thread. Kernels must use
+  the memory on the given stream, or other streams must wait for it. What is given back stays in use
+  until the kernels that were launched before have ended (``hidden_bytes``), without a wait; only
+  addresses that are to show something else are waited for.
+* A write at one address is seen at the page's other addresses by kernels that start later.
+
+This has run on an emulator of the driver only, never on a GPU: see docs/concepts/cuda.md.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, final
+
+from quire.errors import ConfigError, MemoryUnavailable
+from quire.memory.cuda import dlpack
+from quire.memory.cuda.driver import Driver, DriverFunctions, load_driver_functions
+from quire.memory.cuda.granules import Granule, Granules
+from quire.units import align_up, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@final
+class CudaMemory:
+    """Memory of one CUDA device.
+
+    A page is what the driver hands out at least, 2 MiB on the GPUs of today, or ``page_bytes``, a
+    multiple of it. ``keep_bytes`` of pages that were given back are kept, for to create a page
+    takes the driver a hundred times as long as to map one (193 µs on an A100, by kvcached).
+
+    ``stream`` is the handle of the stream on which the memory is used (0: the default stream).
+    ``driver`` and ``tensor_device`` (DLPack's kind and number) are for an emulator.
+
+    Raises: ConfigError if the device, its driver or cuda-bindings is missing or cannot do this;
+    MemoryUnavailable if the driver refuses so much as to begin.
+    """
+
+    __slots__ = ("_granules", "_tensor_device", "cannot_share", "device")
+
+    def __init__(
+        self,
+        *,
+        device: int = 0,
+        stream: int = 0,
+        page_bytes: int | None = None,
+        keep_bytes: int = 64 * 2**20,
+        driver: DriverFunctions | None = None,
+        tensor_device: tuple[int, int] | None = None,
+    ) -> None:
+        calls = Driver(driver or load_driver_functions(), device, stream)
+        granularity = calls.granularity()
+        page_bytes = page_bytes or granularity
+        if page_bytes < 1 or page_bytes % granularity:
+            raise ConfigError(
+                f"page_bytes={page_bytes} is no multiple of what CUDA device {device} hands out, "
+                f"{granularity} bytes: choose one, or leave it out"
+            )
+        self.device = device
+        self.cannot_share: str | None = None
+        self._granules = Granules(calls, page_bytes, keep_bytes)
+        self._tensor_device = tensor_device or (dlpack.CUDA, device)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._granules.page_bytes
+
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes of the device in use here: committed, kept, or still awaiting their event."""
+        return self._granules.num_created * self.page_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are ready to be committed again."""
+        return self._granules.kept_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of addresses that are given back once the device has done its work so far."""
+        return self._granules.hidden_bytes
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
+        """See ``MemoryProvider``.
+
+        Physical memory comes and goes page by page in any case. So heaps are honoured in what they
+        promise (what is not committed takes nothing; there are windows), and not as a unit.
+        """
+        if heap_bytes is not None and heap_bytes % self.page_bytes:
+            raise ConfigError(
+                f"heap_bytes={heap_bytes} is no multiple of a page of CUDA device {self.device}, "
+                f"{self.page_bytes} bytes"
+            )
+        nbytes = align_up(nbytes, heap_bytes or self.page_bytes)
+        addresses = _Addresses(self._granules, nbytes, self._tensor_device)
+        return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
+
+    def prepare(self, nbytes: int) -> None:
+        """Create pages ahead, so that ``nbytes`` (at most ``keep_bytes``) are kept.
+
+        Raises: MemoryUnavailable.
+        """
+        self._granules.prepare(nbytes)
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Unmap what has been given back, as far as no kernel can use it; with ``wait``, all.
+
+        Other calls do it in passing. Call it when a device falls idle.
+        """
+        self._granules.settle(wait=wait)
+
+    def trim(self, keep_bytes: int = 0) -> None:
+        """Give kept pages back to the device until ``keep_bytes`` are left.
+
+        Raises: MemoryUnavailable if the driver refuses; what is left then is kept.
+        """
+        self._granules.settle()
+        self._granules.trim(keep_bytes)
+
+
+@final
+class _Addresses:
+    """A reserved range. It is given back when neither its owner nor a tensor refers to it."""
+
+    __slots__ = ("__weakref__", "_tensor_device", "table")
+
+    def __init__(self, granules: Granules, nbytes: int, tensor_device: tuple[int, int]) -> None:
+        granules.settle()
+        try:
+            self.table = granules.reserve(nbytes)
+        except (MemoryUnavailable, OverflowError) as error:
+            raise MemoryUnavailable(
+                f"CUDA refused {format_bytes(nbytes)} of address space ({error}): reserve less"
+            ) from error
+        self._tensor_device = tensor_device
+        weakref.finalize(self, granules.forsake, self.table).atexit = False
+
+    def another(self, granules: Granules, nbytes: int) -> "_Addresses":
+        return _Addresses(granules, nbytes, self._tensor_device)
+
+    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
+        """A flat tensor over the whole range, which keeps it."""
+        table = self.table
+        return dlpack.bytes_at(table.start, table.nbytes, self._tensor_device, self).view(dtype)
+
+
+@final
+class CudaRegion:
+    """A region; what is committed has a granule a page."""
+
+    __slots__ = ("_addresses", "_granules", "_has_windows", "committed_bytes", "nbytes")
+
+    def __init__(self, granules: Granules, addresses: _Addresses, *, has_windows: bool) -> None:
+        self.nbytes = addresses.table.nbytes
+        self.committed_bytes = 0
+        self._granules = granules
+        self._addresses: _Addresses | None = addresses  # None after close
+        self._has_windows = has_windows
+
+    def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
+        table = self.opened().table
+        self._granules.settle()
+        pages = self._pages(offset, nbytes, stride, count)
+        granules = self._granules.take(len(pages))
+        try:
+            self._granules.show(table, pages, granules, zeroed=True)
+        except MemoryUnavailable:
+            self._granules.put(granule for granule in granules if not granule.places)
+            self._granules.settle()
+            raise
+        self.committed_bytes += nbytes * count
+
+    def decommit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
+        shown = self.opened().table.shown
+        self._hide([shown[page] for page in self._pages(offset, nbytes, stride, count)])
+        self.committed_bytes -= nbytes * count
+        self._granules.settle()
+
+    def window(self, nbytes: int) -> "CudaWindow":
+        own = self.opened()
+        if not self._has_windows:
+            raise ValueError("only a region that was reserved with heap_bytes has windows")
+        nbytes = align_up(nbytes, self._granules.page_bytes)
+        return CudaWindow(self, self._granules, own.another(self._granules, nbytes))
+
+    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
+        return self.opened().tensor(dtype)
+
+    def close(self) -> None:
+        """See ``Region``. Waits for the device, so that its memory is free on return."""
+        if self._addresses is None:
+            return
+        self._hide(list(self._addresses.table.shown.values()))
+        self.committed_bytes = 0
+        self._addresses = None
+        self._granules.settle(wait=True)
+
+    def opened(self) -> _Addresses:
+        """The addresses. Raises: ValueError after ``close``."""
+        if self._addresses is None:
+            raise ValueError("this memory region is closed")
+        return self._addresses
+
+    def _hide(self, granules: list[Granule]) -> None:
+        """Wherever they are seen: else their memory would not go."""
+        self._granules.hide([place for granule in granules for place in granule.places])
+
+    def _pages(self, offset: int, nbytes: int, stride: int, count: int) -> list[int]:
+        page = self._granules.page_bytes
+        first, length, step = offset // page, nbytes // page, stride // page
+        return [first + step * i + j for i in range(count) for j in range(length)]
+
+
+@final
+class CudaWindow:
+    """A range of addresses; the device's page table is its table."""
+
+    __slots__ = ("_addresses", "_granules", "_region", "nbytes")
+
+    def __init__(self, region: CudaRegion, granules: Granules, addresses: _Addresses) -> None:
+        self.nbytes = addresses.table.nbytes
+        self._region = region
+        self._granules = granules
+        self._addresses: _Addresses | None = addresses  # None after close
+
+    def map(self, offset: int, source: int, nbytes: int) -> None:
+        """See ``Window``. Where something else was shown it waits for the device: a page table
+        cannot be changed under a kernel.
+        """
+        table, pages = self._opened().table, self._pages(offset, nbytes)
+        shown, first = self._region.opened().table.shown, source // self._granules.page_bytes
+        granules = [shown[page] for page in range(first, first + len(pages))]
+        self._granules.settle()
+        self._granules.hide([(table, page) for page in pages])
+        self._granules.show(table, pages, granules, zeroed=False)
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        table = self._opened().table
+        self._granules.hide([(table, page) for page in self._pages(offset, nbytes)])
+        self._granules.settle()
+
+    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
+        return self._opened().tensor(dtype)
+
+    def close(self) -> None:
+        if self._addresses is None:
+            return
+        table = self._addresses.table
+        self._granules.hide([(table, page) for page in table.shown])
+        self._addresses = None
+        self._granules.settle()
+
+    def _opened(self) -> _Addresses:
+        self._region.opened()
+        if self._addresses is None:
+            raise ValueError("this memory window is closed")
+        return self._addresses
+
+    def _pages(self, offset: int, nbytes: int) -> range:
+        page = self._granules.page_bytes
+        return range(offset // page, (offset + nbytes) // page)
