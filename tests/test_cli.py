@@ -133,6 +133,61 @@ def test_bad_input_is_one_clear_line(
     assert said in " ".join(captured.err.split())
 
 
+def test_doctor_prints_the_machine_the_ledger_and_the_other_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert quire(monkeypatch, "doctor", "--memory-mode", "dedicated", "--max-num-seqs", "2") == 0
+    out = capsys.readouterr().out
+    for word in ("MemAvailable", "◀ binds", "swap", "pressure", "mappings", "locked memory"):
+        assert word in out
+    for word in ("headroom", "activations", "never usable", "KV memory", "most that fits"):
+        assert word in out
+    for rule in ("auto", "vllm", "mistralrs", "llamacpp", "fraction"):
+        assert rule in out
+
+
+def test_doctor_as_json_adds_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("doctor", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024", "--json")
+    assert quire(monkeypatch, *arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "demo"
+    assert found["ledger"]["rule"] == "given"
+    assert found["ledger"]["kv_bytes"] == 64 * 2**20
+    assert found["ledger"]["kv_tokens"] == 64 * 2**20 // found["needs"]["bytes_per_token"]
+    assert set(found["rules"]) == {"auto", "vllm", "mistralrs", "llamacpp", "fraction"}
+    for ledger in found["rules"].values():
+        assert ledger["kv_bytes"] == sum(term["num_bytes"] for term in ledger["terms"])
+    assert found["rules"]["llamacpp"]["kv_tokens"] == 1024
+    assert found["machine"]["bounds"][0]["limit_bytes"] > 0
+
+
+def test_doctor_says_what_would_fit_instead_of_failing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert quire(monkeypatch, "doctor", "--kv-cache-memory-bytes", "900TiB") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "refused" in out
+    assert "lower it, set --kv-cache-memory-bytes" in out
+
+
+def test_a_flag_counts_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_BUDGET", "llamacpp")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "512")
+    assert quire(monkeypatch, "doctor", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ledger"]["kv_tokens"] == 512
+    assert quire(monkeypatch, "doctor", "--json", "--budget", "auto") == 0
+    assert json.loads(capsys.readouterr().out)["ledger"]["rule"] == "auto"
+    monkeypatch.setenv("QUIRE_BUDGET", "vlm")
+    assert quire(monkeypatch, "doctor") == 1
+    assert "environment variable QUIRE_BUDGET" in capsys.readouterr().err
+
+
 def test_an_unknown_flag_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,3 +207,5 @@ def test_help_names_every_engine_option(
     out = capsys.readouterr().out
     for option in fields(EngineConfig):
         assert "--" + option.name.replace("_", "-") in out
+    assert quire(monkeypatch, "--help") == 0
+    assert "QUIRE_<OPTION>" in capsys.readouterr().out

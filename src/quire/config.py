@@ -1,20 +1,31 @@
 """Every option of the engine, once. Command-line flags are made from these fields.
 
-Names are vLLM's where vLLM has one. No other module touches the environment.
+Names are vLLM's where vLLM has one. A flag or an argument counts before the environment
+(``QUIRE_BLOCK_SIZE=32``), and that before the default. No other module touches the environment.
 """
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from math import isfinite, nan
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.errors import ConfigError
+from quire.memory.budget import BUDGETS
 from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
+
+log = logging.getLogger(__name__)
+
+_SWITCHES: Mapping[str, bool] = MappingProxyType(
+    {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+)
 
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
@@ -31,9 +42,11 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
 )
 
 
-def _option(default: Any, help: str, *, flag_type: Any = None) -> Any:
-    """A field and its description. ``flag_type``: what a flag takes, if not the field's type."""
-    extra = {} if flag_type is None else {"flag_type": flag_type}
+def _option(default: Any, help: str, **extra: Any) -> Any:
+    """A field and its description.
+
+    ``flag_type`` is what a flag takes, if not the field's type; ``parse`` reads it then.
+    """
     return field(default=default, metadata=MappingProxyType({"help": help, **extra}))
 
 
@@ -60,20 +73,40 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(
         512, "Tokens computed in one step, all sequences together."
     )
-    block_size: int = _option(16, "Tokens in a block (paged).")
+    block_size: int = _option(16, "Tokens in a block (paged, virtual).")
     enable_prefix_caching: bool = _option(
-        True, "Keep what has been computed, for prompts that begin alike (paged)."
+        True,
+        "Keep what has been computed, for prompts that begin alike (paged, virtual). Without, "
+        "virtual has a layout that is read faster.",
     )
     prefix_caching_policy: str = _option(
-        DEFAULT_POLICY, f"What of it goes first when room is needed: {', '.join(POLICIES)} (paged)."
+        DEFAULT_POLICY, f"What of it goes first when room is needed: {', '.join(POLICIES)}."
     )
     watermark: float = _option(
         0.01, "Share of the KV memory that a newcomer leaves free while others run."
     )
     kv_cache_memory_bytes: int | None = _option(
         None,
-        "Ceiling on KV memory, e.g. 2GiB. Default: 80 % of what is available.",
+        "Ceiling on KV memory, e.g. 2GiB. Default: what --budget allows.",
         flag_type=str | None,
+        parse=parse_bytes,
+    )
+    budget: str = _option(
+        "auto",
+        "Rule for that ceiling: auto (what is available, less headroom), vllm, mistralrs, "
+        "llamacpp, fraction. quire doctor shows what each gives here.",
+    )
+    memory_utilization: float | None = _option(
+        None, "Share of the machine that vllm, mistralrs and fraction may take. Default: 0.9."
+    )
+    memory_mode: Literal["shared", "dedicated"] = _option(
+        "shared",
+        "Whether other programs need memory here too: shared leaves them 15 % or more (auto), "
+        "dedicated 2 %.",
+    )
+    residency: Literal["on-demand", "prefault", "lock"] = _option(
+        "on-demand",
+        "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
     )
     growth: Literal["uniform", "doubling", "staggered"] = _option(
         "uniform", "How buffers grow (growing)."
@@ -95,6 +128,13 @@ class EngineConfig:
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
         _one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
+        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
+            )
+        _one_of("budget", self.budget, tuple(BUDGETS))
+        _one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
+        _one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         _in_range("seed", self.seed, 0, 2**63)
         _one_of("cache", self.cache, tuple(STRATEGIES))
         _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
@@ -104,15 +144,79 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """From keyword arguments; an unknown one is refused with the nearest known name."""
+        """From keyword arguments, else from the environment: ``QUIRE_MAX_NUM_SEQS=8``.
+
+        An unknown argument is refused with the nearest known name.
+        """
         known = {option.name for option in fields(cls)}
         for name in options:
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}{_nearest(name, known)}")
-        memory = options.get("kv_cache_memory_bytes")
-        if isinstance(memory, str):
-            options["kv_cache_memory_bytes"] = parse_bytes(memory)
+        options = {**_from_environment(cls, set(options)), **options}
+        for option in fields(cls):
+            if isinstance(options.get(option.name), str) and "parse" in option.metadata:
+                options[option.name] = option.metadata["parse"](options[option.name])
         return cls(**options)
+
+
+def _from_environment(config: type[EngineConfig], given: set[str]) -> dict[str, Any]:
+    """What ``QUIRE_*`` says of the options that were not given.
+
+    vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default) counts where nothing of Quire's
+    says how much memory to take.
+
+    Raises: ConfigError naming the variable.
+    """
+    found: dict[str, Any] = {}
+    for option in fields(config):
+        variable = f"QUIRE_{option.name.upper()}"
+        text = os.environ.get(variable)
+        if text and option.name not in given:
+            with _naming(variable):
+                found[option.name] = _parse(text, option)
+                config(**{option.name: found[option.name]})
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if space and not {"kv_cache_memory_bytes", "budget", "memory_utilization"} & {*given, *found}:
+        with _naming("VLLM_CPU_KVCACHE_SPACE"):
+            num_bytes = int(_number(space, float) * 2**30)
+            config(kv_cache_memory_bytes=num_bytes or None)
+        if num_bytes:
+            log.info("kv_cache_memory_bytes: VLLM_CPU_KVCACHE_SPACE says %s GiB", space)
+            found["kv_cache_memory_bytes"] = num_bytes
+    return found
+
+
+@contextmanager
+def _naming(variable: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {variable}: {error}") from None
+
+
+def _parse(text: str, option: Any) -> Any:
+    """A value of an option's type. Raises: ConfigError."""
+    kinds = get_args(option.type) or (option.type,)
+    if "parse" in option.metadata:
+        return option.metadata["parse"](text)
+    if bool in kinds:
+        if text.lower() not in _SWITCHES:
+            raise ConfigError(f"{text!r} is neither of {', '.join(_SWITCHES)}")
+        return _SWITCHES[text.lower()]
+    for kind in (int, float):
+        if kind in kinds:
+            return _number(text, kind)
+    return text
+
+
+def _number(text: str, kind: type[float]) -> float:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = nan
+    if not isfinite(number):
+        raise ConfigError(f"{text!r} is not a {'whole ' if kind is int else ''}number")
+    return number
 
 
 def kernel_dir() -> Path | None:

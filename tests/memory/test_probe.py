@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import MemoryUnavailable
-from quire.memory.probe import (
+from quire.memory.machine.probe import (
     MemoryBound,
     available_bytes,
     memory_bounds,

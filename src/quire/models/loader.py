@@ -58,13 +58,13 @@ def load(
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, float32, bfloat16, float16")
-    folder = _folder(name)
+    folder = find_folder(name)
     source = str(folder or name)
     if folder is not None:
         check_weights(folder)
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
-    config, spec = _read_config(source, folder)
+    config, spec = read_config(source, folder)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
@@ -138,7 +138,7 @@ def _weight_files(folder: Path) -> list[Path]:
         ) from error
 
 
-def _read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
+def read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
     """Transformers' reading of config.json and ours, which is the one of ``quire plan``."""
     if folder is not None:
         spec = ModelSpec.from_file(folder)
@@ -173,7 +173,7 @@ def _dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _folder(name: str | Path | None) -> Path | None:
+def find_folder(name: str | Path | None) -> Path | None:
     """The local folder that a name means; None if it is to be looked up on the hub."""
     if name is None:
         return Path(str(files("quire") / "demo_model"))

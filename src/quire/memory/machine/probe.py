@@ -6,15 +6,19 @@ under which ``/proc`` and ``/sys`` lie, so that any machine can be described by 
 
 import mmap
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from quire.errors import MemoryUnavailable
+from quire.memory.machine.numa import numa_nodes
+from quire.memory.machine.procfs import read_number, read_table, read_text
 
 _ROOT = Path("/")
 _CGROUP_V1_UNLIMITED = 1 << 62  # it writes the greatest multiple of a page below 2**63
@@ -31,6 +35,11 @@ class MemoryBound:
     @property
     def available_bytes(self) -> int:
         return max(0, self.limit_bytes - self.used_bytes)
+
+    @property
+    def counts_addresses(self) -> bool:
+        """It counts what is reserved, backed with pages or not."""
+        return self.source.startswith("RLIMIT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +62,8 @@ def memory_bounds(root: Path = _ROOT) -> list[MemoryBound]:
     Raises: MemoryUnavailable where the system does not say.
     """
     if (root / "proc/meminfo").exists():
-        bounds = [_machine(root), *_cgroup_v2(root), *_cgroup_v1(root), *_process_limits(root)]
+        groups = (*_cgroup_v2(root), *_cgroup_v1(root))
+        bounds = [_machine(root), *groups, *_cpuset(root), *_process_limits(root)]
     elif sys.platform == "darwin":
         bounds = [_macos()]
     else:
@@ -80,17 +90,27 @@ def total_bytes(root: Path = _ROOT) -> int:
     return min(bound.limit_bytes for bound in memory_bounds(root))
 
 
+def free_on_processors(root: Path = _ROOT) -> int:
+    """Free pages that processors keep for themselves: MemAvailable does not count them.
+
+    Up to an eighth of a zone each; what a process gives back lies there for many seconds.
+
+    Source: Linux, mm/page_alloc.c (``pcp->high_max``), /proc/zoneinfo.
+    """
+    counts = re.findall(r"^ +count: +(\d+)$", read_text(root / "proc/zoneinfo"), re.MULTILINE)
+    return sum(map(int, counts)) * mmap.PAGESIZE
+
+
 def process_memory(root: Path = _ROOT) -> ProcessMemory | None:
     """This process's memory; None where the kernel does not say (it is Linux that does)."""
-    try:
-        rollup = _table(root / "proc/self/smaps_rollup")
-    except OSError:
+    rollup = read_table(root / "proc/self/smaps_rollup")
+    if not {"Rss", "Pss", "Private_Clean", "Private_Dirty"} <= set(rollup):
         return None
     return ProcessMemory(
         rss_bytes=rollup["Rss"],
         pss_bytes=rollup["Pss"],
         private_bytes=rollup["Private_Clean"] + rollup["Private_Dirty"],
-        swap_bytes=rollup["Swap"],
+        swap_bytes=rollup.get("Swap", 0),
     )
 
 
@@ -133,43 +153,87 @@ def _macos() -> MemoryBound:
     return MemoryBound(source="vm_stat", limit_bytes=total, used_bytes=total - parse_vm_stat(said))
 
 
+def mapping_limit(root: Path = _ROOT) -> int | None:
+    """How many mappings a process may have (``vm.max_map_count``); None where nothing limits it."""
+    return read_number(root / "proc/sys/vm/max_map_count")
+
+
+def spare_mappings(root: Path = _ROOT) -> int | None:
+    """How many more this process may well make: what is left of four fifths of its limit."""
+    limit = mapping_limit(root)
+    return None if limit is None else max(0, limit * 4 // 5 - num_mappings(root))
+
+
+def num_mappings(root: Path = _ROOT) -> int:
+    """How many mappings this process has; 0 where the kernel does not say."""
+    return read_text(root / "proc/self/maps").count("\n")
+
+
+def mapped_from_files(addresses: Iterable[int], root: Path = _ROOT) -> frozenset[int]:
+    """Those of the addresses that lie in a mapping of a file.
+
+    The kernel counts such pages as available, since it could drop them and read them again.
+    """
+    starts: list[int] = []
+    ends: list[int] = []
+    for line in read_text(root / "proc/self/maps").splitlines():
+        span, _, _, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0" and path and not path[0].startswith(("/memfd:", "/dev/", "/SYSV")):
+            start, _, end = span.partition("-")
+            starts.append(int(start, 16))
+            ends.append(int(end, 16))
+    found = ((address, bisect_right(starts, address) - 1) for address in addresses)
+    return frozenset(address for address, i in found if i >= 0 and address < ends[i])
+
+
 def _machine(root: Path) -> MemoryBound:
-    meminfo = _table(root / "proc/meminfo")
-    total = meminfo["MemTotal"]
-    used = total - meminfo["MemAvailable"]
+    meminfo = read_table(root / "proc/meminfo")
+    total = meminfo.get("MemTotal", 0)
+    # Kernels before 3.14 do not say what is available.
+    available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0))
+    used = max(0, total - available - free_on_processors(root))
     return MemoryBound(source="MemAvailable", limit_bytes=total, used_bytes=used)
 
 
+def _cpuset(root: Path) -> Iterator[MemoryBound]:
+    """The nodes that this process may use, where they are not all of them."""
+    nodes = numa_nodes(root)
+    allowed = [node for node in nodes if node.allowed]
+    if 0 < len(allowed) < len(nodes):
+        total = sum(node.total_bytes for node in allowed)
+        available = sum(node.available_bytes for node in allowed)
+        names = ", ".join(str(node.node_id) for node in allowed)
+        source = f"cpuset.mems (NUMA node {names})"
+        yield MemoryBound(source=source, limit_bytes=total, used_bytes=total - available)
+
+
 def _cgroup_v2(root: Path) -> Iterator[MemoryBound]:
-    for name, folder in _cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified")):
+    for name, folder in cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified")):
         for limit in ("memory.max", "memory.high"):
             yield from _cgroup_bound(name, folder, limit, "memory.current", "inactive_file")
 
 
 def _cgroup_v1(root: Path) -> Iterator[MemoryBound]:
-    for name, folder in _cgroup_folders(root, "memory", ("sys/fs/cgroup/memory",)):
+    for name, folder in cgroup_folders(root, "memory", ("sys/fs/cgroup/memory",)):
         yield from _cgroup_bound(
             name, folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         )
 
 
-def _cgroup_folders(
+def cgroup_folders(
     root: Path, controller: str, mounts: tuple[str, ...]
 ) -> Iterator[tuple[str, Path]]:
     """This process's group and its ancestors, of those that can be seen from here.
 
-    In a container the path may be the host's while the mount shows the container's own group as its
-    top: then only the top exists, and it is the right one.
+    ``controller`` is empty for v2. In a container the path may be the host's while the mount shows
+    the container's own group as its top: then only the top exists, and it is the right one.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller not in controllers.split(","):
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not path.startswith("/") or controller not in controllers.split(","):
             continue
-        group = PurePosixPath(path)
+        # "/../x" is a group beside the top of what this namespace shows: only the top is seen.
+        group = PurePosixPath("/" if ".." in path.split("/") else path)
         for mount in mounts:
             for ancestor in (group, *group.parents):
                 folder = root / mount / ancestor.relative_to("/")
@@ -181,40 +245,29 @@ def _cgroup_bound(
     name: str, folder: Path, limit: str, usage: str, reclaimable: str
 ) -> Iterator[MemoryBound]:
     """The group's bound, if it has one. File pages that nobody reads are as good as free."""
-    try:
-        text = (folder / limit).read_text().strip()
-    except OSError:
-        return
-    if text != "max" and int(text) < _CGROUP_V1_UNLIMITED:
-        used = int((folder / usage).read_text())
-        used -= _table(folder / "memory.stat").get(reclaimable, 0)
+    limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
+    if limit_bytes is not None and used is not None and limit_bytes < _CGROUP_V1_UNLIMITED:
+        used = max(0, used - read_table(folder / "memory.stat").get(reclaimable, 0))
         source = f"cgroup {limit} of {name}"
-        yield MemoryBound(source=source, limit_bytes=int(text), used_bytes=used)
+        yield MemoryBound(source=source, limit_bytes=limit_bytes, used_bytes=used)
 
 
 def _process_limits(root: Path) -> Iterator[MemoryBound]:
     """``ulimit -v`` and ``-d``. They count addresses: what is reserved, committed or not."""
-    try:
-        limits = (root / "proc/self/limits").read_text().splitlines()
-        status = _table(root / "proc/self/status")
-    except OSError:
-        return
-    for line in limits:
-        for name, source, used in (
-            ("Max address space", "RLIMIT_AS (ulimit -v)", "VmSize"),
-            ("Max data size", "RLIMIT_DATA (ulimit -d)", "VmData"),
-        ):
-            if line.startswith(name):
-                soft = line.removeprefix(name).split()[0]
-                if soft != "unlimited":
-                    yield MemoryBound(source=source, limit_bytes=int(soft), used_bytes=status[used])
+    status = read_table(root / "proc/self/status")
+    for name, source, used in (
+        ("Max address space", "RLIMIT_AS (ulimit -v)", "VmSize"),
+        ("Max data size", "RLIMIT_DATA (ulimit -d)", "VmData"),
+    ):
+        soft = soft_limit(name, root)
+        if soft is not None:
+            yield MemoryBound(source=source, limit_bytes=soft, used_bytes=status.get(used, 0))
 
 
-def _table(path: Path) -> dict[str, int]:
-    """The numbers of ``Name:   123 kB`` and ``name 123`` lines, in bytes."""
-    table = {}
-    for line in path.read_text().splitlines():
-        fields = line.split()
-        if len(fields) >= 2 and fields[1].isdigit():
-            table[fields[0].rstrip(":")] = int(fields[1]) * (1024 if fields[-1] == "kB" else 1)
-    return table
+def soft_limit(name: str, root: Path = _ROOT) -> int | None:
+    """A limit of this process as /proc/self/limits names it; None if it is unlimited."""
+    for line in read_text(root / "proc/self/limits").splitlines():
+        if line.startswith(name):
+            soft = (line.removeprefix(name).split() or [""])[0]
+            return int(soft) if soft.isdigit() else None
+    return None

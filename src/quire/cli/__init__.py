@@ -1,0 +1,42 @@
+"""The command line: ``quire generate``, ``quire compare`` and ``quire doctor``.
+
+Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
+"""
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from quire.cli.compare import compare
+from quire.cli.doctor import doctor
+from quire.cli.generate import generate
+from quire.config import wait_patiently
+from quire.errors import QuireError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="KV-cache memory for LLM inference: four strategies, one interface, accounted in bytes.",
+    epilog="Start with: quire compare. Any engine option may also be set as QUIRE_<OPTION>, e.g. "
+    "QUIRE_BUDGET=vllm.",
+)
+
+for _command in (generate, compare, doctor):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command line; a Quire error is said on standard error, with exit code 1."""
+    wait_patiently()
+    try:
+        app()
+    except QuireError as error:
+        message = f"[bold red]error:[/] {escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader left: nothing to say to anyone
+        sys.stderr.close()
+        sys.exit(1)

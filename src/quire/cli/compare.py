@@ -1,0 +1,118 @@
+"""``quire compare``: the same prompts under all four strategies, as a table and a picture."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quire.cli.options import (
+    MaxTokens,
+    Model,
+    Temperature,
+    load_model,
+    plain_table,
+    with_engine_options,
+)
+from quire.config import EngineConfig
+from quire.engine.sequence import SamplingParams
+from quire.errors import ConfigError
+
+
+@with_engine_options
+def compare(
+    *,
+    model: Model = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given more than once.")
+    ] = None,
+    max_tokens: MaxTokens = 240,
+    temperature: Temperature = 0.0,
+    output: Annotated[Path, typer.Option(help="Where the picture goes (SVG).")] = Path("quire.svg"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Run the same prompts under all four strategies: a table and a picture of their memory.
+
+    \b
+    quire compare
+    quire compare --model Qwen/Qwen3-0.6B --max-model-len 8192 --output memory.svg
+    """
+    from quire.compare import PROMPTS, lengths, picture
+    from quire.compare import compare as run_all
+
+    config = EngineConfig.from_options(**engine)
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: no such folder")
+    prompts = prompt or list(PROMPTS)
+    console = Console(stderr=True)
+    loaded = load_model(model, config.dtype, console)
+    params = [
+        SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
+        for length in lengths(len(prompts), max_tokens)
+    ]
+    with console.status("…") as status:
+        runs = run_all(
+            loaded,
+            prompts,
+            params,
+            report=lambda name: status.update(f"{len(prompts)} prompts under {name} …"),
+            **engine,
+        )
+    subtitle = (
+        f"{loaded.name} model, context {config.max_model_len or loaded.spec.max_model_len:,}; "
+        f"{len(prompts)} prompts, continued by {params[0].max_tokens} to {max_tokens} tokens"
+    )
+    output.write_text(picture(runs, subtitle=subtitle), encoding="utf-8")
+    same = all(run.texts == runs[0].texts for run in runs)
+    if as_json:
+        print(json.dumps({"same_text": same, "runs": [_as_dict(run) for run in runs]}))
+        return
+    _print_comparison(loaded.name, runs, prompts, same=same, output=output)
+
+
+def _print_comparison(
+    name: str, runs: list[Any], prompts: list[str], *, same: bool, output: Path
+) -> None:
+    console = Console()
+    console.print(f"The {name} model continues the first of {len(prompts)} prompts:\n")
+    sys.stdout.write("    " + (prompts[0] + runs[0].texts[0]).replace("\n", "\n    ") + "\n\n")
+    unit, unit_bytes = _common_unit(max(run.peak.committed_bytes for run in runs))
+    columns = ("reserved", "committed", "used", "wasted", "returned", "left", "tok/s")
+    table = plain_table(f"KV memory at each run's peak, in {unit}", "strategy", *columns)
+    for run in runs:
+        peak = run.peak
+        sizes = (run.reserved_bytes, peak.committed_bytes, peak.used_bytes, peak.wasted_bytes)
+        table.add_row(
+            run.strategy,
+            *(f"{size / unit_bytes:,.2f}" for size in (*sizes, run.returned_bytes, run.left_bytes)),
+            f"{run.tokens_per_s:.0f}",
+        )
+    console.print(table)
+    console.print(f"Same text under all four strategies: {'yes' if same else 'NO'}")
+    console.print(f"Picture: {output}", highlight=False)
+
+
+def _common_unit(num_bytes: int) -> tuple[str, int]:
+    """The unit in which a table's sizes are easiest to compare."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return unit, size
+    return "B", 1
+
+
+def _as_dict(run: Any) -> dict[str, Any]:
+    peak = run.peak
+    return {
+        "strategy": run.strategy,
+        "reserved_bytes": run.reserved_bytes,
+        "peak_committed_bytes": run.peak_committed_bytes,
+        "used_bytes": peak.used_bytes,
+        "wasted_bytes": peak.wasted_bytes,
+        "returned_bytes": run.returned_bytes,
+        "left_bytes": run.left_bytes,
+        "tokens_per_s": round(run.tokens_per_s, 1),
+        "texts": list(run.texts),
+    }

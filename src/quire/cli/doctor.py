@@ -1,0 +1,61 @@
+"""``quire doctor``: this machine's memory, the budget in it line by line, and the other rules'.
+
+No weights are loaded: shapes come from config.json.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quire.cli.diagnosis import Diagnosis, diagnose
+from quire.cli.options import Model, with_engine_options
+from quire.cli.report import print_report
+from quire.config import EngineConfig
+from quire.memory.budget import Ledger
+
+
+@with_engine_options
+def doctor(
+    *,
+    model: Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Say what this machine has, what the KV cache may take of it, and why.
+
+    \b
+    quire doctor
+    quire doctor --model Qwen/Qwen3-4B --max-model-len 8192 --budget vllm
+    """
+    config = EngineConfig.from_options(**engine)
+    console = Console(stderr=True)
+    with console.status("reading the model's shapes …"):
+        found = diagnose(model, config)
+    if as_json:
+        print(json.dumps(_as_dict(found)))
+    else:
+        print_report(found)
+
+
+def _as_dict(found: Diagnosis) -> dict[str, Any]:
+    def described(ledger: Ledger) -> dict[str, Any]:
+        return {
+            **asdict(ledger),
+            "kv_bytes": ledger.kv_bytes,
+            "kv_tokens": found.num_tokens(ledger),
+            "sequences": round(found.num_sequences(ledger), 2),
+            "flag": ledger.remedy and ledger.remedy.flag,
+        }
+
+    return {
+        "model": found.name,
+        "needs": asdict(found.needs),
+        "machine": asdict(found.machine),
+        "accelerator": found.accelerator and asdict(found.accelerator),
+        "ledger": described(found.ledger),
+        "rules": {ledger.rule: described(ledger) for ledger in found.rules},
+        "mechanisms": {what: why_not or "yes" for what, why_not in found.mechanisms},
+    }

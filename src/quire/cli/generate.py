@@ -1,0 +1,118 @@
+"""``quire generate``: continue a text, and say what its KV cache took."""
+
+import json
+import sys
+from time import perf_counter
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quire.cli.options import (
+    MaxTokens,
+    Model,
+    Temperature,
+    load_llm,
+    plain_table,
+    with_engine_options,
+)
+from quire.engine.sequence import SamplingParams
+from quire.strategies import Usage
+from quire.units import format_bytes, format_seconds
+
+DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n'
+
+TopK = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option(help="Choose among the likeliest with this weight together.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text.")]
+
+_MEANING = MappingProxyType(
+    {
+        "reserved": "reserved  (address space)",
+        "committed": "committed (backed with pages)",
+        "used": "used      (tokens that can be read)",
+        "wasted": "wasted    (committed, not used)",
+        "returned": "given back to the system",
+        "left": "left",
+    }
+)
+
+
+@with_engine_options
+def generate(  # noqa: PLR0913 - each is a flag
+    *,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - reads it from standard input.")
+    ] = None,
+    model: Model = None,
+    max_tokens: MaxTokens = 120,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
+    ignore_eos: IgnoreEos = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Continue a text, and say what its KV cache took.
+
+    \b
+    quire generate "def quicksort(items):"
+    quire generate --cache virtual --temperature 0.8 --seed 7 "class Queue:"
+    quire generate --model ./my-model --max-model-len 4096 - < prompt.txt
+    """
+    text = sys.stdin.read() if prompt == "-" else DEFAULT_PROMPT if prompt is None else prompt
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    llm = load_llm(model, engine)
+    history: list[Usage] = []
+    pieces: list[str] = []
+    reason, num_tokens, begin = "", 0, perf_counter()
+    if not as_json:
+        sys.stdout.write(text)
+    for delta in llm.stream(text, params, observe=history.append):
+        pieces.append(delta.text)
+        num_tokens += delta.token_id is not None
+        reason = delta.finish_reason or reason
+        if not as_json:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    elapsed_s = perf_counter() - begin
+    peak = max(history, key=lambda usage: usage.committed_bytes)
+    llm.close()
+    figures = {
+        "strategy": llm.config.cache,
+        "reserved_bytes": peak.reserved_bytes,
+        "committed_bytes": peak.committed_bytes,
+        "used_bytes": peak.used_bytes,
+        "wasted_bytes": peak.wasted_bytes,
+        "returned_bytes": llm.memory.returned_bytes,
+        "left_bytes": llm.memory.committed_bytes,
+        "output_tokens": num_tokens,
+        "elapsed_s": round(elapsed_s, 3),
+        "tokens_per_s": round(num_tokens / elapsed_s, 1),
+    }
+    if as_json:
+        result = {"model": llm.name, "prompt": text, "text": "".join(pieces)}
+        print(json.dumps({**result, "finish_reason": reason, "kv": figures}))
+        return
+    sys.stdout.write("\n")
+    table = plain_table("KV cache at its peak", "", "bytes")
+    for name in ("reserved", "committed", "used", "wasted", "returned", "left"):
+        table.add_row(_MEANING[name], format_bytes(float(figures[f"{name}_bytes"])))
+    Console().print(table)
+    Console().print(
+        f"{llm.config.cache}: {num_tokens} tokens in {format_seconds(elapsed_s)}, "
+        f"{figures['tokens_per_s']} tokens/s; ended by {reason}",
+        highlight=False,
+    )

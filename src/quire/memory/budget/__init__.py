@@ -1,0 +1,16 @@
+"""How many bytes the KV cache may take: five rules, each with the ledger that explains it."""
+
+from quire.memory.budget.ledger import Ledger, Needs, Remedy, Term
+from quire.memory.budget.rules import BUDGETS, GIVEN, Mode, headroom_bytes, make_ledger
+
+__all__ = [
+    "BUDGETS",
+    "GIVEN",
+    "Ledger",
+    "Mode",
+    "Needs",
+    "Remedy",
+    "Term",
+    "headroom_bytes",
+    "make_ledger",
+]

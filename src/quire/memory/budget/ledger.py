@@ -1,0 +1,99 @@
+"""A budget that explains itself: a line a term, the limit that bound, the way out of a refusal.
+
+How the terms come about is a rule's matter (``budget``).
+"""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a model and a configuration need besides, and of, KV memory."""
+
+    weights_bytes: int
+    # Of these, what the machine's figures count as used already. Weights that are mapped from a
+    # file are not: the kernel calls such pages available, since it could read them again.
+    counted_weights_bytes: int = 0
+    activation_bytes: int = 0  # at their peak, in one step
+    bytes_per_token: int
+    context_tokens: int  # the longest sequence
+    address_bytes: int = 0  # of address space besides: windows, libraries, stacks of threads
+    addresses_per_byte: int = 1  # of KV: each group of layers reserves for the whole of it
+    least_bytes: int  # of KV, below which nothing useful runs
+    most_bytes: int | None = None  # of KV, above which nothing more can be used
+
+    @property
+    def weights_to_come_bytes(self) -> int:
+        return self.weights_bytes - self.counted_weights_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One line of a ledger."""
+
+    label: str
+    num_bytes: int  # signed
+    source: str  # where the number comes from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """An option and a value with which the same machine would say yes."""
+
+    option: str
+    value: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.option.replace('_', '-')} {self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """How many bytes of KV memory there are, and why. The terms add up to it."""
+
+    rule: str
+    terms: tuple[Term, ...]
+    bound: str  # what decided: a limit of the machine, or an option
+    room_bytes: int  # the most that KV memory could take here, by any rule
+    room_source: str  # which limit of the machine says so
+    unused_bytes: int = 0  # that the rule would give above what can ever be used
+    committed_whole: bool = False  # taken at the start, not as tokens come
+    refusal: str | None = None
+    remedy: Remedy | None = None  # of a refusal; None where no option helps
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the rule gives; where it refuses, what it asked for."""
+        return sum(term.num_bytes for term in self.terms)
+
+    def explain(self) -> str:
+        """The terms as text, a line each."""
+        rows = [(term.label, term.num_bytes, term.source) for term in self.terms]
+        rows.append((f"KV memory ({self.rule})", self.kv_bytes, self.bound))
+        rows.append(("the most that fits", max(0, self.room_bytes), self.room_source))
+        width = max(len(label) for label, *_ in rows)
+        return "\n".join(
+            f"  {label:{width}}  {format_bytes(num_bytes):>11}  {source}"
+            for label, num_bytes, source in rows
+        )
+
+    def require(self) -> int:
+        """The bytes. Raises: ConfigError with the whole ledger and the flag that would help."""
+        if self.refusal is None:
+            return self.kv_bytes
+        raise ConfigError(f"{self.refusal}: {self.advice}\n{self.explain()}")
+
+    @property
+    def advice(self) -> str:
+        """What to do about a refusal."""
+        if self.remedy is not None:
+            lower = "lower it, " if self.remedy.option == self.bound else ""
+            return f"{lower}set {self.remedy.flag}"
+        return (
+            "no budget makes room here: free memory, raise that limit, or lower what is needed "
+            "besides (a smaller model, max_num_batched_tokens, max_num_seqs)"
+        )

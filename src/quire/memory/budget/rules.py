@@ -1,0 +1,337 @@
+"""How many bytes the KV cache may take: five rules in one vocabulary, each a pure function.
+
+The *hint* is what a process should use at most, whatever others do; the *ram cap* what is left to a
+GPU that shares memory with the system; *utilization* the share that a rule claims; *used* what is
+gone; *headroom* what stays free. ``docs/concepts/budget.md`` has the rules side by side.
+
+Whatever a rule says, KV memory above the *room* is refused: what is available within the tightest
+limit, less weights that are still to come and activations. A limit on addresses (``ulimit -v``)
+also counts what is only reserved: windows, libraries, the stacks of threads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+from quire.memory.budget.ledger import Ledger, Needs, Remedy, Term
+from quire.memory.machine import Machine, unified_memory_cap
+from quire.memory.machine.probe import MemoryBound
+from quire.units import ceil_div, format_bytes, format_count
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+DEFAULT_UTILIZATION = 0.9  # vLLM's, mistral.rs's server's
+GIVEN = "given"  # no rule: the user has said how many bytes
+
+Mode: TypeAlias = Literal["shared", "dedicated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What a rule looks at."""
+
+    machine: Machine
+    needs: Needs
+    utilization: float
+    mode: Mode
+
+    @property
+    def bounds(self) -> tuple[MemoryBound, ...]:
+        """What limits KV memory, where it goes."""
+        on_device = self.machine.device is not None
+        return (self.machine.tightest,) if on_device else self.machine.bounds
+
+    @property
+    def room(self) -> tuple[int, MemoryBound]:
+        """The most that KV memory can take, and the limit that says so."""
+        return min(
+            ((self.room_in(bound), bound) for bound in self.bounds), key=lambda pair: pair[0]
+        )
+
+    @property
+    def room_bytes(self) -> int:
+        return self.room[0]
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What to name as fitting: a little less, since the figures move between two runs."""
+        return max(min(self.room_bytes, self.needs.least_bytes), self.room_bytes * 49 // 50)
+
+    def room_in(self, bound: MemoryBound) -> int:
+        """The most, were this the only limit."""
+        needs = self.needs
+        left = bound.available_bytes - needs.weights_to_come_bytes - needs.activation_bytes
+        if bound.counts_addresses:
+            return (left - needs.address_bytes) // needs.addresses_per_byte
+        return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """A rule's answer, before anyone looks whether there is room for it."""
+
+    terms: tuple[Term, ...]
+    bound: str
+    why_not: str | None = None  # it refuses by itself
+    remedies: tuple[Remedy, ...] = ()  # should it not do, what may be tried, the best first
+    committed_whole: bool = False
+    may_be_capped: bool = True
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.terms)
+
+
+def make_ledger(
+    machine: Machine,
+    needs: Needs,
+    *,
+    budget: str = "auto",
+    utilization: float | None = None,
+    mode: Mode = "shared",
+    kv_cache_memory_bytes: int | None = None,
+) -> Ledger:
+    """What a rule gives on this machine. ``kv_cache_memory_bytes`` overrides the rules."""
+    case = _Case(
+        machine=machine,
+        needs=needs,
+        utilization=DEFAULT_UTILIZATION if utilization is None else utilization,
+        mode=mode,
+    )
+    if kv_cache_memory_bytes is None:
+        rule, offer = budget, BUDGETS[budget](case)
+    else:
+        rule, offer = GIVEN, _given(case, kv_cache_memory_bytes)
+    refusal = _refusal(rule, offer, case)
+    terms, bound = offer.terms, offer.bound
+    unused = 0 if needs.most_bytes is None else max(0, offer.kv_bytes - needs.most_bytes)
+    if refusal is not None or not offer.may_be_capped:
+        unused = 0
+    if unused:
+        bound = "max_num_seqs × max_model_len"
+        terms = (*terms, Term(label="never usable", num_bytes=-unused, source=bound))
+    return Ledger(
+        rule=rule,
+        terms=terms,
+        bound=bound,
+        unused_bytes=unused,
+        room_bytes=case.room_bytes,
+        room_source=case.room[1].source,
+        committed_whole=offer.committed_whole,
+        refusal=refusal,
+        remedy=None if refusal is None else next(_remedies(case, offer), None),
+    )
+
+
+def headroom_bytes(limit_bytes: int, mode: Mode) -> int:
+    """What stays free for others (rule ``auto``, and whoever moves its ceiling later).
+
+    Source: shared is vllm-metal's floor under free memory; dedicated is mistral.rs's headroom.
+    """
+    if mode == "dedicated":
+        return max(limit_bytes * 2 // 100, min(512 * _MIB, limit_bytes // 4))
+    return max(min(4 * _GIB, limit_bytes // 4), limit_bytes * 15 // 100)
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def _auto(case: _Case) -> _Offer:
+    """available within the tightest limit − headroom − weights to come − activations"""
+    needs, bounds = case.needs, case.bounds
+    shared = min(b.limit_bytes for b in bounds if not b.counts_addresses)
+    headroom = headroom_bytes(shared, case.mode)
+
+    def left(bound: MemoryBound, mode: Mode) -> int:
+        # Nobody else takes this process's addresses.
+        spared = 0 if bound.counts_addresses else headroom_bytes(shared, mode)
+        return case.room_in(bound) - spared
+
+    bound = min(bounds, key=lambda bound: left(bound, case.mode))
+    terms = [
+        Term(label="limit", num_bytes=bound.limit_bytes, source=bound.source),
+        Term(
+            label="used",
+            num_bytes=bound.available_bytes - bound.limit_bytes,
+            source="by this process" if bound.counts_addresses else "by all, this process too",
+        ),
+        *_still_to_come(needs),
+    ]
+    if bound.counts_addresses:
+        besides = case.room_in(bound) - sum(term.num_bytes for term in terms)
+        words = "libraries, threads, windows: this limit counts them"
+        terms.append(Term(label="addresses", num_bytes=besides, source=words))
+    else:
+        terms.insert(
+            2, Term(label="headroom", num_bytes=-headroom, source=_headroom_words(case.mode))
+        )
+    dedicated = Remedy(option="memory_mode", value="dedicated")
+    enough = min(left(bound, "dedicated") for bound in bounds) >= needs.least_bytes
+    helps = case.mode == "shared" and enough
+    remedies = (dedicated,) if helps else ()
+    return _Offer(terms=tuple(terms), bound=bound.source, remedies=remedies)
+
+
+def _vllm(case: _Case) -> _Offer:
+    """hint × utilization − weights − activations"""
+    return _claim(case, *case.machine.hint)
+
+
+def _fraction(case: _Case) -> _Offer:
+    """total × fraction − weights − activations: the total is RAM, whatever limits it"""
+    device = case.machine.device
+    if device is not None:
+        return _claim(case, device.total_bytes, device.name)
+    return _claim(case, case.machine.ram_bytes, "RAM")
+
+
+def _mistralrs(case: _Case) -> _Offer:
+    """min(hint, ram cap) × utilization − weights − activations"""
+    hint, source = case.machine.hint
+    cap = unified_memory_cap(case.machine.ram_bytes) if case.machine.device is None else hint
+    if cap < hint:
+        hint, source = cap, "ram cap (2/3 or 3/4 of RAM)"
+    offer = _claim(case, hint, source)
+    # Weights come first, into what this process has not allocated of the hint.
+    others_aside = case.machine.process_bytes - case.needs.counted_weights_bytes
+    free = case.machine.hint[0] - max(0, others_aside)
+    spare = max(free * 2 // 100, 512 * _MIB)
+    if case.needs.weights_bytes + spare <= free:
+        return offer
+    why = (
+        f"weights of {format_bytes(case.needs.weights_bytes)} and {format_bytes(spare)} of "
+        f"headroom are more than {format_bytes(free)}"
+    )
+    return _Offer(terms=offer.terms, bound=offer.bound, why_not=why)
+
+
+def _llamacpp(case: _Case) -> _Offer:
+    """the context that was asked for, whole, if hint − allocated has it"""
+    needs, (hint, source) = case.needs, case.machine.hint
+    asked = needs.context_tokens * needs.bytes_per_token
+    allocated = max(case.machine.process_bytes, needs.counted_weights_bytes)
+    terms = (
+        Term(label="hint", num_bytes=hint, source=source),
+        Term(label="allocated", num_bytes=-allocated, source="by this process"),
+        *_still_to_come(needs),
+    )
+    left = sum(term.num_bytes for term in terms)
+    words = f"max_model_len={format_count(needs.context_tokens)} tokens, committed whole"
+    label = "not asked for" if left >= asked else "asked for beyond"
+    shorter = min(left, case.lasting_bytes) // needs.bytes_per_token
+    helps = shorter >= 2 and shorter * needs.bytes_per_token >= needs.least_bytes
+    return _Offer(
+        terms=(*terms, Term(label=label, num_bytes=asked - left, source=words)),
+        bound="max_model_len",
+        why_not=f"{format_bytes(asked)} is more than the hint has left" if left < asked else None,
+        remedies=(Remedy(option="max_model_len", value=str(shorter)),) if helps else (),
+        committed_whole=True,
+        may_be_capped=False,
+    )
+
+
+def _given(case: _Case, asked_bytes: int) -> _Offer:
+    """kv_cache_memory_bytes"""
+    term = Term(label="asked for", num_bytes=asked_bytes, source="kv_cache_memory_bytes")
+    return _Offer(terms=(term,), bound="kv_cache_memory_bytes", may_be_capped=False)
+
+
+BUDGETS: Mapping[str, Callable[[_Case], _Offer]] = MappingProxyType(
+    {
+        "auto": _auto,
+        "vllm": _vllm,
+        "mistralrs": _mistralrs,
+        "llamacpp": _llamacpp,
+        "fraction": _fraction,
+    }
+)
+
+
+def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:
+    """A share of a total, whoever else uses it: what three of the rules have in common."""
+    needs = case.needs
+    claimed = int(total_bytes * case.utilization)
+    words = f"memory_utilization={case.utilization:g}"
+    terms = (
+        Term(label="hint", num_bytes=total_bytes, source=source),
+        Term(label="not claimed", num_bytes=claimed - total_bytes, source=words),
+        Term(label="weights", num_bytes=-needs.weights_bytes, source="loaded or to come"),
+        _activations(needs),
+    )
+    besides = needs.weights_bytes + needs.activation_bytes
+    low, high = besides + needs.least_bytes, besides + case.lasting_bytes
+    shares = _shares(low, high, total_bytes, greatest=claimed > high)
+    remedies = tuple(Remedy(option="memory_utilization", value=share) for share in shares)
+    return _Offer(terms=terms, bound=f"{words} of {source}", remedies=remedies)
+
+
+def _still_to_come(needs: Needs) -> tuple[Term, Term]:
+    loaded = needs.counted_weights_bytes
+    source = f"{format_bytes(loaded)} more are among what is used" if loaded else "not counted yet"
+    return (
+        Term(label="weights", num_bytes=-needs.weights_to_come_bytes, source=source),
+        _activations(needs),
+    )
+
+
+def _activations(needs: Needs) -> Term:
+    source = "estimate for max_num_batched_tokens"
+    return Term(label="activations", num_bytes=-needs.activation_bytes, source=source)
+
+
+def _headroom_words(mode: Mode) -> str:
+    if mode == "dedicated":
+        return "memory_mode=dedicated: max(2 %, min(512 MiB, 1/4))"
+    return "memory_mode=shared: max(min(4 GiB, 1/4), 15 %)"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def _refusal(rule: str, offer: _Offer, case: _Case) -> str | None:
+    """Why the offer cannot be taken; None if it can."""
+    kv, least, (room, bound) = offer.kv_bytes, case.needs.least_bytes, case.room
+    name = f"budget={rule}: {format_bytes(kv)} for KV"
+    if rule == GIVEN:
+        name = f"kv_cache_memory_bytes={format_bytes(kv)}"
+    there = f"{format_bytes(max(0, room))} ({bound.source})"
+    if offer.why_not is not None:
+        return f"budget={rule}: {offer.why_not}; the machine has {there}"
+    if kv > room:
+        return f"{name} is more than the machine has available, {there}"
+    if rule != GIVEN and kv < least:
+        return (
+            f"budget={rule} leaves {format_bytes(max(0, kv))} for KV, and {format_bytes(least)} is "
+            f"the least of use; the machine has {there}"
+        )
+    return None
+
+
+def _remedies(case: _Case, offer: _Offer) -> Iterator[Remedy]:
+    """The rule's own option first; else bytes, which no rule can refuse while there is room."""
+    yield from offer.remedies
+    if case.needs.least_bytes <= case.room_bytes:
+        # As much as fits was asked for; where a rule had left too little, a little is the answer.
+        wants_all = offer.kv_bytes > case.room_bytes
+        low, high = case.needs.least_bytes, case.lasting_bytes
+        yield Remedy(option="kv_cache_memory_bytes", value=_size(low, high, greatest=wants_all))
+
+
+def _size(low: int, high: int, *, greatest: bool) -> str:
+    """A short way to write a number of bytes in [low, high]."""
+    for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
+        count = high // size if greatest else ceil_div(low, size)
+        if low <= count * size <= high and (count >= 10 or size == _KIB or not greatest):
+            return f"{count}{unit}"
+    return str(high if greatest else low)
+
+
+def _shares(low: int, high: int, total: int, *, greatest: bool) -> Iterator[str]:
+    """A share of ``total`` in [low, high] bytes, in few digits; nothing if there is none."""
+    for digits in (2, 3, 4, 6, 9):
+        step = 10**digits
+        most, least = min(step, high * step // total), max(1, ceil_div(low * step, total))
+        share = most if greatest else least
+        if least <= most and low <= int(total * (share / step)) <= high:
+            yield f"{share / step:.{digits}f}"
+            return

@@ -1,0 +1,68 @@
+"""What is looked at several times a second: how much memory there is now, and who waits for it.
+
+It costs about a millisecond. All that is known of a machine is in ``machine``.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from quire.memory.machine.probe import cgroup_folders, memory_bounds
+from quire.memory.machine.procfs import read_text
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """The tightest bound at one moment."""
+
+    total_bytes: int
+    available_bytes: int
+    stalled_s: float = 0.0  # since the system started: some task waited for memory
+    source: str = ""
+
+
+class Gauge(Protocol):
+    """Tells the time and how much memory there is."""
+
+    def now_s(self) -> float:
+        """Seconds since some moment; never back."""
+        ...
+
+    def read(self) -> MemoryReading:
+        """Raises: MemoryUnavailable where the system does not say."""
+        ...
+
+
+class HostGauge:
+    """This machine, within the limits of this process."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def read(self) -> MemoryReading:
+        # A limit on addresses is no help: giving pages back does not give addresses back.
+        bounds = [b for b in memory_bounds(self._root) if not b.source.startswith("RLIMIT")]
+        return MemoryReading(
+            total_bytes=bounds[0].limit_bytes,
+            available_bytes=bounds[0].available_bytes,
+            stalled_s=stalled_s(self._root),
+            source=bounds[0].source,
+        )
+
+
+def stalled_s(root: Path = _ROOT) -> float:
+    """Time in which some task waited for memory, of this group if the kernel tells, else of all."""
+    groups = cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))
+    files = [folder / "memory.pressure" for _, folder in groups]
+    for path in (*files[:1], root / "proc/pressure/memory"):
+        found = re.search(r"^some .*total=(\d+)", read_text(path), re.MULTILINE)
+        if found:
+            return int(found[1]) / 1e6
+    return 0.0

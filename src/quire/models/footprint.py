@@ -1,0 +1,94 @@
+"""A model's own bytes: its weights, and what one step computes in between. Both without running it.
+
+Weights are counted by storage, so tied ones count once. ``outline`` makes the model on torch's meta
+device, where a tensor has a shape and no memory: a config.json is all it needs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quire.memory.machine.probe import mapped_from_files
+from quire.models.loader import DEMO_MODEL, find_folder, read_config
+from quire.spec import ModelSpec
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a model besides its cache."""
+
+    weights_bytes: int
+    counted_bytes: int  # of these, in pages that the system counts as used: not mapped from a file
+    hidden_size: int
+    widest_rows: int  # outputs a token has in the widest of the layers' products
+    vocab_size: int
+    item_bytes: int  # of an activation
+
+    def activation_bytes(self, num_tokens: int, num_logits: int) -> int:
+        """An estimate of what one step over so many tokens holds at its peak.
+
+        In a layer: the stream of hidden states and what is added to it, three of them once more in
+        float32 for a norm, and three results of the widest product (gate, up, and both multiplied).
+        After the layers: logits twice, and ten float32 copies where top-p sorts and filters them.
+        """
+        layer = num_tokens * (
+            3 * self.widest_rows * self.item_bytes
+            + self.hidden_size * (3 * self.item_bytes + 3 * _FLOAT32_BYTES)
+        )
+        head = num_logits * self.vocab_size * (2 * self.item_bytes + 10 * _FLOAT32_BYTES)
+        return max(layer, head)
+
+
+def footprint(model: PreTrainedModel) -> Footprint:
+    """Of a model in memory, or on the meta device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    on_files = mapped_from_files([s.data_ptr() for s in storages.values() if s.data_ptr()])
+    config = model.config.get_text_config()
+    hidden, vocab, experts = (
+        getattr(config, name, None) or 1
+        for name in ("hidden_size", "vocab_size", "num_experts_per_tok")
+    )
+    weights = [p for p in model.parameters() if p.ndim >= 2 and vocab not in p.shape[-2:]]
+    return Footprint(
+        weights_bytes=sum(storage.nbytes() for storage in storages.values()),
+        counted_bytes=sum(
+            storage.nbytes()
+            for storage in storages.values()
+            if storage.data_ptr() and storage.data_ptr() not in on_files
+        ),
+        hidden_size=hidden,
+        widest_rows=max(
+            (max(p.shape[-2:]) * (experts if p.ndim > 2 else 1) for p in weights), default=0
+        ),
+        vocab_size=vocab,
+        item_bytes=model.dtype.itemsize,
+    )
+
+
+def outline(
+    name: str | Path | None = None, *, dtype: str = "auto"
+) -> tuple[str, Footprint, ModelSpec]:
+    """A folder's or a hub name's footprint and memory, its weights left where they are.
+
+    Raises: ModelNotLoadable, UnsupportedModel.
+    """
+    folder = find_folder(name)
+    source = str(folder or name)
+    config, spec = read_config(source, folder)
+    wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+    named = DEMO_MODEL if name is None else source
+    dtype_name = str(wanted).removeprefix("torch.")
+    return named, footprint(model), spec.with_kv_dtype(dtype_name)
+
+
+def _key(tensor: Tensor) -> int:
+    """Tells storages apart; those on the meta device have no address."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

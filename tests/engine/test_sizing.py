@@ -1,0 +1,115 @@
+"""The engine's capacity comes from a ledger, which it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.config import EngineConfig
+from quire.engine.sizing import kv_needs, ledger_for
+from quire.errors import ConfigError
+from quire.memory.budget.ledger import Needs
+from quire.memory.machine import Machine
+from quire.memory.machine.probe import MemoryBound
+from quire.models.footprint import Footprint
+from quire.models.loader import load
+from quire.spec import ModelSpec
+
+MIB, GIB = 2**20, 2**30
+QWEN3_4B = ModelSpec.from_config(
+    {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 2560,
+        "max_position_embeddings": 40960,
+        "dtype": "bfloat16",
+    }
+)
+OWN = Footprint(
+    weights_bytes=8 * GIB,
+    counted_bytes=0,
+    hidden_size=2560,
+    widest_rows=9728,
+    vocab_size=151_936,
+    item_bytes=2,
+)
+
+
+def needs_of(**options: Any) -> Needs:
+    return kv_needs(EngineConfig(**options), "qwen", QWEN3_4B, OWN, 4096)
+
+
+def test_a_models_needs_are_those_of_its_spec() -> None:
+    needs = needs_of()
+    assert needs.bytes_per_token == 147_456
+    assert needs.context_tokens == 40_960
+    assert needs.least_bytes == 128 * 147_456
+    assert needs_of(kv_cache_dtype="fp8").bytes_per_token == 147_456 // 2
+
+
+def test_a_whole_range_is_the_least_that_contiguous_can_use() -> None:
+    needs = needs_of(cache="contiguous", max_model_len=8192)
+    assert needs.least_bytes == 8192 * 147_456
+    by_request = needs_of(cache="contiguous", max_model_len=8192, reserve="request")
+    assert by_request.least_bytes == 128 * 147_456
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "growing", "paged", "virtual"])
+def test_the_most_is_all_sequences_at_their_longest(cache: str) -> None:
+    most = needs_of(cache=cache, max_num_seqs=4, max_model_len=4096).most_bytes
+    assert most is not None
+    full = 4 * 4096 * 147_456
+    assert full < most < full * (2.2 if cache == "growing" else 1.1)
+
+
+def test_what_a_step_takes_grows_with_its_tokens() -> None:
+    few, many = (needs_of(max_num_batched_tokens=n).activation_bytes for n in (1, 8192))
+    assert few < many
+
+
+def test_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=50,000 is more than qwen was made for"):
+        needs_of(max_model_len=50_000)
+
+
+def test_options_choose_the_rule() -> None:
+    bound = MemoryBound(source="MemAvailable", limit_bytes=64 * GIB, used_bytes=4 * GIB)
+    machine = Machine(bounds=(bound,), ram_bytes=64 * GIB, ram_used_bytes=4 * GIB)
+    config = EngineConfig(budget="vllm", memory_utilization=0.5)
+    ledger = ledger_for(config, needs_of(), machine)
+    assert ledger.rule == "vllm"
+    assert ledger.terms[1].num_bytes == -32 * GIB
+    given = ledger_for(replace(config, kv_cache_memory_bytes=GIB), needs_of(), machine)
+    assert given.require() == GIB
+
+
+def test_an_llm_keeps_its_ledger_and_its_cache_has_that_capacity() -> None:
+    with LLM(load(), max_num_seqs=2, max_model_len=512) as llm:
+        assert llm.ledger.rule == "auto"
+        assert 2 * 512 * 4096 <= llm.ledger.kv_bytes < 2 * 2 * 512 * 4096
+    with LLM(load(), kv_cache_memory_bytes="3MiB") as llm:
+        assert llm.ledger.kv_bytes == 3 * MIB
+
+
+def test_an_llm_that_cannot_have_its_memory_says_what_it_could_have() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes") as refused:
+        LLM(load(), kv_cache_memory_bytes="900TiB")
+    assert "the most that fits" in str(refused.value)
+
+
+def test_a_full_house_fits_below_the_cap() -> None:
+    """The cap is no limit to what it promises: all sequences run to their longest at once."""
+    from quire import SamplingParams
+
+    params = SamplingParams(max_tokens=29, ignore_eos=True)
+    for cache in ("contiguous", "growing", "paged", "virtual"):
+        with LLM(load(), cache=cache, max_num_seqs=3, max_model_len=32) as llm:
+            assert llm.ledger.bound == "max_num_seqs × max_model_len"
+            done = llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9]], params)
+            assert [len(one.token_ids) for one in done] == [29] * 3
