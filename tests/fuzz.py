@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from conformance.sharing_machine import SharingMachine
 from conformance.sharing_model import SHARING_KINDS
-from conformance.strategy_cases import OPTIONS
+from conformance.strategy_cases import KINDS, OPTIONS
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from engine.scheduler_machine import SchedulerMachine
 from quire.strategies import Accounting, CacheConfig
@@ -55,6 +55,13 @@ MACHINES: Mapping[str, tuple[type[RuleBasedStateMachine], Callable[[type], Any]]
     **{
         f"sharing/{kind}": (SharingMachine, lambda cls, kind=kind: cls(kind))
         for kind in SHARING_KINDS
+    },
+    **{
+        f"sharing-windows/{kind}": (
+            SharingMachine,
+            lambda cls, kind=kind: cls(kind, through_windows=True),
+        )
+        for kind in KINDS
     },
     **{
         f"scheduler/{option}": (SchedulerMachine, lambda cls, option=option: cls(option))

@@ -23,8 +23,9 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from quire.strategies import STRATEGIES, CacheConfig, Fits, Storage, build_storage
+from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_storage
 from quire.strategies.quantized import dequantize, quantize
+from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 # Rounding of the inputs is no error here: both read the same ones. What is left is the rounding of
 # weights and of the result: one or two units of the last of 11 bits in float16, of 8 in bfloat16.
@@ -32,6 +33,9 @@ from quire.strategies.quantized import dequantize, quantize
 TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 )
+
+SHARED = "virtual-shared"
+STORED = (*STRATEGIES, SHARED)  # where keys and values can lie
 
 Chunks = tuple[tuple[int, int], ...]  # a sequence: (tokens computed before, tokens of this step)
 
@@ -46,6 +50,7 @@ class Case:
     spec: AttentionSpec
     q: Tensor
     storage: Storage
+    pages: list[Tensor]  # u8: the region; through windows, the blocks that they show
     batch: AttentionBatch
     chunks: Chunks
     slots: list[Tensor]  # a sequence: i64[L - first], of the tokens from ``firsts`` on
@@ -70,8 +75,8 @@ class Case:
         That is the rest of the region: tails of blocks, blocks of others and of nobody, what is
         behind a window. (An int8 is -1 then, its scale NaN.)
         """
-        region = self.view.k.untyped_storage()
-        torch.empty(0, dtype=torch.uint8).set_(region).fill_(with_byte)
+        for each in self.pages:
+            each.fill_(with_byte)
         self.write_live()
 
     def write_live(self) -> None:
@@ -124,13 +129,13 @@ def make_case(
     config = CacheConfig(
         max_model_len=max_model_len,
         max_num_seqs=2 * len(chunks),
-        capacity_bytes=2**21 + 4 * num_tokens * spec.bytes_per_token
-        if strategy == "paged"
-        else 2**33,
+        capacity_bytes=_capacity_bytes(strategy, num_tokens * spec.bytes_per_token),
         block_size=block_size,
         growth_tokens=8,
         page_bytes=HostMemory().page_bytes,
+        shares_pages=strategy == SHARED,
     )
+    strategy = "virtual" if strategy == SHARED else strategy
     accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
     storage = build_storage(strategy, accounting, HostMemory())
     key_shape, value_shape = spec.entry_shapes
@@ -166,6 +171,7 @@ def make_case(
         spec=spec,
         q=random(sum(length for _, length in chunks), key_shape[0] * sharing, width),
         storage=storage,
+        pages=_pages(accounting, storage, len(chunks)),
         batch=make_batch(accounting, 0, step),
         chunks=chunks,
         slots=[
@@ -176,6 +182,33 @@ def make_case(
         keys=keys,
         values=values,
     )
+
+
+def _capacity_bytes(strategy: str, used_bytes: int) -> int:
+    match strategy:
+        case "paged":
+            return 2**21 + 4 * used_bytes
+        case "virtual-shared":
+            return 2**28
+        case _:
+            return 2**33
+
+
+def _pages(accounting: Accounting, storage: Storage, num_sequences: int) -> list[Tensor]:
+    view = storage.view(0)
+    region = torch.empty(0, dtype=torch.uint8).set_(view.k.untyped_storage())
+    if not isinstance(accounting, SharedVirtualAccounting):
+        return [region]
+    # Addresses at which nothing is shown read as zeros, and cannot be written.
+    slot_bytes = view.k.stride(0) * view.k.element_size()
+    size = accounting.pool.block_size(0)
+    pages = []
+    for seq_id in range(num_sequences):
+        (first,) = accounting.table(0, seq_id)
+        for place in np.flatnonzero(accounting.pool.table(0, seq_id) >= 0):
+            start = int(first + place * size) * slot_bytes
+            pages.append(region[start : start + size * slot_bytes])
+    return pages
 
 
 def make_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:

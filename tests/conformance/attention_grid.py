@@ -13,6 +13,7 @@ import torch
 
 from attention.machines import ISAS
 from conformance.attention_cases import (
+    STORED,
     Case,
     Chunks,
     make_case,
@@ -20,7 +21,6 @@ from conformance.attention_cases import (
     make_spec,
 )
 from conformance.covering import Row, cover, spread
-from quire.strategies import STRATEGIES
 
 # (queries and what came in, what is kept)
 DTYPES = (
@@ -70,7 +70,7 @@ STEP = MappingProxyType(
         "kind": (("full", 0), ("sliding", 9), ("sliding", 70), ("chunked", 6), ("chunked", 50)),
         "mix": tuple(MIXES),
         "block_size": (16, 4, 5, 32, 64),
-        "strategy": tuple(STRATEGIES),
+        "strategy": STORED,
         "scores": ("usual", "large"),
         "threads": (2, 1, 3),
     }

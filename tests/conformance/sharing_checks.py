@@ -11,6 +11,7 @@ from conformance.sharing_model import Held, Step
 from conformance.sharing_world import World
 from quire.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.strategies import Fits, Never, NotNow, PrefixHit, Usage
+from quire.units import ceil_div
 
 NOBODY = 1000  # has held a block
 UNKNOWN = -1000  # it was read in part: whether that counts depends on the room there was
@@ -28,6 +29,7 @@ class Checks:
         self.world.accounting.check()
         self.check_events()
         self.check_usage()
+        self.check_windows()
         for seq_id, held in self.world.held.items():
             self.check_contents(seq_id, held)
 
@@ -35,15 +37,36 @@ class Checks:
         """What the last step read, and what a later one can read, is what the sequence wrote."""
         assert self.world.accounting.num_tokens(seq_id) == held.room
         for g, group in enumerate(self.world.groups):
-            table = self.world.accounting.table(g, seq_id)
+            table = self.world.table(g, seq_id)
             if self.world.states[g]:
                 start, slots = max(0, held.room - 1), table[: min(held.room, 1)]
             else:
                 start = group.live_start(held.base)
-                slots = self.world.accounting.slots(g, seq_id, start, held.room)
+                slots = self.world.slots(g, seq_id, start, held.room)
             self.world.store.read(
                 g, table, slots, start, np.array(held.contents[start : held.room])
             )
+
+    def check_windows(self) -> None:
+        """Each shows its sequence's block table and nothing else; in as many pieces as may be."""
+        world, num_mappings = self.world, 0
+        if world.windows is None:
+            return
+        for g, size in enumerate(world.pools.sizes):
+            row_slots = world.windows.num_slots(g) // world.config.max_num_seqs
+            num_mappings += world.store.num_mappings(g, row_slots, world.windows.heap_slots(g))
+            for seq_id in world.windowed:
+                (first,) = world.windows.table(g, seq_id)
+                shown = world.store.seen(g, np.arange(first, first + row_slots))
+                blocks = np.full(row_slots // size.slots, -1)
+                table = world.table(g, seq_id)
+                blocks[: len(table)] = table
+                slots = blocks[:, None] * size.slots + np.arange(size.slots)
+                slots[blocks < 0] = -1
+                assert (shown == slots.ravel()).all(), "a window does not show its block table"
+        limit = world.config.max_mappings
+        if limit is not None and len(world.windowed) > 1:
+            assert num_mappings <= limit // world.num_stacks, "the system would refuse a mapping"
 
     def check_events(self) -> None:
         """From the events alone it is known which blocks can be found."""
@@ -85,11 +108,11 @@ class Checks:
         ):
             pool, live, refs = self.world.pools[g], set[int](), Counter[int]()
             for seq_id, held in self.world.held.items():
-                table = self.world.accounting.table(g, seq_id)
+                table = self.world.table(g, seq_id)
                 refs.update(table[table >= 0].tolist())
                 if not self.world.states[g]:
                     start = group.live_start(held.room)
-                    live.update(self.world.accounting.slots(g, seq_id, start, held.room).tolist())
+                    live.update(self.world.slots(g, seq_id, start, held.room).tolist())
             assert pool.refs.sum() == refs.total(), "references are not the tables' entries"
             only_cached = set(np.flatnonzero(pool.nodes >= 0).tolist()) - refs.keys()
             granules = {block // size.granule_blocks for block in only_cached | refs.keys()}
@@ -98,8 +121,12 @@ class Checks:
             used += len(live) * group.bytes_per_token
             cached += len(only_cached) * size.block_bytes
             committed += len(granules) * size.granule_blocks * size.block_bytes
-            reserved += size.num_ids * size.block_bytes
-        assert committed == self.world.store.committed_bytes <= self.world.capacity
+            if self.world.windows is None:
+                reserved += size.num_ids * size.block_bytes
+            else:
+                slots = self.world.windows.num_slots(g) + self.world.windows.pool_slots(g)
+                reserved += slots * group.bytes_per_token
+        assert committed == self.world.store.committed_bytes <= self.world.ceiling
         usage = self.world.accounting.usage()
         assert usage == Usage(
             reserved_bytes=reserved,
@@ -140,10 +167,31 @@ class Checks:
             seq_id
             for seq_id in self.world.held
             for g in range(len(self.world.groups))
-            if (self.world.accounting.table(g, seq_id) >= 0).any()
+            if (self.world.table(g, seq_id) >= 0).any()
         }
         assert set(verdict.holders) == holders
-        assert holders or step.kept_bytes, f"nobody can end, so it is never: {verdict}"
+        can_wait = holders or step.kept_bytes or self.world.ceiling < self.world.capacity
+        assert can_wait, f"nobody can end, so it is never: {verdict}"
+
+    def is_about_windows(self, verdict: Any) -> bool:
+        windows = self.world.windows is not None and isinstance(verdict, NotNow)
+        return windows and verdict.option != "kv_cache_memory_bytes"
+
+    def check_window_refusal(self, step: Step, verdict: Any) -> None:
+        """All windows are taken, or all mappings could be; and that can be waited out."""
+        world, others = self.world, self.world.windowed - {step.seq_id}
+        assert world.fits_alone(step), f"it will never fit: {verdict}"
+        assert set(verdict.holders) == world.windowed
+        if verdict.option == "max_num_seqs":
+            assert world.lacks_window(step.seq_id), f"there is a window: {verdict}"
+            return
+        assert verdict.option == "vm.max_map_count"
+        assert others, "alone it may try"
+        limit, tokens = world.config.max_mappings, world.longest
+        assert limit is not None
+        # Every block by itself, what lies before and behind, and two that are counted in advance.
+        each = (ceil_div(tokens, world.size) + 4) * len(world.groups) * world.num_stacks
+        assert (len(others) + 1) * each > limit, f"there are mappings enough: {verdict}"
 
     def check_pages(self, step: Step, verdict: Any) -> None:
         """With several blocks a granule the sum is the least; what is taken over may need more."""
@@ -151,7 +199,8 @@ class Checks:
         assert step.hit, f"there is room: {verdict}"
         assert isinstance(verdict, NotNow)
         assert verdict.need_bytes > verdict.free_bytes - verdict.kept_bytes
-        assert verdict.holders, f"nobody can end, so it is never: {verdict}"
+        can_wait = verdict.holders or self.world.ceiling < self.world.capacity
+        assert can_wait, f"nobody can end, so it is never: {verdict}"
 
     def check_length(self, num_tokens: int) -> None:
         """Whether one sequence could ever become so long."""
@@ -174,24 +223,36 @@ class Checks:
             unknown = world.pools[g].nodes < 0
             importance[unknown] = NOBODY
             for seq_id, held in world.held.items():
-                table = world.accounting.table(g, seq_id)
+                table = world.table(g, seq_id)
                 blocks = table[table >= 0]
                 blocks = blocks[~unknown[blocks]]
                 importance[blocks] = np.minimum(importance[blocks], held.priority)
 
+    def cached_beside_held(self) -> list[list[int]]:
+        """Cached blocks that nobody holds, in granules in which somebody holds another one."""
+        beside = []
+        for g, size in enumerate(self.world.pools.sizes):
+            pool = self.world.pools[g]
+            held = np.flatnonzero(pool.refs) // size.granule_blocks
+            cached = np.flatnonzero((pool.nodes >= 0) & (pool.refs == 0))
+            beside.append(cached[np.isin(cached // size.granule_blocks, held)].tolist())
+        return beside
+
     @contextmanager
-    def evictions(self, hit: PrefixHit | None) -> Iterator[None]:
-        """Nothing goes while something less important could."""
+    def evictions(self, hit: PrefixHit | None, *, by_pages: bool = False) -> Iterator[None]:
+        """Nothing goes while something less important could; ``by_pages``: what lies in pages."""
         pools, before = self.world.pools, []
         for g, importance in enumerate(self._importance):
             pool = pools[g]
-            if hit:
-                importance[np.isin(pool.nodes, hit.rows[-1:]) & (pool.refs == 0)] = UNKNOWN
+            if hit and hit.num_tokens % self.world.size:
+                importance[np.isin(pool.nodes, hit.rows[-1:])] = UNKNOWN
             known = (importance > UNKNOWN) & (importance < NOBODY)
             cached = np.flatnonzero((pool.nodes >= 0) & (pool.refs == 0) & known)
             before.append((cached, pool.nodes[cached]))
         yield
         for g, (cached, nodes) in enumerate(before):
+            if by_pages and not self.world.one_a_granule:
+                continue
             gone, left = pools[g].nodes[cached] != nodes, pools[g].refs[cached] == 0
             least = self._importance[g][cached]
             first, last = least[gone].min(initial=NOBODY), least[left & ~gone].max(initial=UNKNOWN)

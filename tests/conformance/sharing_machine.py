@@ -1,4 +1,9 @@
-"""Random sharing of blocks: sequences begin alike, fork, go back, are pinned, and end."""
+"""Random sharing of blocks: sequences begin alike, fork, go back, are pinned, and end.
+
+The blocks are those of ``paged``, or of ``virtual``, which has windows that show them.
+"""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,21 +13,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from conformance.sharing_model import MAX_SEQS, SHARING_KINDS, TENANTS, Held, Step, groups_of
 from conformance.sharing_steps import Engine
 from conformance.sharing_world import World
+from conformance.strategy_cases import KINDS
 from quire.blocks import POLICIES
-from quire.strategies import CacheConfig, Fits, PrefixKeys
+from quire.strategies import CacheConfig, PrefixKeys
 
 
 class SharingMachine(RuleBasedStateMachine):
     """One pool, used at random by sequences that begin alike."""
 
-    def __init__(self, kind: str | None = None) -> None:
+    def __init__(self, kind: str | None = None, *, through_windows: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.through_windows = kind, through_windows
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         draw = data.draw
-        groups = groups_of(self.kind or draw(st.sampled_from(SHARING_KINDS)))
+        kinds = KINDS if self.through_windows else SHARING_KINDS
+        groups = groups_of(self.kind or draw(st.sampled_from(kinds)))
         size, longest = draw(st.sampled_from([4, 1, 16])), draw(st.sampled_from([64, 30]))
         token_bytes = sum(group.bytes_per_token for group in groups)
         page_bytes = draw(st.sampled_from([128, 2048]))
@@ -30,9 +37,17 @@ class SharingMachine(RuleBasedStateMachine):
         extra_bytes = draw(st.integers(0, 8)) * 1024 + draw(st.integers(0, 99))
         capacity = num_tokens * token_bytes + extra_bytes
         self.most = capacity * draw(st.integers(1, 2))
+        windows: dict[str, Any] = {}
+        if self.through_windows:
+            windows = dict(
+                shares_pages=True,
+                max_num_seqs=draw(st.sampled_from([MAX_SEQS, 3, MAX_SEQS, 1])),
+                max_mappings=draw(st.none() | st.integers(4, 80)),
+                heap_bytes=draw(st.sampled_from([2**14, 1, 2**28])),
+                stack_layers=draw(st.sampled_from([None, 1])),
+            )
         config = CacheConfig(
             max_model_len=longest,
-            max_num_seqs=MAX_SEQS,
             capacity_bytes=capacity,
             block_size=size,
             page_bytes=page_bytes,
@@ -40,6 +55,7 @@ class SharingMachine(RuleBasedStateMachine):
             eviction_policy=draw(st.sampled_from(sorted(POLICIES))),
             keep_events=True,
             max_capacity_bytes=self.most,
+            **{"max_num_seqs": MAX_SEQS, **windows},
         )
         self.world = World(groups, config)
         self.engine = Engine(self.world)
@@ -124,13 +140,17 @@ class SharingMachine(RuleBasedStateMachine):
             self.engine.end_step(look=number == num_steps - 1)
 
     @precondition(lambda self: self.world.running() and len(self.world.held) < MAX_SEQS)
-    @rule(which=st.integers(0, 7), tells=st.sampled_from([0, 0, 1, 2]))
-    def fork(self, which: int, tells: int) -> None:
+    @rule(
+        which=st.integers(0, 7),
+        tells=st.sampled_from([0, 0, 1, 2]),
+        count=st.sampled_from([1, 1, 3]),
+    )
+    def fork(self, which: int, tells: int, count: int) -> None:
         seq_id = self.world.pick(which)
-        assert isinstance(self.world.accounting.fork(seq_id, self.next_seq), Fits)
-        self.world.held[self.next_seq] = self.world.held[seq_id].copy()
-        self.world.held[self.next_seq].tells = tells
-        self.next_seq += 1
+        for _ in range(min(count, MAX_SEQS - len(self.world.held))):
+            if self.engine.fork(seq_id, self.next_seq):
+                self.world.held[self.next_seq].tells = tells
+                self.next_seq += 1
         self.engine.end_step()
 
     @precondition(lambda self: self.world.running())
@@ -139,7 +159,7 @@ class SharingMachine(RuleBasedStateMachine):
         world, seq_id = self.world, self.world.pick(which)
         held, num_tokens = world.held[seq_id], max(0, world.held[seq_id].room - back)
         undone = num_tokens < held.written
-        tables = [world.accounting.table(g, seq_id) for g in range(len(world.groups))]
+        tables = [world.table(g, seq_id) for g in range(len(world.groups))]
         shared = [
             state and world.pools[g].refs[tables[g][:1]].sum() > 1
             for g, state in enumerate(world.states)
@@ -178,8 +198,7 @@ class SharingMachine(RuleBasedStateMachine):
     def free(self, which: int) -> None:
         """A sequence ends, or a pin is taken out."""
         seq_id = sorted(self.world.held)[which % len(self.world.held)]
-        self.world.accounting.free(seq_id)
-        del self.world.held[seq_id]
+        self.world.free(seq_id)
         self.engine.end_step()
 
     @precondition(lambda self: self.world.used() and len(self.world.held) < MAX_SEQS)
@@ -192,7 +211,7 @@ class SharingMachine(RuleBasedStateMachine):
             self.world.say(held, token)
         whole = len(ids) // self.world.size * self.world.size
         expected = max(self.world.hits(held, whole, whole=True))
-        pinned = self.world.accounting.blocks.pin(self.next_seq, np.array(ids, np.int32), tenant)
+        pinned = self.world.pool.blocks.pin(self.next_seq, np.array(ids, np.int32), tenant)
         assert pinned == expected, f"{pinned} tokens are pinned, {expected} are cached"
         held.ids, held.contents = ids[:pinned], held.contents[:pinned]
         held.room = held.written = held.computed = held.base = pinned
@@ -216,24 +235,31 @@ class SharingMachine(RuleBasedStateMachine):
         expected = expected and world.need([], new) <= world.free_bytes()
         before = None if expected else world.snapshot()
         with self.engine.checks.evictions(None):
-            assert world.accounting.blocks.keep_state(seq_id) == expected
+            assert world.pool.blocks.keep_state(seq_id) == expected
         assert expected or world.snapshot() == before, "a refusal has changed something"
         self.engine.end_step()
         assert not expected or all((g, node) in world.present for g in states)
 
     @precondition(lambda self: self.world.used())
-    @rule(share=st.integers(0, 16), length=st.integers(0, 99))
-    def resize(self, share: int, length: int) -> None:
-        """The budget changes. What is held stays, and what is cached goes only if it must."""
-        world, capacity, held_bytes = self.world, self.most * share // 16, self.world.held_bytes()
-        before, fits = world.present.copy(), world.store.committed_bytes <= capacity
-        with self.engine.checks.evictions(None):
-            world.capacity = world.accounting.blocks.resize(capacity)
-        assert world.capacity == max(capacity, held_bytes)
+    @rule(share=st.integers(0, 16), length=st.integers(0, 99), for_now=st.booleans())
+    def resize(self, share: int, length: int, for_now: bool) -> None:
+        """The ceiling is moved. What is held stays, and what is cached goes only if it must."""
+        world, wanted = self.world, self.most * share // 16
+        before, surplus = world.present.copy(), world.store.committed_bytes - wanted
+        lowest, beside = max(wanted, world.held_bytes()), self.engine.checks.cached_beside_held()
+        with self.engine.checks.evictions(None, by_pages=True):
+            ceiling = world.accounting.resize(wanted, for_now=for_now)
+        if not for_now:
+            world.capacity = lowest
+        world.ceiling = min(lowest, world.capacity)
+        assert ceiling == world.ceiling
+        assert beside == self.engine.checks.cached_beside_held(), "evicted for nothing"
         self.engine.apply()
-        world.store.resize(world.capacity)
+        most = max(size.granule_blocks * size.block_bytes for size in world.pools.sizes)
+        assert world.store.committed_bytes > ceiling - most or surplus <= 0, "evicted too much"
+        world.store.resize(world.ceiling)
         self.engine.end_step()
-        assert not fits or before <= world.present, "evicted without need"
+        assert surplus > 0 or before <= world.present, "evicted without need"
         if length < 80 and share % 3 == 0:
             self.engine.checks.check_length(length)
 
@@ -242,7 +268,7 @@ class SharingMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         """Forget what is cached, if nobody holds anything."""
         idle = self.world.held_bytes() == 0
-        assert self.world.accounting.blocks.reset_prefix_cache() == idle
+        assert self.world.accounting.reset_prefix_cache() == idle
         self.engine.end_step()
         assert not (idle and self.world.present)
 
@@ -250,9 +276,8 @@ class SharingMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         for seq_id in list(self.world.held):
-            self.world.accounting.free(seq_id)
-            del self.world.held[seq_id]
+            self.world.free(seq_id)
         self.engine.end_step()
-        assert self.world.accounting.blocks.resize(0) == 0
+        assert self.world.accounting.resize(0) == 0
         self.engine.end_step()
         assert self.world.store.committed_bytes == len(self.world.index) == 0

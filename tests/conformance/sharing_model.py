@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from conformance.strategy_cases import KINDS, layers_of, model_spec
-from conformance.strategy_machine import SlotStore
+from conformance.strategy_machine import Ids, SlotStore
 from quire.spec import Group, Layer, RecurrentState, StateTensor
 from quire.strategies import Image, PrefixHit, PrefixKeys
 from quire.strategies.paged import PagedAccounting
+from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 SHARING_KINDS = (*KINDS, "recurrent", "recurrent+2", "hybrid")
 CAT, DOG = (
@@ -123,12 +124,32 @@ class Step:
 
 
 class Contents(SlotStore):
-    """A number a slot; a slot of a recurrent group is a block, and its bytes are the block's."""
+    """A number a slot; a slot of a recurrent group is a block, and its bytes are the block's.
 
-    def __init__(self, accounting: PagedAccounting, capacity_bytes: int) -> None:
+    Slots are the pool's: ``seen`` looks through a window.
+    """
+
+    def __init__(
+        self, accounting: PagedAccounting | SharedVirtualAccounting, capacity_bytes: int
+    ) -> None:
         super().__init__(accounting, capacity_bytes)
-        self._slot_bytes = [s.block_bytes // s.slots for s in accounting.blocks.pools.sizes]
+        shared = isinstance(accounting, SharedVirtualAccounting)
+        pools = (accounting.pool if shared else accounting).blocks.pools
+        self._slot_bytes = [size.block_bytes // size.slots for size in pools.sizes]
 
-    def resize(self, capacity_bytes: int) -> None:
-        assert self.committed_bytes <= capacity_bytes, "committed above the new ceiling"
-        self._capacity_bytes = capacity_bytes
+    def lies(self, group: int, slots: Ids) -> Ids:
+        return slots
+
+    def seen(self, group: int, slots: Ids) -> Ids:
+        """The pool's slots that windows show in these slots of theirs; -1: nothing."""
+        assert self._shown is not None
+        return self._shown[group][slots]
+
+    def num_mappings(self, group: int, row_slots: int, heap_slots: int) -> int:
+        """Those of pages to addresses, and of addresses between them that show nothing."""
+        assert self._shown is not None
+        shown, count = self._shown[group].reshape(-1, row_slots), 0
+        for row in shown[(shown >= 0).any(axis=1)]:
+            goes_on = (row[1:] == row[:-1] + 1) & (row[1:] % heap_slots != 0) & (row[:-1] >= 0)
+            count += 1 + int((~goes_on & (row[1:] != row[:-1])).sum())
+        return count

@@ -8,7 +8,7 @@ import numpy as np
 from conformance.sharing_checks import Checks
 from conformance.sharing_model import GARBAGE, Held, Step
 from conformance.sharing_world import World
-from quire.strategies import Fits
+from quire.strategies import Fits, Never
 
 
 class Engine:
@@ -53,7 +53,9 @@ class Engine:
         need = 0 if nothing else world.need([asked])
         short = step.end <= world.longest
         fits = nothing or (short and need <= world.free_bytes() - asked.kept_bytes)
-        before, held_bytes = world.snapshot() if not fits else None, world.held_bytes()
+        lacks_window = not nothing and short and world.lacks_window(step.seq_id)
+        before = world.snapshot() if world.windows or not fits else None
+        held_bytes = world.held_bytes()
         with self.checks.evictions(step.hit):
             verdict = world.accounting.try_extend(
                 step.seq_id,
@@ -65,13 +67,19 @@ class Engine:
                 kept_bytes=step.kept_bytes,
             )
         if not isinstance(verdict, Fits):
-            if fits:
+            if self.checks.is_about_windows(verdict):
+                assert world.snapshot() == before, "a refusal has changed something"
+                self.checks.check_window_refusal(asked, verdict)
+                return False
+            if fits and not (lacks_window and isinstance(verdict, Never)):
                 self.checks.check_pages(asked, verdict)
                 return False
             assert world.snapshot() == before, "a refusal has changed something"
             self.checks.check_refusal(asked, not short, verdict)
             return False
         assert fits, "there is no room"
+        assert not lacks_window, "there is no window"
+        world.note_window(step.seq_id)
         rise = world.held_bytes() - held_bytes
         assert rise >= need, "the plan's need is not the least"
         assert rise == need or not world.one_a_granule, "the plan's need is not what was taken"
@@ -96,12 +104,13 @@ class Engine:
             )
         assert count <= short
         assert not count or needs[count - 1] <= free_bytes
-        assert count == short or needs[count] > free_bytes, "the next one would have fitted"
+        few_mappings = world.config.max_mappings is not None
+        assert few_mappings or count == short or needs[count] > free_bytes, "the next would fit"
         assert count or before is None or world.snapshot() == before, "it changed without growing"
         for step in steps[:count]:
             self.grown(step)
         for number, step in enumerate(steps[count:]):
-            assert not self.extend(step) or number, "it was to be refused"
+            assert not self.extend(step) or number or few_mappings, "it was to be refused"
 
     def grown(self, step: Step) -> None:
         held = self.world.held[step.seq_id]
@@ -110,6 +119,21 @@ class Engine:
             # Sequences with the same text mostly go on with the same text.
             spice = step.seq_id * (self.clock % 5 == 0)
             self.world.say(held, (held.contents[-1] * 7 // 3 + spice) % 2 if held.contents else 0)
+
+    def fork(self, seq_id: int, new_id: int) -> bool:
+        """Begin a sequence as a copy of another one, if there is a window for it."""
+        world = self.world
+        before = world.snapshot()
+        verdict = world.accounting.fork(seq_id, new_id)
+        if isinstance(verdict, Fits):
+            world.held[new_id] = world.held[seq_id].copy()
+            world.note_window(new_id)
+            return True
+        assert self.checks.is_about_windows(verdict), f"sharing needs no room: {verdict}"
+        assert world.snapshot() == before, "a refusal has changed something"
+        room = world.held[seq_id].room
+        self.checks.check_window_refusal(Step(seq_id=new_id, begin=room, end=room), verdict)
+        return False
 
     def end_step(self, *, look: bool = True) -> None:
         """Carry out the changes, write the new tokens, tell the cache, and look at everything."""
@@ -132,7 +156,7 @@ class Engine:
         """What a step computes, or is brought from outside, and its drafts."""
         if held.written == held.room and not held.lookahead:
             return
-        table = self.world.accounting.table(g, seq_id)
+        table = self.world.table(g, seq_id)
         if self.world.states[g]:
             self.write(
                 g, table[: None if held.lookahead else 1], held.contents[held.room - 1 :][:1]
@@ -140,7 +164,7 @@ class Engine:
             return
         first = int((table < 0).sum()) * self.world.size
         start, stop = max(held.written, first), held.room + held.lookahead
-        slots = self.world.accounting.slots(g, seq_id, start, stop)
+        slots = self.world.slots(g, seq_id, start, stop)
         self.write(g, slots, held.contents[start : held.room])
 
     def write(self, g: int, slots: Any, contents: list[int]) -> None:

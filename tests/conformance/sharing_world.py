@@ -2,6 +2,9 @@
 
 What is asked of ``quire`` here is which blocks lie in a table and who holds them; sums, hits and
 verdicts are worked out again, block by block.
+
+Blocks may be seen through windows (``virtual`` with sharing). Then ``accounting`` is what is asked,
+and ``pool`` the blocks inside it.
 """
 
 from collections import Counter
@@ -15,7 +18,10 @@ import numpy as np
 from conformance.sharing_model import Contents, Held, Prefixes, Step
 from quire.spec import Group, RecurrentState
 from quire.strategies import CacheConfig, Fits
+from quire.strategies.base import Slots
+from quire.strategies.layout import stacks
 from quire.strategies.paged import PagedAccounting
+from quire.strategies.virtual_shared import SharedVirtualAccounting
 from quire.units import ceil_div
 
 PLENTY = 2**22  # bytes: more than one sequence can take
@@ -27,15 +33,20 @@ class World:
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups, self.config = groups, config
         self.states = [isinstance(group.spec, RecurrentState) for group in groups]
-        self.size, self.longest = config.block_size, config.max_model_len
-        self.capacity = config.capacity_bytes
-        self.accounting = PagedAccounting(groups, config)
-        self.pools, self.index = self.accounting.blocks.pools, self.accounting.blocks.index
+        self.longest, self.capacity = config.max_model_len, config.capacity_bytes
+        self.ceiling = self.capacity
+        self.windows = SharedVirtualAccounting(groups, config) if config.shares_pages else None
+        self.pool = self.windows.pool if self.windows else PagedAccounting(groups, config)
+        self.accounting = self.windows or self.pool
+        self.size = self.pool.blocks.tables.block_size
+        self.pools, self.index = self.pool.blocks.pools, self.pool.blocks.index
         self.one_a_granule = all(size.granule_blocks == 1 for size in self.pools.sizes)
         self.store = Contents(self.accounting, self.capacity)
         self.prefixes = Prefixes()
         self.present: set[tuple[int, int]] = set()  # group and node, as the events tell
         self.held: dict[int, Held] = {}
+        self.windowed: set[int] = set()  # sequences that have had a block
+        self.num_stacks = max(len(stacks(group, config.stack_layers)) for group in groups)
         self._peaks, self._alone = [0], self.alone(PLENTY)
         self._longest: dict[int, int] = {}  # by capacity
 
@@ -68,6 +79,29 @@ class World:
         whole = held.computed // self.size
         return held.nodes[whole - 1] if whole else held.root
 
+    def table(self, g: int, seq_id: int) -> Slots:
+        return self.pool.table(g, seq_id)
+
+    def slots(self, g: int, seq_id: int, start: int, stop: int) -> Slots:
+        """Where tokens lie, as the sequence sees it."""
+        if self.windows is None or self.held[seq_id].pin:
+            return self.pool.slots(g, seq_id, start, stop)
+        return self.store.seen(g, self.windows.slots(g, seq_id, start, stop))
+
+    def note_window(self, seq_id: int) -> None:
+        """With its first block a sequence has a window, to its end."""
+        if self.windows and any(len(self.table(g, seq_id)) for g in range(len(self.groups))):
+            self.windowed.add(seq_id)
+
+    def lacks_window(self, seq_id: int) -> bool:
+        taken = len(self.windowed) == self.config.max_num_seqs
+        return self.windows is not None and taken and seq_id not in self.windowed
+
+    def free(self, seq_id: int) -> None:
+        """A sequence ends. A pin has no window, and is taken out of the pool."""
+        self.windowed.discard(seq_id)
+        (self.pool if self.held.pop(seq_id).pin else self.accounting).free(seq_id)
+
     # -- the slow twins --------------------------------------------------------------------------
 
     def held_blocks(self, g: int) -> set[int]:
@@ -81,7 +115,7 @@ class World:
         return total
 
     def free_bytes(self) -> int:
-        return self.capacity - self.held_bytes()
+        return self.ceiling - self.held_bytes()
 
     def need(self, steps: Sequence[Step], more: Sequence[int] | None = None) -> int:
         """Bytes by which what is held would rise, if these steps were made together."""
@@ -114,7 +148,7 @@ class World:
         """A table as the step finds it; the columns that it reads and writes from, and its end."""
         group, size = self.groups[g], self.size
         spec, first = group.spec, group.live_start(step.begin) // size
-        table = self.accounting.table(g, step.seq_id).tolist()
+        table = self.table(g, step.seq_id).tolist()
         if isinstance(spec, RecurrentState):
             return table, 0, 0, 1 + spec.num_speculative_blocks
         if step.hit:
@@ -169,8 +203,13 @@ class World:
 
     def alone(self, capacity_bytes: int) -> PagedAccounting:
         """An empty cache with one sequence, 0."""
-        changed = {"capacity_bytes": capacity_bytes, "max_capacity_bytes": None}
-        fresh = PagedAccounting(self.groups, replace(self.config, **changed))
+        config = replace(
+            self.config,
+            capacity_bytes=capacity_bytes,
+            max_capacity_bytes=None,
+            block_size=self.size,
+        )
+        fresh = PagedAccounting(self.groups, config, whole_pages=self.windows is not None)
         fresh.add(0)
         return fresh
 
@@ -206,9 +245,9 @@ class World:
 
     def snapshot(self) -> Any:
         """All that a refusal must not change."""
-        blocks = self.accounting.blocks
+        blocks = self.pool.blocks
         tables = [
-            [self.accounting.table(g, seq_id).tolist() for g in range(len(self.groups))]
+            [self.table(g, seq_id).tolist() for g in range(len(self.groups))]
             for seq_id in self.held
         ]
         pools = [

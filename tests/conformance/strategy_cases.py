@@ -34,6 +34,11 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "paged-4": ("paged", {"block_size": 4}),
     "paged-16": ("paged", {"block_size": 16}),
     "virtual": ("virtual", {}),
+    "virtual-shared": ("virtual", {"shares_pages": True, "heap_bytes": 2**14}),
+    "virtual-shared-stacks": (
+        "virtual",
+        {"shares_pages": True, "block_size": 1, "stack_layers": 1, "heap_bytes": 1},
+    ),
 }
 
 

@@ -23,14 +23,17 @@ from quire.strategies import (
     Commit,
     Copy,
     Fits,
+    Map,
     Never,
     NotNow,
     Release,
+    Unmap,
     Usage,
     Verdict,
     build_accounting,
 )
 from quire.strategies.contiguous import ContiguousAccounting
+from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 Ids = npt.NDArray[np.int64]
 
@@ -42,9 +45,11 @@ class Store(Protocol):
     peak_committed_bytes: int
 
     def apply(self, changes: Sequence[Change]) -> None: ...
+    def lies(self, group: int, slots: Ids) -> Ids: ...
     def write(self, group: int, slots: Ids, ids: Ids) -> None: ...
     def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None: ...
     def verify(self, usage: Usage) -> None: ...
+    def resize(self, capacity_bytes: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -55,12 +60,21 @@ class SlotStore:
         self.committed_bytes = self.peak_committed_bytes = 0
         self._capacity_bytes = capacity_bytes
         self._slot_bytes = [group.bytes_per_token for group in accounting.groups]
-        sizes = [accounting.num_slots(group) for group in range(len(accounting.groups))]
+        groups = range(len(accounting.groups))
+        sizes = [accounting.num_slots(group) for group in groups]
+        # Where sequences see the pool through windows: which of its slots each of theirs shows.
+        self._shown: list[Ids] | None = None
+        if isinstance(accounting, SharedVirtualAccounting):
+            self._shown = [np.full(size, -1) for size in sizes]
+            sizes = [accounting.pool_slots(group) for group in groups]
         self._committed = [np.zeros(size, bool) for size in sizes]
         self._ids: list[Ids] = [np.full(size, -1) for size in sizes]  # -1: nothing written
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
+            if isinstance(change, Map | Unmap):
+                self._show(change)
+                continue
             committed, ids = self._committed[change.group], self._ids[change.group]
             if isinstance(change, Copy):
                 source = slice(change.source, change.source + change.num_slots)
@@ -75,6 +89,7 @@ class SlotStore:
                 assert not committed[pages].any(), f"{change} commits twice"
             else:
                 assert committed[pages].all(), f"{change} releases what is not committed"
+                assert not self._sees(change), f"{change} releases what a window shows"
             committed[pages] = isinstance(change, Commit)
             ids[pages] = -1
             num_bytes = (change.stop - change.start) * self._slot_bytes[change.group]
@@ -82,16 +97,50 @@ class SlotStore:
             self.peak_committed_bytes = max(self.peak_committed_bytes, self.committed_bytes)
             assert self.committed_bytes <= self._capacity_bytes, f"{change} passes the ceiling"
 
+    def _show(self, change: Map | Unmap) -> None:
+        assert self._shown is not None, f"{change}: there are no windows here"
+        shown = self._shown[change.group]
+        if isinstance(change, Unmap):
+            gone = shown[change.start : change.stop]
+            assert (gone >= 0).any(), f"{change} hides nothing"
+            gone[:] = -1
+            return
+        target = slice(change.target, change.target + change.num_slots)
+        source = np.arange(change.source, change.source + change.num_slots)
+        assert self._committed[change.group][source].all(), f"{change} shows what has no page"
+        assert (shown[target] == -1).all(), f"{change} shows over what is shown"
+        shown[target] = source
+
+    def _sees(self, change: Release) -> bool:
+        if self._shown is None:
+            return False
+        shown = self._shown[change.group]
+        return bool(((change.start <= shown) & (shown < change.stop)).any())
+
+    def lies(self, group: int, slots: Ids) -> Ids:
+        """Where the entries of these slots lie."""
+        if self._shown is None:
+            return slots
+        places = self._shown[group][slots]
+        assert (places >= 0).all(), "a token is not seen through its window"
+        return places
+
     def write(self, group: int, slots: Ids, ids: Ids) -> None:
+        slots = self.lies(group, slots)
         assert self._committed[group][slots].all(), "a token has no page"
         self._ids[group][slots] = ids
 
     def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None:
+        slots = self.lies(group, slots)
         assert self._committed[group][slots].all(), "a token that can be read has no page"
         assert (self._ids[group][slots] == expected).all(), "a token that can be read is lost"
 
     def verify(self, usage: Usage) -> None:
         pass
+
+    def resize(self, capacity_bytes: int) -> None:
+        assert self.committed_bytes <= capacity_bytes, "committed above the new ceiling"
+        self._capacity_bytes = capacity_bytes
 
     def close(self) -> None:
         pass
@@ -142,13 +191,16 @@ class StrategyMachine(RuleBasedStateMachine):
         token_bytes = self.spec.bytes_per_token
         longest = draw(st.sampled_from([50, 20, 64]))
         capacity_bytes = draw(st.integers(60, 300) | st.integers(10, 700)) * token_bytes
+        capacity_bytes += draw(st.integers(0, 99))
         self.config = CacheConfig(
             max_model_len=longest,
             max_num_seqs=draw(st.sampled_from([6, 3, 1])),
-            capacity_bytes=capacity_bytes + draw(st.integers(0, 99)),
+            capacity_bytes=capacity_bytes,
             page_bytes=self.page_bytes,
+            max_capacity_bytes=capacity_bytes * draw(st.integers(1, 2)),
             **self.changed,
         )
+        self.ceiling = self.config.capacity_bytes
         self.accounting = self.fresh()
         self.store = self.make_store(self.accounting, self.config)
         self.forgets = any(
@@ -201,7 +253,7 @@ class StrategyMachine(RuleBasedStateMachine):
             if refused and num_actions == 1:
                 changes = self.accounting.drain()
                 # With keep_old a step begins by giving back what the one before it has outgrown.
-                assert all(isinstance(change, Release) for change in changes)
+                assert all(isinstance(change, Release | Unmap) for change in changes)
                 self.store.apply(changes)
         self.end_step()
 
@@ -220,7 +272,8 @@ class StrategyMachine(RuleBasedStateMachine):
             self.next_seq += 1
         else:
             assert self.snapshot() == before, "a refusal has changed something"
-            assert not self.accounting.shares_blocks, "sharing needs no room"
+            sharing = self.accounting.shares_blocks
+            assert not sharing or verdict.option == "max_num_seqs", "sharing needs no room"
             # The cache holds such a sequence already: it cannot be impossible.
             assert isinstance(verdict, NotNow)
             self.check_holders(verdict)
@@ -257,6 +310,25 @@ class StrategyMachine(RuleBasedStateMachine):
         self.free_one(data.draw(st.sampled_from(sorted(self.held))))
         self.end_step()
 
+    @precondition(lambda self: self.held)
+    @rule(share=st.integers(6, 17) | st.integers(0, 17), for_now=st.booleans())
+    def resize(self, share: int, for_now: bool) -> None:
+        """The ceiling is moved, for now or for good. What is held stays as it is."""
+        wanted, tables = self.config.most_bytes * share // 16, self.snapshot()[1]
+        ceiling = self.accounting.resize(wanted, for_now=for_now)
+        changes = self.accounting.drain()
+        assert all(isinstance(change, Release | Unmap) for change in changes)
+        assert self.snapshot()[1] == tables, "somebody's tokens have moved"
+        self.store.apply(changes)
+        lowest = max(min(wanted, self.config.most_bytes), self.store.committed_bytes)
+        if not for_now:
+            self.config = replace(self.config, capacity_bytes=lowest)
+        self.ceiling = min(lowest, self.config.capacity_bytes)
+        assert ceiling == self.accounting.ceiling.now_bytes == self.ceiling
+        assert self.accounting.ceiling.capacity_bytes == self.config.capacity_bytes
+        self.store.resize(self.ceiling)
+        self.end_step()
+
     @precondition(lambda self: self.strategy == "contiguous" and len(self.held) > 1)
     @rule(data=st.data())
     def defrag(self, data: st.DataObject) -> None:
@@ -264,7 +336,10 @@ class StrategyMachine(RuleBasedStateMachine):
         assert isinstance(self.accounting, ContiguousAccounting)
         self.free_one(data.draw(st.sampled_from(sorted(self.held))))
         self.end_step()
+        self.store.resize(self.config.most_bytes)  # whoever calls it knows that there is room
         self.accounting.defrag()
+        self.store.apply(self.accounting.drain())
+        self.store.resize(self.ceiling)
         assert self.accounting.fragmentation == 0
         self.end_step()
 
@@ -350,9 +425,12 @@ class StrategyMachine(RuleBasedStateMachine):
             for seq_id, held in self.held.items():
                 range_ = group.live_range(len(held.ids))
                 slots = self.accounting.slots(index, seq_id, range_.start, range_.stop)
-                live.update(slots.tolist())
+                live.update(self.store.lies(index, slots).tolist())
             used_bytes += len(live) * group.bytes_per_token
-            reserved_bytes += self.accounting.num_slots(index) * group.bytes_per_token
+            num_slots = self.accounting.num_slots(index)
+            if isinstance(self.accounting, SharedVirtualAccounting):
+                num_slots += self.accounting.pool_slots(index)
+            reserved_bytes += num_slots * group.bytes_per_token
         assert usage == Usage(
             reserved_bytes=reserved_bytes,
             committed_bytes=self.store.committed_bytes,
@@ -361,7 +439,7 @@ class StrategyMachine(RuleBasedStateMachine):
             num_tokens=sum(len(held.ids) for held in self.held.values()),
         )
         assert usage.reserved_bytes >= usage.committed_bytes >= usage.used_bytes
-        assert usage.committed_bytes <= self.config.capacity_bytes
+        assert usage.committed_bytes <= self.ceiling
         self.store.verify(usage)
 
     def check_refusal(self, held: Held, num_tokens: int, verdict: Verdict) -> None:
@@ -383,7 +461,7 @@ class StrategyMachine(RuleBasedStateMachine):
             assert not self.fits_alone(held, [], more, limit=more), f"more would fit: {verdict}"
 
     def check_holders(self, verdict: NotNow) -> None:
-        assert verdict.holders
+        assert verdict.holders or self.ceiling < self.config.capacity_bytes
         assert all(self.accounting.table(0, seq_id).size for seq_id in verdict.holders)
 
     def fits_alone(

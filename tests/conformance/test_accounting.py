@@ -16,7 +16,6 @@ from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from quire.errors import ConfigError
 from quire.strategies import (
-    STRATEGIES,
     Accounting,
     CacheConfig,
     Fits,
@@ -93,9 +92,10 @@ def test_longer_than_the_longest_can_never_be(accounting: Accounting) -> None:
     assert isinstance(accounting.try_extend(0, CONFIG.max_model_len), Fits)
 
 
-def test_a_cache_too_small_for_anything_says_so(accounting: Accounting) -> None:
-    strategy = next(name for name in STRATEGIES if type(accounting) is STRATEGIES[name][0])
-    cache = build_accounting(strategy, SPEC, replace(CONFIG, capacity_bytes=100))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_cache_too_small_for_anything_says_so(option: str) -> None:
+    strategy, changed = OPTIONS[option]
+    cache = build_accounting(strategy, SPEC, replace(CONFIG, capacity_bytes=100, **changed))
     cache.add(0)
     verdict = cache.try_extend(0, 1)
     assert isinstance(verdict, Never)

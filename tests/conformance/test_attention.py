@@ -14,6 +14,7 @@ import torch
 from attention.machines import cpu_backend
 from conformance.attention_cases import (
     CHUNKS,
+    STORED,
     TOLERANCE,
     Case,
     error,
@@ -25,7 +26,6 @@ from conformance.attention_cases import (
 )
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
 from quire.attention.gather import read_sequence, readable
-from quire.strategies import STRATEGIES
 
 BACKENDS = ("reference", "sdpa", "cpu")
 KINDS = ("full", "sliding", "chunked", "latent")
@@ -51,7 +51,7 @@ def shaped_case(strategy: str, kind: str, shape: int, dtype: str, seed: int = 0)
     return make_case(spec, sharing=sharing, strategy=strategy, seed=seed)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_the_formula(strategy: str, kind: str) -> None:
     for shape, (softcap, has_sinks) in enumerate(EXTRAS):
@@ -65,7 +65,7 @@ def test_the_reference_is_the_formula(strategy: str, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_torch_gives_what_the_formula_gives(strategy: str, kind: str, dtype: torch.dtype) -> None:
     for shape in range(len(SHAPES)):
         case = shaped_case(strategy, kind, shape, str(dtype).removeprefix("torch."))
@@ -94,7 +94,7 @@ def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
             assert found <= TOLERANCE[case.q.dtype], (seed, softcap, has_sinks)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str) -> None:
     """The chunks of the packed batch, each given alone, bring the same."""
@@ -174,7 +174,7 @@ def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
         assert error(got, clean) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_reads_back_what_was_written(strategy: str, kind: str) -> None:
     case = shaped_case(strategy, kind, 3, "float32")
@@ -184,7 +184,7 @@ def test_a_sequence_reads_back_what_was_written(strategy: str, kind: str) -> Non
         assert torch.equal(v.transpose(0, 1), case.values[index][first:])
 
 
-@pytest.mark.parametrize("strategy", ["contiguous", "growing", "virtual"])
+@pytest.mark.parametrize("strategy", ["contiguous", "growing", "virtual", "virtual-shared"])
 def test_a_range_is_read_where_it_lies(strategy: str) -> None:
     case = shaped_case(strategy, "full", 0, "float32")
     k, v = read_sequence(case.view, case.batch, 1, 0)

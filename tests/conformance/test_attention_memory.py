@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from attention.machines import cpu_backend, isa_or_skip
-from conformance.attention_cases import CHUNKS, Case, error, make_case, make_spec, same_bits
+from conformance.attention_cases import CHUNKS, STORED, Case, error, make_case, make_spec, same_bits
 from conformance.attention_grid import MIXES, SAMPLE, build, name_of
 from quire.attention import AttentionBackend, SdpaAttention
 from quire.attention.cpu import plan
 from quire.attention.cpu.threads import Scratch
-from quire.strategies import STRATEGIES, LayerView
+from quire.strategies import LayerView
 
 Threads = Callable[[int], None]
 # Tables with windows, and sequences that are split among threads.
@@ -26,6 +26,7 @@ STEPS = (
     {"kind": ("sliding", 70), "mix": "mixed", "strategy": "virtual"},
     {"kind": ("full", 0), "mix": "one long", "strategy": "paged"},
     {"kind": ("chunked", 100), "mix": "a long chunk", "strategy": "paged"},
+    {"kind": ("sliding", 9), "mix": "later chunks", "strategy": "virtual-shared"},
 )
 every_kernel = pytest.mark.parametrize(
     "number", range(len(SAMPLE)), ids=[name_of(row) for row in SAMPLE]
@@ -59,7 +60,7 @@ def test_what_no_query_may_read_changes_no_bit(number: int, use_threads: Threads
         assert same_bits(case.attend(backend, **options), poisoned)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_poison_of_this_suite_is_poison(strategy: str) -> None:
     """With one live token poisoned too, its readers' outputs are NaN, and nobody else's."""
     spec = make_spec("full", kv_heads=2, dims=(24, 40), dtype="float32")

@@ -3,7 +3,8 @@
 A machine that never fails proves nothing, so it must find accounting that is broken on purpose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,31 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from conformance.sharing_machine import SharingMachine
 from conformance.sharing_model import SHARING_KINDS
+from conformance.strategy_cases import KINDS
 from quire.blocks import Coordinator, PrefixKeys, prefix_index
 from quire.blocks.eviction import Recency
 from quire.blocks.pools import Pools
 from quire.blocks.prefix_cache import PrefixCache
+from quire.blocks.tables import BlockTables
+from quire.strategies.virtual_shared import SharedVirtualAccounting
+from quire.strategies.windows import Windows
 
 # As counted: 36,147 steps in 58 s here, 9,750 of the strategy machine in test_accounting.py, and
 # 6,056 of those in tests/blocks: 51,953 in all.
 SETTINGS = settings(max_examples=58, stateful_step_count=60, deadline=None)
 
 
+FEWER = settings(SETTINGS, max_examples=10)
+
+
 @pytest.mark.parametrize("kind", SHARING_KINDS)
 def test_random_sharing(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_sharing_through_windows(kind: str) -> None:
+    run_state_machine_as_test(lambda: SharingMachine(kind, through_windows=True), settings=FEWER)
 
 
 def _nothing(*_: Any) -> None:
@@ -53,6 +66,47 @@ def _without_kept_bytes(self: Coordinator, *asked: int, kept_bytes: int, **more:
     return _try_extend(self, *asked, **more)
 
 
+def _no_changes(*_: Any) -> list[Any]:
+    return []
+
+
+def _only_what_is_longer(self: Windows, row: int, tables: Any) -> Any:
+    """Only columns that showed nothing are compared."""
+    merged = []
+    for group, table in enumerate(tables):
+        shown = self._columns(group, len(table))[row, : len(table)]
+        merged.append(np.where((shown >= 0) & (table >= 0), shown, table))
+    return _show(self, row, merged)
+
+
+def _unnoted(self: PrefixCache, row: int, column: int, node: int) -> None:
+    with _notes_nothing(self._tables):
+        _share(self, row, column, node)
+
+
+def _note_only_new(self: Coordinator, rows: Any, steps: Any) -> None:
+    copies = any(len(step.copied_blocks) for step in steps)
+    with _notes_nothing(self.tables) if copies else nullcontext():
+        _carry_out(self, rows, steps)
+
+
+@contextmanager
+def _notes_nothing(tables: BlockTables) -> Iterator[None]:
+    changed, tables.changed = tables.changed, None
+    yield
+    tables.changed = changed
+
+
+def _forget_row(self: Windows, row: int) -> None:
+    del self._parked[row]
+    self._free.append(row)
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+_show, _share, _carry_out = Windows.show, PrefixCache._share, Coordinator._carry_out
 _common_tokens, _mark_computed = prefix_index._common_tokens, PrefixCache.mark_computed
 _use, _try_extend = Recency.use, Coordinator.try_extend
 
@@ -69,11 +123,34 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+WINDOW_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "windows still show what is released": (Windows, "release", _no_changes),
+    "an adopted row is taken to show what it should": (Windows, "show", _only_what_is_longer),
+    "a merged block is not noted": (PrefixCache, "_share", _unnoted),
+    "a copy is not shown in the place of its original": (Coordinator, "_carry_out", _note_only_new),
+    "a row given up is shown again": (Windows, "_give_up", _forget_row),
+    "all who ask have mappings enough": (Windows, "have_mappings", _always),
+}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_broken_accounting_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken = MUTATIONS[mutation]
     kind = "sliding" if owner is Recency else "full"  # a window leaves blocks to be evicted
     monkeypatch.setattr(owner, name, broken)
+    assert_found(kind)
+
+
+@pytest.mark.parametrize("mutation", WINDOW_MUTATIONS)
+def test_broken_windows_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken = WINDOW_MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, broken)
+    if owner is not SharedVirtualAccounting:  # its own check would tell, and storage must too
+        monkeypatch.setattr(Windows, "check", _nothing)
+    assert_found("full", through_windows=True)
+
+
+def assert_found(kind: str, *, through_windows: bool = False) -> None:
     one_failure = settings(
         max_examples=300,
         stateful_step_count=40,
@@ -84,4 +161,6 @@ def test_broken_accounting_is_found(mutation: str, monkeypatch: pytest.MonkeyPat
         report_multiple_bugs=False,
     )
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
-        run_state_machine_as_test(lambda: SharingMachine(kind), settings=one_failure)
+        run_state_machine_as_test(
+            lambda: SharingMachine(kind, through_windows=through_windows), settings=one_failure
+        )

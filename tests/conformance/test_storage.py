@@ -19,10 +19,13 @@ from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore, StrategyMachine
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
-from quire.memory.composed import CheckedRegion
-from quire.memory.probe import resident_bytes
+from quire.memory.checked import CheckedRegion
+from quire.memory.cuda import CudaMemory, CudaRegion
+from quire.memory.host.heaps import HeapRegion
+from quire.memory.machine.probe import resident_bytes
 from quire.spec import ModelSpec
 from quire.spec.layers import dtype_bytes
 from quire.strategies import (
@@ -56,17 +59,29 @@ class RegionsInView:
     def page_bytes(self) -> int:
         return self._upstream.page_bytes
 
-    def reserve(self, nbytes: int) -> CheckedRegion:
-        self.regions.append(self._upstream.reserve(nbytes))
+    @property
+    def cannot_share(self) -> str | None:
+        return self._upstream.cannot_share
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> CheckedRegion:
+        self.regions.append(self._upstream.reserve(nbytes, heap_bytes=heap_bytes))
         return self.regions[-1]
 
     def resident_bytes(self) -> int | None:
         """Bytes that the kernel has backed; None if it does not say."""
-        counts = [
-            resident_bytes(region.tensor(torch.uint8).data_ptr(), region.nbytes)
-            for region in self.regions
-        ]
+        counts = [_backed_bytes(region) for region in self.regions]
         return sum(count for count in counts if count is not None) if None not in counts else None
+
+
+def _backed_bytes(region: CheckedRegion) -> int | None:
+    inner: Any = region
+    while hasattr(inner, "_upstream"):
+        inner = inner._upstream
+    if isinstance(inner, CudaRegion):
+        return int(inner.committed_bytes)  # what is physical, the emulator's own tests count
+    if isinstance(inner, HeapRegion):
+        return inner.backed_bytes()
+    return resident_bytes(region.tensor(torch.uint8).data_ptr(), region.nbytes)
 
 
 def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor:
@@ -81,8 +96,14 @@ def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor
 class TensorStore:
     """The machine's token ids as keys and values in a strategy's storage."""
 
-    def __init__(self, strategy: str, accounting: Accounting, config: CacheConfig) -> None:
-        self.provider = RegionsInView(HostMemory())
+    def __init__(
+        self,
+        strategy: str,
+        accounting: Accounting,
+        config: CacheConfig,
+        upstream: MemoryProvider | None = None,
+    ) -> None:
+        self.provider = RegionsInView(upstream or HostMemory())
         self.accounting = accounting
         self.storage = build_storage(strategy, accounting, self.provider)
         self.replayed = SlotStore(accounting, config.capacity_bytes)
@@ -94,6 +115,9 @@ class TensorStore:
     def apply(self, changes: Sequence[Change]) -> None:
         self.replayed.apply(changes)
         self.storage.apply(changes)
+
+    def lies(self, group: int, slots: Ids) -> Ids:
+        return self.replayed.lies(group, slots)
 
     def write(self, group: int, slots: Ids, ids: Ids) -> None:
         self.replayed.write(group, slots, ids)
@@ -129,6 +153,9 @@ class TensorStore:
         for region in self.provider.regions:
             region.check()
 
+    def resize(self, capacity_bytes: int) -> None:
+        self.replayed.resize(capacity_bytes)
+
     def close(self) -> None:
         assert self.provider.resident_bytes() in (0, None)
         self.storage.close()
@@ -161,6 +188,23 @@ def test_random_use(option: str) -> None:
             wide=True,
         ),
         settings=SETTINGS,
+    )
+
+
+@pytest.mark.parametrize("option", ["contiguous", "paged-16", "virtual", "virtual-shared"])
+def test_random_use_on_emulated_cuda(option: str) -> None:
+    """Memory of a device, by its driver's rules: whatever breaks one raises."""
+    strategy, _ = OPTIONS[option]
+
+    def store(accounting: Accounting, config: CacheConfig) -> TensorStore:
+        memory = CudaMemory(
+            driver=EmulatedDriver(granularity=PAGE), tensor_device=TENSOR_DEVICE, keep_bytes=0
+        )
+        return TensorStore(strategy, accounting, config, memory)
+
+    run_state_machine_as_test(
+        lambda: StrategyMachine(option, store, page_bytes=PAGE, wide=True),
+        settings=settings(SETTINGS, max_examples=3),
     )
 
 

@@ -34,6 +34,8 @@ GREEDY: dict[str, Any] = dict(
 OPTIONS: dict[str, Any] = dict(
     max_model_len=128, kv_cache_memory_bytes="64MB", block_size=4, growth_tokens=8
 )
+SHARED = "virtual-shared"
+STORED = (*STRATEGIES, SHARED)
 
 model_named = once(tiny_model)
 
@@ -44,6 +46,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def make(model: PreTrainedModel, stored: str, **options: Any) -> DropInCache:
+    """``cache``, which also knows ``virtual-shared``."""
+    if stored == SHARED:
+        return cache(model, "virtual", shares_pages=True, **options)
+    return cache(model, stored, **options)
 
 
 # -- the same tokens as Hugging Face --------------------------------------------------------------
@@ -97,11 +106,11 @@ def reference(name: str, mode: str) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_the_same_tokens(strategy: str, name: str, mode: str) -> None:
     model = model_named(name)
     provider = CheckedMemory(HostMemory())
-    with cache(model, strategy, provider=provider, **OPTIONS) as kept:
+    with make(model, strategy, provider=provider, **OPTIONS) as kept:
         assert torch.equal(MODES[mode](model, kept), reference(name, mode))
         usage = kept.usage()
         assert kept.memory.committed_bytes == usage.committed_bytes
@@ -116,13 +125,13 @@ def test_the_references_say_something() -> None:
         assert len(set(reference(name, "sampling").flatten().tolist())) > 20
 
 
-@pytest.mark.parametrize("strategy", ["paged", "virtual"])
+@pytest.mark.parametrize("strategy", ["paged", "virtual", SHARED])
 def test_windows_are_given_back_while_generating(strategy: str) -> None:
     model = model_named("gemma3")  # half of its layers look back 9 tokens
     ids = tokens(1, 300)
     mode = dict(input_ids=ids, attention_mask=torch.ones_like(ids), prefill_chunk_size=64)
     options = {**OPTIONS, "max_model_len": 400, "block_size": 16}
-    with cache(model, strategy, **options) as kept:
+    with make(model, strategy, **options) as kept:
         got = generate(model, kept, **mode)
         last_bytes = kept.usage().committed_bytes
         assert kept.memory.returned_bytes > 0
@@ -141,7 +150,7 @@ class Pair:
     def __init__(self, name: str, strategy: str, num_rows: int) -> None:
         model = model_named(name)
         options = {**OPTIONS, "max_num_seqs": 64}
-        self.ours = cache(model, strategy, provider=CheckedMemory(HostMemory()), **options)
+        self.ours = make(model, strategy, provider=CheckedMemory(HostMemory()), **options)
         self.theirs = DynamicCache(config=model.config)
         for layer in self.theirs.layers:
             if layer.is_sliding:
@@ -167,7 +176,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_rows_change_as_in_their_cache(strategy: str, name: str, data: st.DataObject) -> None:
@@ -202,7 +211,7 @@ def test_rows_change_as_in_their_cache(strategy: str, name: str, data: st.DataOb
     pair.ours.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_rows_can_be_chosen_by_a_mask(strategy: str) -> None:
     pair = Pair("llama", strategy, 4)
     pair.update(6)
@@ -212,12 +221,12 @@ def test_rows_can_be_chosen_by_a_mask(strategy: str) -> None:
     pair.ours.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_cutting_back_behind_a_window_is_refused(strategy: str) -> None:
     pair = Pair("gemma3", strategy, 1)
     for _ in range(4):
         pair.update(100 // 4)
-    if strategy == "paged":  # the others still hold the pages
+    if strategy in ("paged", SHARED):  # the others still hold the pages
         usage = pair.ours.usage()
         with pytest.raises(ValueError, match="cannot go back to 40 tokens"):
             pair.ours.crop(-60)
@@ -252,22 +261,23 @@ def test_beams_move_no_keys_or_values(strategy: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RangeStorage, "apply", seen_apply)
     monkeypatch.setattr(RangeStorage, "write", seen_write)
     options = {**OPTIONS, "growth_tokens": 128}  # a buffer that never has to grow
-    with cache(model_named("llama"), strategy, **options) as kept:
+    with make(model_named("llama"), strategy, **options) as kept:
         got = generate(model_named("llama"), kept, num_beams=4)
         assert torch.equal(got, reference("llama", "beams"))
     assert not any(isinstance(change, Copy) for change in changes)
     assert written == [2 * 4 * 11] + [2 * 4] * (NEW_TOKENS - 1)
 
 
-def test_beams_share_blocks() -> None:
+@pytest.mark.parametrize("strategy", ["paged", SHARED])
+def test_beams_share_blocks(strategy: str) -> None:
     """Four beams after a long prompt hold little more than one sequence."""
     model, ids = model_named("llama"), tokens(1, 256)
     mode = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     options = {**OPTIONS, "max_model_len": 512, "block_size": 16}
-    with cache(model, "paged", **options) as one:
+    with make(model, strategy, **options) as one:
         generate(model, one, **mode)
         alone_bytes = one.memory.committed_bytes
-    with cache(model, "paged", **options) as four:
+    with make(model, strategy, **options) as four:
         got = generate(model, four, num_beams=4, **mode)
         assert four.memory.committed_bytes < 1.5 * alone_bytes
         # Hugging Face computes the prompt once a beam; each then gives its copy back.
@@ -279,10 +289,10 @@ def test_beams_share_blocks() -> None:
 # -- life and errors ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_nothing_is_taken_before_and_all_is_given_back_after(strategy: str) -> None:
     model = model_named("llama")
-    kept = cache(model, strategy, **OPTIONS)
+    kept = make(model, strategy, **OPTIONS)
     assert kept.rows is None
     assert kept.memory.reserved_bytes == kept.usage().committed_bytes == 0
     for give_back in (kept.reset, kept.close):
@@ -314,33 +324,36 @@ def test_more_memory_than_there_is() -> None:
         cache(model_named("llama"), kv_cache_memory_bytes="900TB")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_longer_than_the_longest(strategy: str) -> None:
     with (
-        cache(model_named("llama"), strategy, **{**OPTIONS, "max_model_len": 20}) as kept,
+        make(model_named("llama"), strategy, **{**OPTIONS, "max_model_len": 20}) as kept,
         pytest.raises(RequestTooLong, match=r"21 tokens need .*at most 20 .*raise max_model_len"),
     ):
         generate(model_named("llama"), kept)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_more_than_could_ever_be_held(strategy: str) -> None:
-    options = {**OPTIONS, "kv_cache_memory_bytes": "12KiB"}
+    ceiling = 8 if strategy == SHARED else 12  # a page has entries of all layers there
+    options = {**OPTIONS, "kv_cache_memory_bytes": f"{ceiling}KiB"}
     with (
-        cache(model_named("llama"), strategy, **options) as kept,
-        pytest.raises(RequestTooLong, match=r"12.00 KiB can ever be had.*raise kv_cache_memory"),
+        make(model_named("llama"), strategy, **options) as kept,
+        pytest.raises(
+            RequestTooLong, match=rf"{ceiling}.00 KiB can ever be had.*raise kv_cache_memory"
+        ),
     ):
         generate(model_named("llama"), kept)
-    assert kept.memory.peak_committed_bytes <= 12 * 1024
+    assert kept.memory.peak_committed_bytes <= ceiling * 1024
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_more_rows_than_fit(strategy: str) -> None:
     """One row of 128 tokens takes 128 KiB here, four do not fit."""
     model = model_named("llama")
     ids = tokens(4, 100)
     options = {**OPTIONS, "kv_cache_memory_bytes": "300KiB"}
-    with cache(model, strategy, **options) as kept:
+    with make(model, strategy, **options) as kept:
         with pytest.raises(OutOfKVMemory, match=r"4 rows of .*raise kv_cache_memory_bytes"):
             generate(model, kept, input_ids=ids, attention_mask=torch.ones_like(ids))
         assert kept.get_seq_length() == kept.usage().num_tokens == 0
@@ -348,22 +361,30 @@ def test_more_rows_than_fit(strategy: str) -> None:
         generate(model, kept, input_ids=ids[:2], attention_mask=torch.ones_like(ids[:2]))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_more_rows_than_there_may_be(strategy: str) -> None:
     options = {**OPTIONS, "max_num_seqs": 1}
     with (
-        cache(model_named("llama"), strategy, **options) as kept,
+        make(model_named("llama"), strategy, **options) as kept,
         pytest.raises(OutOfKVMemory, match="2 rows asked, 1 at most: raise max_num_seqs"),
     ):
         generate(model_named("llama"), kept)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
+def test_as_many_rows_as_there_may_be(strategy: str) -> None:
+    """Beams that continue others need no more than that."""
+    with make(model_named("llama"), strategy, **{**OPTIONS, "max_num_seqs": 8}) as kept:
+        got = generate(model_named("llama"), kept, num_beams=4)
+    assert torch.equal(got, reference("llama", "beams"))
+
+
+@pytest.mark.parametrize("strategy", STORED)
 def test_the_system_refuses_pages(strategy: str) -> None:
     """Half a step was carried out: the cache is empty afterwards, and works again."""
     model = model_named("llama")
     failing = FailingMemory(CheckedMemory(HostMemory()), failing={6})
-    kept = cache(model, strategy, provider=failing, **OPTIONS)
+    kept = make(model, strategy, provider=failing, **OPTIONS)
     with pytest.raises(MemoryUnavailable, match="as it was told"):
         generate(model, kept)
     assert kept.memory.committed_bytes == kept.memory.reserved_bytes == 0

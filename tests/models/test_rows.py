@@ -33,17 +33,19 @@ CONFIG = CacheConfig(
     growth_tokens=8,
     page_bytes=HostMemory().page_bytes,
 )
+SHARED = "virtual-shared"
 MakeRows = Callable[..., Rows]
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=[*STRATEGIES, SHARED])
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def make(strategy: str, num_rows: int, **changed: Any) -> Rows:
-    config = replace(CONFIG, **changed)
-    return Rows(strategy, SPEC, config, CheckedMemory(HostMemory()), num_rows)
+    config = replace(CONFIG, shares_pages=strategy == SHARED, **changed)
+    name = "virtual" if strategy == SHARED else strategy
+    return Rows(name, SPEC, config, CheckedMemory(HostMemory()), num_rows)
 
 
 def entries(rows: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,7 @@ def expect(rows: Rows, start: int, stop: int, row_of: list[int] | None = None) -
 
 def test_a_refused_extension_loses_nothing(strategy: str) -> None:
     """The first row had its room already: its window must not have moved on."""
-    limit = {"contiguous": 16, "growing": 9, "paged": 8, "virtual": 8}[strategy]
+    limit = {"contiguous": 16, "growing": 9, "paged": 8, "virtual": 8, SHARED: 8}[strategy]
     rows = make(strategy, 2, max_model_len=64, capacity_bytes=limit * BLOCK_BYTES)
     rows.extend(7)
     write(rows, 0, 7)
@@ -96,7 +98,7 @@ def test_a_refused_copy_leaves_no_half(strategy: str) -> None:
     write(rows, 0, 33)
     before = rows.usage()
     wanted = [0, 1, 0, 1, 0, 1]
-    if strategy == "paged":
+    if strategy in ("paged", SHARED):
         rows.select(wanted)
         assert rows.usage().committed_bytes == before.committed_bytes
     else:
@@ -104,7 +106,7 @@ def test_a_refused_copy_leaves_no_half(strategy: str) -> None:
             rows.select(wanted)
         assert rows.usage() == before
     assert rows.memory.committed_bytes == before.committed_bytes
-    expect(rows, 0, 33, wanted if strategy == "paged" else [0, 1])
+    expect(rows, 0, 33, wanted if strategy in ("paged", SHARED) else [0, 1])
 
 
 def test_ranges_are_read_where_they_lie(strategy: str) -> None:

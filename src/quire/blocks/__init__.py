@@ -3,10 +3,11 @@
 ``coordinator`` is where to begin reading: everything else is what it is made of.
 """
 
-from quire.blocks.changes import Change, Commit, Copy, Release
+from quire.blocks.ceiling import Ceiling
+from quire.blocks.changes import Change, Commit, Copy, Map, Release, Unmap
 from quire.blocks.coordinator import Coordinator
 from quire.blocks.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from quire.blocks.hits import PrefixHit, Shortfall, no_hit
+from quire.blocks.hits import PrefixHit, Shortfall, no_hit, start_of
 from quire.blocks.peaks import peak_bytes, verdict_on_length
 from quire.blocks.pools import PoolSize
 from quire.blocks.prefix_cache import TokenIds
@@ -21,6 +22,7 @@ __all__ = [
     "FITS",
     "NO_KEYS",
     "POLICIES",
+    "Ceiling",
     "Change",
     "Commit",
     "Coordinator",
@@ -29,6 +31,7 @@ __all__ = [
     "FirstFit",
     "Fits",
     "Image",
+    "Map",
     "Never",
     "NotNow",
     "PoolSize",
@@ -37,10 +40,12 @@ __all__ = [
     "Release",
     "Shortfall",
     "TokenIds",
+    "Unmap",
     "Verdict",
     "check_window",
     "no_hit",
     "peak_bytes",
+    "start_of",
     "used_tokens",
     "verdict_on_length",
 ]

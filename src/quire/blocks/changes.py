@@ -1,7 +1,11 @@
-"""What accounting asks of storage: pages to commit, entries to copy, pages to release, in order.
+"""What accounting asks of storage, in order: pages to commit, show, copy and release.
 
 Slots are counted per group: slot s is the place of one token in each layer of the group. A
 recurrent group has one slot a block, which is a whole state.
+
+Where sequences see blocks through windows (``virtual`` with sharing) there are two kinds of slots:
+those of the pool, where entries lie, and those of the windows, where they are seen. ``Commit``,
+``Copy`` and ``Release`` speak of the pool's.
 """
 
 from dataclasses import dataclass
@@ -29,11 +33,33 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give the pages of slots [start, stop) of a group back."""
+    """Give the pages of slots [start, stop) of a group back. No window shows them any more."""
 
     group: int
     start: int
     stop: int
 
 
-Change: TypeAlias = Commit | Copy | Release
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Show slots [source, source + num_slots) of the pool in the windows, from ``target`` on.
+
+    Nothing was shown there.
+    """
+
+    group: int
+    source: int
+    target: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """Show nothing in slots [start, stop) of the windows."""
+
+    group: int
+    start: int
+    stop: int
+
+
+Change: TypeAlias = Commit | Copy | Release | Map | Unmap

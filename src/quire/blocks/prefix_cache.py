@@ -205,4 +205,5 @@ class PrefixCache:
             else:
                 self._pools.hold(number, np.array([theirs]))
                 table[row, column] = theirs
+                self._tables.note((row,))
                 self._pools.release(number, np.array([own]))

@@ -44,6 +44,13 @@ class GroupStep:
             return self.passed_blocks
         return np.concatenate([self.passed_blocks, self.copied_blocks])
 
+    def changed_rows(self) -> list[int]:
+        """Rows whose tables list other blocks afterwards."""
+        rows: list[int] = []
+        for changed, _ in (self.passed, self.copied, self.grown):
+            rows += changed.tolist()
+        return rows
+
     def after(self, table: npt.NDArray[np.int32]) -> Ids | None:
         """Which block each new one should lie behind: the one before it, or a copy's source.
 

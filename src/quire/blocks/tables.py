@@ -35,6 +35,7 @@ class BlockTables:
         self.priorities = np.zeros(_FIRST_ROWS, np.int8)
         self.tails = np.zeros((_FIRST_ROWS, block_size), np.int32)  # token ids of the last block
         self.rows: dict[int, int] = {}  # sequence → row
+        self.changed: set[int] | None = None  # rows with other blocks than before, if anybody asks
         self._free = list(range(_FIRST_ROWS))[::-1]
 
     def __len__(self) -> int:
@@ -51,6 +52,7 @@ class BlockTables:
 
     def remove(self, seq_id: int) -> None:
         row = self.rows.pop(seq_id)
+        self.note((row,))
         for group, table in enumerate(self.ids):
             table[row, : self.ends[group, row]] = PASSED
         self.starts[:, row] = self.ends[:, row] = self.sound[:, row] = 0
@@ -59,6 +61,7 @@ class BlockTables:
 
     def copy(self, source: int, target: int) -> None:
         """Make a row like another."""
+        self.note((target,))
         for table in self.ids:
             table[target] = table[source]
         for state in (self.starts, self.ends, self.sound):
@@ -66,9 +69,21 @@ class BlockTables:
         for each in (self.num_tokens, self.num_computed, self.priorities, self.tails):
             each[target] = each[source]
 
+    def note(self, rows: Iterable[int]) -> None:
+        """Blocks of these rows have changed."""
+        if self.changed is not None:
+            self.changed.update(rows)
+
     def rows_of(self, seq_ids: Iterable[int]) -> Ids:
         """Raises: KeyError for an unknown one."""
         return np.fromiter(map(self.rows.__getitem__, seq_ids), np.intp)
+
+    def holders(self) -> tuple[int, ...]:
+        """Sequences that hold blocks."""
+        rows = self.rows_of(self.rows)
+        num_blocks = (self.ends[:, rows] - self.starts[:, rows]).sum(axis=0).tolist()
+        pairs = zip(self.rows, num_blocks, strict=True)
+        return tuple(seq_id for seq_id, count in pairs if count)
 
     def held(self, group: int, row: int) -> Ids:
         """A row's blocks in a group, shallowest first."""
@@ -78,10 +93,12 @@ class BlockTables:
     def place(self, group: int, row: int, column: int, blocks: Ids) -> None:
         """Put blocks into a row, from a column on."""
         self.have_columns(group, column + len(blocks))
+        self.note((row,))
         self.ids[group][row, column : column + len(blocks)] = blocks
 
     def cut(self, group: int, row: int, end: int) -> Ids:
         """End a row's table there. Returns: the blocks that it loses, shallowest first."""
+        self.note((row,))
         begin = max(end, int(self.starts[group, row]))
         lost = slice(begin, max(begin, int(self.ends[group, row])))
         blocks = self.ids[group][row, lost].astype(np.intp)

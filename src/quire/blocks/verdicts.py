@@ -19,6 +19,9 @@ class Fits:
 class NotNow:
     """No room at present: ``need_bytes > free_bytes - kept_bytes``. It fits once holders end.
 
+    Where bytes are not what is lacking, ``option`` says what is: a window for one more sequence
+    (max_num_seqs), or mappings of addresses to pages (vm.max_map_count, of the system).
+
     The asking sequence may be the only holder: where it must copy itself to grow, or lies scattered
     over pages, it fits only if it ends too and begins again.
     """
@@ -27,13 +30,19 @@ class NotNow:
     free_bytes: int  # held by nobody; what is only cached counts as free
     holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
     kept_bytes: int = 0  # of the free ones, set aside for others
+    option: str = "kv_cache_memory_bytes"  # what to raise
 
     def __str__(self) -> str:
+        if self.option != "kv_cache_memory_bytes":
+            return (
+                f"{len(self.holders)} sequences take all that {self.option} allows: it fits when "
+                f"one ends, or raise {self.option}"
+            )
         aside = f", {format_bytes(self.kept_bytes)} of it set aside" if self.kept_bytes else ""
         return (
             f"{format_bytes(self.need_bytes)} more KV memory is needed and "
             f"{format_bytes(self.free_bytes)} is free{aside}; {len(self.holders)} sequences or "
-            f"pins hold the rest: it fits when they end, or raise kv_cache_memory_bytes"
+            f"pins hold the rest: it fits when they end, or raise {self.option}"
         )
 
 

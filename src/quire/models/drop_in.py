@@ -17,7 +17,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
-from quire.memory.budget import kv_ceiling
+from quire.memory.budget import make_ledger
+from quire.memory.budget.ledger import Needs
+from quire.memory.machine import read_machine
+from quire.memory.machine.probe import spare_mappings
+from quire.models.footprint import footprint
 from quire.models.rows import Rows
 from quire.spec import AttentionSpec, ChunkedAttention, ModelSpec, RecurrentState, SlidingWindow
 from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
@@ -227,15 +231,17 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     growth: Growth = "uniform",
     growth_tokens: int = 256,
     keep_old: bool = False,
+    shares_pages: bool = False,
     provider: MemoryProvider | None = None,
 ) -> DropInCache:
     """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
 
     ``strategy`` is ``contiguous``, ``growing``, ``paged`` or ``virtual``. ``max_model_len``
     (tokens, prompt and continuation) defaults to the model's own; ``kv_cache_memory_bytes``, the
-    ceiling, to what the machine has available; ``max_num_seqs`` to enough rows for this batch and
-    its beams. ``block_size`` is for ``paged``; ``growth``, ``growth_tokens`` and ``keep_old`` are
-    for ``growing``. ``provider`` is where the pages come from.
+    ceiling, to what the machine has available, less headroom; ``max_num_seqs`` to enough rows for
+    this batch and its beams. ``block_size`` is for ``paged``; ``growth``, ``growth_tokens`` and
+    ``keep_old`` are for ``growing``. With ``shares_pages``, ``virtual`` has one copy of what beams
+    have in common, in a layout that is slower to read. ``provider`` is where the pages come from.
 
     Raises: ConfigError, UnsupportedModel.
     """
@@ -247,8 +253,10 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
     memory = CountedMemory(HostMemory() if provider is None else provider)
+    if shares_pages and memory.cannot_share is not None:
+        raise ConfigError(f"shares_pages cannot be had: {memory.cannot_share}; leave it out")
     asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
-    ceiling = kv_ceiling(asked, default_fraction=1)
+    ceiling = _ceiling(model, spec, longest, asked)
 
     def make_rows(spec: ModelSpec, num_rows: int) -> Rows:
         config = CacheConfig(
@@ -260,10 +268,25 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             growth=growth,
             growth_tokens=growth_tokens,
             keep_old=keep_old,
+            shares_pages=shares_pages,
+            max_mappings=spare_mappings() if shares_pages else None,
         )
         return Rows(strategy, spec, config, memory, num_rows)
 
     return DropInCache(model.config, spec, memory, make_rows)
+
+
+def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int | None) -> int:
+    """What may be committed: as asked, or by the budget rule ``auto``. Raises: ConfigError."""
+    own = footprint(model)
+    needs = Needs(
+        weights_bytes=own.weights_bytes,
+        counted_weights_bytes=own.counted_bytes,
+        bytes_per_token=spec.bytes_per_token,
+        context_tokens=longest,
+        least_bytes=spec.bytes_per_token,
+    )
+    return make_ledger(read_machine(), needs, kv_cache_memory_bytes=asked).require()
 
 
 def _only_attention(spec: ModelSpec, layer: int) -> AttentionSpec | None:

@@ -7,6 +7,7 @@ beam that continues another one shares its blocks. Where they are not, nothing i
 Source: beam table as in OpenVINO's indirect KV cache.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -43,6 +44,8 @@ class Rows:
         self.num_tokens = 0
         self._max_rows = config.max_num_seqs
         self._check_room_for(num_rows)
+        if config.shares_pages:  # while rows become copies of others, old and new have windows
+            config = replace(config, max_num_seqs=2 * config.max_num_seqs)
         self._accounting: Accounting = build_accounting(strategy, spec, config)
         self._storage: Storage = build_storage(strategy, self._accounting, provider)
         self._group_of = {
@@ -205,6 +208,10 @@ class Rows:
                 f"{format_count(num_tokens)} tokens need {format_bytes(verdict.need_bytes)} of KV "
                 f"memory, {format_bytes(verdict.capacity_bytes)} can ever be had: at most "
                 f"{format_count(verdict.fitting_tokens)} tokens fit; raise {verdict.option}"
+            )
+        if verdict.option != "kv_cache_memory_bytes":
+            return OutOfKVMemory(
+                f"{len(self._ids)} rows of {format_count(num_tokens)} tokens: {verdict}"
             )
         return OutOfKVMemory(
             f"{len(self._ids)} rows of {format_count(num_tokens)} tokens: "

@@ -13,12 +13,14 @@ from quire.blocks import (
     Copy,
     Fits,
     Image,
+    Map,
     Never,
     NotNow,
     PrefixHit,
     PrefixKeys,
     Release,
     TokenIds,
+    Unmap,
     Verdict,
 )
 from quire.errors import ConfigError
@@ -39,6 +41,8 @@ from quire.strategies.growing import GrowingAccounting
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.storage import BlockStorage, RangeStorage
 from quire.strategies.virtual import VirtualAccounting
+from quire.strategies.virtual_shared import SharedVirtualAccounting
+from quire.strategies.window_storage import WindowStorage
 
 
 class _MakeAccounting(Protocol):
@@ -51,12 +55,24 @@ class _MakeStorage(Protocol):
     ) -> Storage: ...
 
 
+def _virtual_accounting(groups: tuple[Group, ...], config: CacheConfig) -> Accounting:
+    return (SharedVirtualAccounting if config.shares_pages else VirtualAccounting)(groups, config)
+
+
+def _virtual_storage(
+    accounting: Accounting, provider: MemoryProvider, make_writer: MakeWriter | None
+) -> Storage:
+    if isinstance(accounting, SharedVirtualAccounting):
+        return WindowStorage(accounting, provider, make_writer)
+    return RangeStorage(accounting, provider, make_writer)
+
+
 STRATEGIES: Mapping[str, tuple[_MakeAccounting, _MakeStorage]] = MappingProxyType(
     {
         "contiguous": (ContiguousAccounting, RangeStorage),
         "growing": (GrowingAccounting, RangeStorage),
         "paged": (PagedAccounting, BlockStorage),
-        "virtual": (VirtualAccounting, RangeStorage),
+        "virtual": (_virtual_accounting, _virtual_storage),
     }
 )
 
@@ -95,6 +111,7 @@ __all__ = [
     "Image",
     "LayerView",
     "MakeWriter",
+    "Map",
     "Never",
     "NotNow",
     "PrefixHit",
@@ -102,6 +119,7 @@ __all__ = [
     "Release",
     "Storage",
     "TokenIds",
+    "Unmap",
     "Usage",
     "Verdict",
     "build_accounting",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quire.blocks import (
     DEFAULT_POLICY,
     NO_KEYS,
+    Ceiling,
     Change,
     Fits,
     Never,
@@ -48,17 +49,26 @@ class CacheConfig:
     max_model_len: int  # tokens: the longest a sequence may become
     max_num_seqs: int  # sequences at once: sizes address space, not memory
     capacity_bytes: int  # ceiling on committed bytes
-    block_size: int = 16  # tokens; paged
+    block_size: int = 16  # tokens; paged, virtual that shares
     page_bytes: int = 4096  # of the memory provider
     reserve: Literal["max_model_len", "request"] = "max_model_len"  # contiguous
     defrag: bool = False  # contiguous: close the holes when a range fits in none of them
+    shares_pages: bool = False  # virtual: one copy of what is alike, in a layout slower to read
+    stack_layers: int | None = None  # … layers that lie together in it; None: all of a group
+    heap_bytes: int = 2**28  # … physical memory comes and goes in about these
+    max_mappings: int | None = None  # … of addresses to pages, in this process; None: no limit
     growth: Growth = "uniform"  # growing
     growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
     keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
-    enable_prefix_caching: bool = True  # paged: keep what ends, for those who begin alike
-    eviction_policy: str = DEFAULT_POLICY  # paged: what of that goes first
-    keep_events: bool = False  # paged: note what can be found from now on and what no longer
-    max_capacity_bytes: int | None = None  # paged: how far ``resize`` may go; None: no further
+    enable_prefix_caching: bool = True  # where blocks are: keep what ends, for who begins alike
+    eviction_policy: str = DEFAULT_POLICY  # … what of that goes first
+    keep_events: bool = False  # … note what can be found from now on and what no longer
+    max_capacity_bytes: int | None = None  # how far ``resize`` may go; None: no further
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the capacity may ever be: address space is made for it."""
+        return max(self.capacity_bytes, self.max_capacity_bytes or 0)
 
     def never(
         self,
@@ -131,6 +141,11 @@ class Accounting(Protocol):
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups whose slots are counted here; ``Change.group`` indexes this tuple."""
+        ...
+
+    @property
+    def ceiling(self) -> Ceiling:
+        """How much may be committed; moved by ``resize``."""
         ...
 
     @property
@@ -220,6 +235,15 @@ class Accounting(Protocol):
         """
         ...
 
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        """Set the ceiling on committed bytes; the one in force, never below what sequences hold.
+
+        What is only cached goes as far as needed, what sequences hold never does. ``for_now``: the
+        capacity stays, so that what does not fit now may fit later. Otherwise it changes too, up to
+        what the cache was built for. Between two steps; changes are noted as ever.
+        """
+        ...
+
     def reset_prefix_cache(self) -> bool:
         """Forget what is only cached; False, and nothing is done, while a sequence holds memory."""
         ...
@@ -258,7 +282,7 @@ class Accounting(Protocol):
     def drain(self) -> list[Change]:
         """End the step: its changes, in order. Storage applies them before anyone writes.
 
-        Applied one by one they never commit more than ``capacity_bytes``.
+        Applied one by one they never commit more than the ceiling.
         """
         ...
 

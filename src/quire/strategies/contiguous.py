@@ -13,6 +13,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    Ceiling,
     Change,
     Commit,
     Copy,
@@ -35,7 +36,7 @@ from quire.strategies.base import (
     one_by_one,
 )
 from quire.strategies.layout import common_page_tokens
-from quire.units import align_up
+from quire.units import align_down, align_up
 
 
 @dataclass(slots=True)
@@ -52,13 +53,13 @@ class ContiguousAccounting:
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups = groups
+        self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._align = common_page_tokens(groups, config.page_bytes)
         self._token_bytes = sum(group.bytes_per_token for group in groups)
-        capacity_tokens = config.capacity_bytes // self._token_bytes
         longest = align_up(config.max_model_len, self._align)
         # No more address space than can be used: every sequence at its longest, or the capacity.
-        num_slots = min(capacity_tokens // self._align * self._align, config.max_num_seqs * longest)
+        num_slots = min(self._slots_in(config.most_bytes), config.max_num_seqs * longest)
         self._arena = FirstFit(num_slots)
         # A kernel may be given the longest range from any start, so that addresses go on for one
         # more behind the arena. Where every range is the longest, one arena of it is enough.
@@ -87,7 +88,7 @@ class ContiguousAccounting:
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         held = _Range(max_tokens=self._longest(max_tokens or num_tokens))
-        if num_tokens > held.max_tokens or self._length(held) > self._arena.num_slots:
+        if num_tokens > held.max_tokens or self._length(held) > self._longest_range:
             return self._never(held, num_tokens)
         return FITS
 
@@ -98,6 +99,10 @@ class ContiguousAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         """Nothing is shared here, whatever it is."""
+
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        wanted = min(capacity_bytes, self._config.most_bytes)
+        return self.ceiling.move(wanted, self._held_slots * self._token_bytes, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         return not self.usage().committed_bytes
@@ -123,10 +128,9 @@ class ContiguousAccounting:
             return self._never(held, num_tokens)
         if held.start is None:
             length = self._length(held)
-            if length > self._arena.num_slots:
+            if length > self._longest_range:
                 return self._never(held, num_tokens)
-            held_slots = self._arena.num_slots - self._arena.free_slots
-            spare_bytes = self._config.capacity_bytes - (held_slots + length) * self._token_bytes
+            spare_bytes = self._free_bytes - length * self._token_bytes
             start = self._place(length) if spare_bytes >= kept_bytes else None
             if start is None:
                 return self._not_now(length, kept_bytes)
@@ -212,11 +216,30 @@ class ContiguousAccounting:
     def check(self) -> None:
         self._arena.check()
         placed = {h.start: self._length(h) for h in self._ranges.values() if h.start is not None}
-        held_slots = self._arena.num_slots - self._arena.free_slots
-        assert sum(placed.values()) == held_slots, "the arena holds ranges that no sequence has"
+        assert sum(placed.values()) == self._held_slots, (
+            "the arena holds ranges that no sequence has"
+        )
+        assert self._free_bytes >= 0, "above the ceiling"
         for seq_id, held in self._ranges.items():
             assert held.num_tokens <= held.max_tokens, f"sequence {seq_id} is past its range"
             assert held.start is not None or not held.num_tokens, f"sequence {seq_id} has no range"
+
+    @property
+    def _held_slots(self) -> int:
+        return self._arena.num_slots - self._arena.free_slots
+
+    @property
+    def _free_bytes(self) -> int:
+        """What the ceiling leaves, in whatever holes it lies."""
+        return self.ceiling.now_bytes - self._held_slots * self._token_bytes
+
+    @property
+    def _longest_range(self) -> int:
+        """Slots that one range could have with the cache to itself."""
+        return min(self._arena.num_slots, self._slots_in(self.ceiling.capacity_bytes))
+
+    def _slots_in(self, num_bytes: int) -> int:
+        return align_down(num_bytes // self._token_bytes, self._align)
 
     def _longest(self, max_tokens: int | None) -> int:
         """Tokens that a range is made for."""
@@ -226,10 +249,19 @@ class ContiguousAccounting:
 
     def _place(self, length: int) -> int | None:
         start = self._arena.allocate(length)
-        if start is None and self._config.defrag and length <= self._arena.free_slots:
+        if start is None and self._config.defrag and self._may_defrag(length):
             self.defrag()
             start = self._arena.allocate(length)
         return start
+
+    def _may_defrag(self, length: int) -> bool:
+        """Whether a range would fit afterwards, and the ceiling takes the way there.
+
+        While a range is moved, the new part of its place has pages beside the old one.
+        """
+        lengths = [self._length(held) for held in self._ranges.values() if held.start is not None]
+        beside = min(self._arena.free_slots, max(lengths, default=0))
+        return length <= self._arena.free_slots and beside * self._token_bytes <= self._free_bytes
 
     def _never(self, held: _Range, num_tokens: int) -> Never:
         length = "max_tokens" if self._config.reserve == "request" else "max_model_len"
@@ -240,15 +272,15 @@ class ContiguousAccounting:
         longest = align_up(max(num_tokens, held.max_tokens), self._align)
         return Never(
             need_bytes=longest * self._token_bytes,
-            capacity_bytes=self._config.capacity_bytes,
-            fitting_tokens=min(held.max_tokens, self._arena.num_slots),
+            capacity_bytes=self.ceiling.capacity_bytes,
+            fitting_tokens=min(held.max_tokens, self._longest_range),
             option=option,
         )
 
     def _not_now(self, length: int, kept_bytes: int) -> NotNow:
         return NotNow(
             need_bytes=length * self._token_bytes,
-            free_bytes=self._arena.largest_hole * self._token_bytes,
+            free_bytes=min(self._arena.largest_hole * self._token_bytes, self._free_bytes),
             kept_bytes=kept_bytes,
             holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
         )

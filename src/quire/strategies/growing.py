@@ -18,6 +18,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    Ceiling,
     Change,
     Commit,
     Copy,
@@ -89,6 +90,7 @@ class GrowingAccounting:
         self.groups = tuple(
             Group(spec=group.spec, layers=(layer,)) for group in groups for layer in group.layers
         )
+        self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._grow = GROWTH[config.growth]
         self._slot_bytes = [group.bytes_per_token for group in self.groups]
@@ -122,10 +124,10 @@ class GrowingAccounting:
         )
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        longest, capacity_bytes = self._config.max_model_len, self._config.capacity_bytes
+        longest, capacity_bytes = self._config.max_model_len, self.ceiling.capacity_bytes
         # At worst it begins again at this length, without an old buffer beside the new.
         if num_tokens > longest or self._fresh_bytes(num_tokens) > capacity_bytes:
-            return self._config.never(num_tokens, self._fresh_bytes)
+            return self._never(num_tokens)
         return FITS
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
@@ -135,6 +137,12 @@ class GrowingAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         """Nothing is shared here, whatever it is."""
+
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        for held in self._unread():
+            self._give_back_outgrown(held)
+        wanted = min(capacity_bytes, self._config.most_bytes)
+        return self.ceiling.move(wanted, self._committed_bytes, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         return not self.usage().committed_bytes
@@ -157,7 +165,7 @@ class GrowingAccounting:
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
-            return self._config.never(num_tokens, self._fresh_bytes)
+            return self._never(num_tokens)
         room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
         wanted = [
             self._capacity(group, capacity, room) for group, capacity in enumerate(held.capacities)
@@ -167,8 +175,8 @@ class GrowingAccounting:
             return FITS
         # Alone it could go on as it is, or begin again at this length.
         alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
-        if min(alone, self._fresh_bytes(room)) > self._config.capacity_bytes:
-            return self._config.never(num_tokens, self._fresh_bytes)
+        if min(alone, self._fresh_bytes(room)) > self.ceiling.capacity_bytes:
+            return self._never(num_tokens)
         if promised_tokens > room:
             promised = self._fresh_bytes(min(promised_tokens, self._config.max_model_len))
             kept_bytes += max(0, promised - self._buffer_bytes(wanted))
@@ -218,9 +226,8 @@ class GrowingAccounting:
         return np.arange(first + start, first + stop)
 
     def drain(self) -> list[Change]:
-        for held in self._sequences.values():
-            if held.outgrown_in < self._step:
-                self._give_back_outgrown(held)
+        for held in self._unread():
+            self._give_back_outgrown(held)
         self._step += 1
         changes, self._changes = self._changes, []
         return changes
@@ -251,19 +258,24 @@ class GrowingAccounting:
             assert held.row >= 0 or not any(held.capacities), "a buffer without a place"
             total += self._buffer_bytes(held.capacities) + self._outgrown_bytes(held)
         assert total == self._committed_bytes, "committed bytes differ from the buffers"
+        assert total <= self.ceiling.now_bytes, "above the ceiling"
+
+    def _never(self, num_tokens: int) -> Never:
+        capacity_bytes = self.ceiling.capacity_bytes
+        return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
+
+    def _unread(self) -> list[_Buffers]:
+        """Sequences whose outgrown buffers nobody reads any more: an earlier step copied them."""
+        return [held for held in self._sequences.values() if held.outgrown_in < self._step]
 
     def _take(
         self, held: _Buffers, wanted: list[int], num_tokens: int, kept_bytes: int = 0
     ) -> Verdict:
         """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
         peak = self._peak_bytes(held, wanted)
-        # Nobody reads any more what earlier steps have outgrown, nor what this step just copied.
-        unread = [
-            other
-            for other in self._sequences.values()
-            if other is held or other.outgrown_in < self._step
-        ]
-        free = self._config.capacity_bytes - self._committed_bytes
+        # Nobody reads any more what this step just copied.
+        unread = [held, *(other for other in self._unread() if other is not held)]
+        free = self.ceiling.now_bytes - self._committed_bytes
         needs_row = held.row < 0 and any(wanted)
         spare = free + sum(map(self._outgrown_bytes, unread)) - kept_bytes
         if peak > spare or (needs_row and not self._free_rows):

@@ -4,6 +4,9 @@ Ranges are head-major, ``[K, slots, D]`` then ``[K, slots, Dv]``: one head's key
 which is how attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: one block is one
 piece of memory.
 
+Blocks that are seen through windows are ``[B, layers, K, {key, value, …}]``: all that a token has
+in a *stack* of layers lies together: a block is one piece, and tokens are equally far apart.
+
 Scales come last: of ranges ``[slots, K, {key, value}]``, since head by head a page of them would
 cover a thousand tokens; of blocks ``[{keys, values}, B]`` behind each head's values.
 """
@@ -14,6 +17,34 @@ from math import lcm
 from quire.errors import ConfigError
 from quire.spec import AttentionSpec, Group, RecurrentState
 from quire.spec.layers import dtype_bytes, scale_bytes
+
+
+def stacks(group: Group, stack_layers: int | None) -> list[tuple[int, ...]]:
+    """The group's layers, so many together; None: all of them."""
+    count = stack_layers or group.num_layers
+    return [group.layers[first : first + count] for first in range(0, group.num_layers, count)]
+
+
+def stacked_block_size(
+    groups: Iterable[Group], block_size: int, page_bytes: int, stack_layers: int | None
+) -> int:
+    """The fewest tokens, ``block_size`` or a multiple of it, that fill whole pages in every stack.
+
+    Raises: ConfigError where the scales of a token would lie across their own size.
+    """
+    steps = [block_size]
+    for group in groups:
+        spec = attention_spec(group)
+        scale, width = scale_bytes(spec.dtype), sum(heads * dim for heads, dim in spec.entry_shapes)
+        if scale and width % scale:
+            raise ConfigError(
+                f"a token has {width} bytes of {spec.dtype} keys and values in a layer; for the "
+                f"scales behind them it must be a multiple of {scale}: keep another kv_cache_dtype"
+            )
+        for layers in stacks(group, stack_layers):
+            token = len(layers) * spec.bytes_per_token
+            steps.append(lcm(token, page_bytes) // token)
+    return lcm(*steps)
 
 
 def attention_spec(group: Group) -> AttentionSpec:

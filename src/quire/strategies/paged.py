@@ -42,7 +42,10 @@ class PagedAccounting:
 
     shares_blocks = True
 
-    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+    def __init__(
+        self, groups: tuple[Group, ...], config: CacheConfig, *, whole_pages: bool = False
+    ) -> None:
+        """``whole_pages``: a block is made of those, all layers of a group together."""
         if config.eviction_policy not in POLICIES:
             raise ConfigError(
                 f"eviction policy {config.eviction_policy!r} is unknown; known: "
@@ -50,7 +53,7 @@ class PagedAccounting:
             )
         self.groups = groups
         self._config = config
-        self._sizes = [self._size(group) for group in groups]
+        self._sizes = [self._size(group, whole_pages) for group in groups]
         self.blocks = Coordinator(
             groups,
             self._sizes,
@@ -60,6 +63,7 @@ class PagedAccounting:
             caching=config.enable_prefix_caching,
             keep_events=config.keep_events,
         )
+        self.ceiling = self.blocks.pools.ceiling
         self._peaks = peak_bytes(
             groups,
             [config.block_size for _ in groups],
@@ -85,7 +89,7 @@ class PagedAccounting:
         self.blocks.add(seq_id, keys, priority=priority)
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        return verdict_on_length(num_tokens, self._peaks, self.blocks.pools.capacity_bytes)
+        return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return self.blocks.match_prefix(seq_id, token_ids)
@@ -118,9 +122,17 @@ class PagedAccounting:
             lookahead_tokens=lookahead,
             kept_bytes=kept_bytes,
         )
-        if verdict is not FITS and alone_bytes > self.blocks.pools.capacity_bytes:
-            return self._never(num_tokens, alone_bytes, lookahead)
-        return verdict
+        if verdict is FITS:
+            return verdict
+        return self.never_fits(num_tokens, begin=begin, lookahead_tokens=lookahead) or verdict
+
+    def never_fits(self, num_tokens: int, *, begin: int, lookahead_tokens: int) -> Never | None:
+        """The verdict on a step from token ``begin`` on, if it is too much for an empty cache."""
+        lookahead = min(lookahead_tokens, self._config.max_model_len - num_tokens)
+        alone_bytes = self._fresh_bytes(num_tokens + lookahead, begin)
+        if alone_bytes <= self.ceiling.capacity_bytes:
+            return None
+        return self._never(num_tokens, alone_bytes, lookahead)
 
     def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
         ends = np.asarray(num_tokens, np.int64)
@@ -132,6 +144,9 @@ class PagedAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         self.blocks.mark_computed(seq_ids, counts, token_ids)
+
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        return self.blocks.resize(min(capacity_bytes, self._config.most_bytes), for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         return self.blocks.reset_prefix_cache()
@@ -186,20 +201,20 @@ class PagedAccounting:
     def check(self) -> None:
         self.blocks.check()
 
-    def _size(self, group: Group) -> PoolSize:
+    def _size(self, group: Group, whole_pages: bool) -> PoolSize:
         config = self._config
         if isinstance(group.spec, RecurrentState):
             block_bytes = align_up(group.spec.state_bytes, config.page_bytes) * group.num_layers
             granule, slots = 1, 1
         else:
             block_bytes, slots = group.bytes_per_token * config.block_size, config.block_size
-            granule = granule_blocks(group, slots, config.page_bytes)
+            granule = 1 if whole_pages else granule_blocks(group, slots, config.page_bytes)
         # Any group may come to hold the whole capacity.
-        capacity_bytes = max(config.capacity_bytes, config.max_capacity_bytes or 0)
-        num_blocks = max(align_down(capacity_bytes // block_bytes, granule), granule)
+        num_blocks = max(align_down(config.most_bytes // block_bytes, granule), granule)
         # Where nothing is cached a block is committed anew wherever it lies, so that neighbours
-        # cost no more than addresses.
-        spare = num_blocks if granule == 1 and not config.enable_prefix_caching else 0
+        # cost no more than addresses. Where pages are mapped they are worth that in any case.
+        roomy = whole_pages or (granule == 1 and not config.enable_prefix_caching)
+        spare = num_blocks if roomy else 0
         return PoolSize(
             block_bytes=block_bytes,
             num_blocks=num_blocks,
@@ -216,7 +231,7 @@ class PagedAccounting:
             num_tokens,
             lambda n: self._fresh_bytes(min(n + lookahead_tokens, longest)),
             need_bytes=need_bytes,
-            capacity_bytes=self.blocks.pools.capacity_bytes,
+            capacity_bytes=self.ceiling.capacity_bytes,
         )
 
     def _fresh_bytes(self, num_tokens: int, computed_tokens: int = 0) -> int:

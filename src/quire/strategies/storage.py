@@ -8,7 +8,7 @@ Both carry out changes in order and never decide anything.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.blocks import Change, Commit, Copy, Release
 from quire.errors import MemoryUnavailable
@@ -16,50 +16,35 @@ from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes, scale_bytes
 from quire.strategies.base import Accounting, EntryWriter, LayerView, MakeWriter
+from quire.strategies.entries import Entries, RangeLayer, layer_view, stored
 from quire.strategies.layout import attention_spec, range_rows
-from quire.strategies.quantized import bits, dequantize, quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Entries:
-    """A layer's keys, or its values, and the scales where they are codes that have some."""
+class _Range:
+    """A layer of ranges, and its memory."""
 
-    codes: "Tensor"  # ranges: [K, slots, D]; blocks: [N, K, B, D]
-    scales: "Tensor | None" = None  # f32, the same without D
-
-    @property
-    def parts(self) -> "list[Tensor]":
-        return [bits(part) for part in (self.codes, self.scales) if part is not None]
-
-    def quantize(self, x: "Tensor") -> "_Entries":
-        """[T, K, D] as it is stored here."""
-        return _Entries(*quantize(x, self.codes.dtype))
-
-    def read(self, index: Any) -> "Tensor":
-        scales = None if self.scales is None else self.scales[index]
-        return dequantize(self.codes[index], scales)
+    region: Region
+    layer: RangeLayer
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _Blocks:
+    """A layer of blocks, and its memory."""
+
     region: Region
     view: LayerView
-    keys: _Entries
-    values: _Entries
+    keys: Entries
+    values: Entries
     write: EntryWriter | None  # None: torch does it
-
-    def stored(self, k: "Tensor", v: "Tensor") -> "Iterator[tuple[Tensor, Tensor]]":
-        """(where, what) for each part of new entries [T, K, D] and [T, K, Dv]."""
-        for held, x in ((self.keys, k), (self.values, v)):
-            yield from zip(held.parts, held.quantize(x).parts, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
-    """Pages of one layer that go together: ``count`` equal pieces, ``stride`` bytes apart."""
+class Pages:
+    """Pages of one region that go together: ``count`` equal pieces, ``stride`` bytes apart."""
 
     region: Region
     offset: int
@@ -86,7 +71,7 @@ class RangeStorage:
         self.memory = CountedMemory(provider)
         self._groups = accounting.groups
         self._num_slots = [accounting.num_slots(group) for group in range(len(self._groups))]
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, _Range] = {}
         for index, group in enumerate(self._groups):
             longest = accounting.block_size(index)
             for layer in group.layers:
@@ -99,24 +84,20 @@ class RangeStorage:
             layers = [self._layers[layer] for layer in self._groups[change.group].layers]
             if isinstance(change, Copy):
                 for held in layers:
-                    self._copy(held, change)
+                    self._copy(held.layer, change)
             else:
-                _back(change, [pages for held in layers for pages in self._pages(held, change)])
+                assert isinstance(change, Commit | Release), f"{change} asks for a window"
+                regions = [held.region for held in layers]
+                back(change, [pages for each in regions for pages in self._pages(each, change)])
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
-        held = self._layers[layer]
-        if held.write is not None:
-            held.write(slots, k, v)
-            return
-        for rows, new in held.stored(k, v):
-            rows.index_copy_(1, slots, new.transpose(0, 1))
+        self._layers[layer].layer.write(slots, k, v)
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
-        held, index = self._layers[layer], (slice(None), slots)
-        return held.keys.read(index), held.values.read(index)
+        return self._layers[layer].layer.gather(slots)
 
     def view(self, layer: int) -> LayerView:
-        return self._layers[layer].view
+        return self._layers[layer].layer.view
 
     def close(self) -> None:
         for held in self._layers.values():
@@ -124,7 +105,7 @@ class RangeStorage:
 
     def _layer(
         self, spec: AttentionSpec, slots: int, longest: int, make_writer: MakeWriter | None
-    ) -> _Layer:
+    ) -> _Range:
         import torch
 
         (heads, key_dim), (_, value_dim) = spec.entry_shapes
@@ -132,35 +113,30 @@ class RangeStorage:
         region = self.memory.reserve(slots * spec.bytes_per_token)
         flat = region.tensor(getattr(torch, spec.dtype))[: sum(sizes)]
         k, v = torch.split(flat, sizes)
-        keys = _Entries(k.view(heads, slots, key_dim))
-        values = _Entries(v.view(heads, slots, value_dim))
+        keys = Entries(k.view(heads, slots, key_dim))
+        values = Entries(v.view(heads, slots, value_dim))
         if scale := scale_bytes(spec.dtype):
             start = sum(sizes) * dtype_bytes(spec.dtype) // scale
             flat = region.tensor(torch.float32)[start : start + 2 * heads * slots]
             scales = flat.view(slots, heads, 2).permute(2, 1, 0)  # [{key, value}, K, slots]
-            keys, values = _Entries(keys.codes, scales[0]), _Entries(values.codes, scales[1])
-        view = _view(
-            _ranges_from_every_slot(keys, longest),
-            _ranges_from_every_slot(values, longest),
-            slots_per_row=1,
-        )
-        return _Layer(region, view, keys, values, make_writer and make_writer(view))
+            keys, values = Entries(keys.codes, scales[0]), Entries(values.codes, scales[1])
+        return _Range(region, RangeLayer(keys, values, longest, make_writer))
 
-    def _pages(self, held: _Layer, change: Commit | Release) -> Iterator[_Pages]:
+    def _pages(self, region: Region, change: Commit | Release) -> Iterator[Pages]:
         """One piece a head, among the keys and among the values; one among the scales."""
         spec = attention_spec(self._groups[change.group])
         slots, base = self._num_slots[change.group], 0
         for pieces, row in range_rows(spec):
             length = (change.stop - change.start) * row
-            yield _Pages(held.region, base + change.start * row, length, slots * row, pieces)
+            yield Pages(region, base + change.start * row, length, slots * row, pieces)
             base += pieces * slots * row
 
     @staticmethod
-    def _copy(held: _Layer, change: Copy) -> None:
+    def _copy(held: RangeLayer, change: Copy) -> None:
         source = slice(change.source, change.source + change.num_slots)
         target = slice(change.target, change.target + change.num_slots)
         overlap = abs(change.source - change.target) < change.num_slots
-        for rows in (*held.keys.parts, *held.values.parts):
+        for rows in held.parts:
             rows[:, target] = rows[:, source].clone() if overlap else rows[:, source]
 
 
@@ -190,9 +166,10 @@ class BlockStorage:
                 for held in layers:
                     self._copy(held, change)
             else:
+                assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 row = attention_spec(group).bytes_per_token
                 start, length = change.start * row, (change.stop - change.start) * row
-                _back(change, [_Pages(held.region, start, length) for held in layers])
+                back(change, [Pages(held.region, start, length) for held in layers])
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -200,7 +177,7 @@ class BlockStorage:
             held.write(slots, k, v)
             return
         block, offset = slots // self._block_size, slots % self._block_size
-        for blocks, new in held.stored(k, v):
+        for blocks, new in stored(held.keys, held.values, k, v):
             blocks[block, :, offset] = new
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
@@ -216,7 +193,7 @@ class BlockStorage:
         for held in self._layers.values():
             held.region.close()
 
-    def _layer(self, spec: AttentionSpec, slots: int, make_writer: MakeWriter | None) -> _Layer:
+    def _layer(self, spec: AttentionSpec, slots: int, make_writer: MakeWriter | None) -> _Blocks:
         import torch
 
         size, dtype = self._block_size, getattr(torch, spec.dtype)
@@ -229,14 +206,14 @@ class BlockStorage:
         parts = torch.split(flat.view(slots // size, heads, -1), [*sizes, scales, scales], 2)
         k = parts[0].view(dtype).view(-1, heads, size, key_dim)
         v = parts[1].view(dtype).view(-1, heads, size, value_dim)
-        keys, values = _Entries(k), _Entries(v)
+        keys, values = Entries(k), Entries(v)
         if scales:
-            keys = _Entries(k, parts[2].view(torch.float32))
-            values = _Entries(v, parts[3].view(torch.float32))
-        view = _view(keys, values, slots_per_row=size)
-        return _Layer(region, view, keys, values, make_writer and make_writer(view))
+            keys = Entries(k, parts[2].view(torch.float32))
+            values = Entries(v, parts[3].view(torch.float32))
+        view = layer_view(keys, values, slots_per_row=size)
+        return _Blocks(region, view, keys, values, make_writer and make_writer(view))
 
-    def _copy(self, held: _Layer, change: Copy) -> None:
+    def _copy(self, held: _Blocks, change: Copy) -> None:
         """Within one block: this is copy-on-write."""
         source, start = divmod(change.source, self._block_size)
         target, goal = divmod(change.target, self._block_size)
@@ -247,7 +224,7 @@ class BlockStorage:
             ]
 
 
-def _back(change: Commit | Release, pages: list[_Pages]) -> None:
+def back(change: Commit | Release, pages: list[Pages]) -> None:
     """Carry a change out in every layer. A commit that is refused has committed none of them."""
     if isinstance(change, Release):
         for piece in pages:
@@ -260,22 +237,3 @@ def _back(change: Commit | Release, pages: list[_Pages]) -> None:
             for done in pages[:index]:
                 done.decommit()
             raise
-
-
-def _view(keys: _Entries, values: _Entries, *, slots_per_row: int) -> LayerView:
-    return LayerView(
-        k=keys.codes,
-        v=values.codes,
-        k_scale=keys.scales,
-        v_scale=values.scales,
-        slots_per_row=slots_per_row,
-    )
-
-
-def _ranges_from_every_slot(held: _Entries, longest: int) -> _Entries:
-    """[K, slots, D] → [slots - longest + 1, K, longest, D]: row i is the range from slot i on."""
-
-    def every(rows: "Tensor") -> "Tensor":
-        return rows.unfold(1, longest, 1).transpose(0, 1).movedim(-1, 2)
-
-    return _Entries(every(held.codes), None if held.scales is None else every(held.scales))

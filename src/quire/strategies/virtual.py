@@ -4,7 +4,7 @@ Each sequence has one fixed range of addresses, so an unmodified kernel reads it
 reserved whole; the processor's page table does what a block table does elsewhere. Pages behind a
 window are given back while the sequence runs. (uzu calls this a sparse buffer.)
 
-Nothing is shared between sequences here: a fork copies.
+Nothing is shared between sequences here: a fork copies. The form that shares is ``virtual_shared``.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    Ceiling,
     Change,
     Commit,
     Copy,
@@ -58,6 +59,7 @@ class VirtualAccounting:
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups = groups
+        self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
         self._slot_bytes = [group.bytes_per_token for group in groups]
@@ -90,7 +92,7 @@ class VirtualAccounting:
         self._rows[seq_id] = _Row(row=-1, backed=self._nothing)
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        return verdict_on_length(num_tokens, self._peaks, self._config.capacity_bytes)
+        return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return no_hit(len(token_ids), "strategy")
@@ -99,6 +101,10 @@ class VirtualAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         """Nothing is shared here, whatever it is."""
+
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        wanted = min(capacity_bytes, self._config.most_bytes)
+        return self.ceiling.move(wanted, self._committed_bytes, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         return not self.usage().committed_bytes
@@ -121,11 +127,11 @@ class VirtualAccounting:
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
-            return self._config.never(num_tokens, self._fresh_bytes)
+            return self._never(num_tokens)
         room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
         backed = self._backed_for(held, room)
-        if self._grown_bytes(self._nothing, backed) > self._config.capacity_bytes:
-            return self._config.never(num_tokens, self._fresh_bytes)
+        if self._grown_bytes(self._nothing, backed) > self.ceiling.capacity_bytes:
+            return self._never(num_tokens)
         if promised_tokens > room:
             promised = int(self._peaks[min(promised_tokens, self._config.max_model_len)])
             kept_bytes += max(0, promised - self._grown_bytes(self._nothing, backed))
@@ -209,6 +215,11 @@ class VirtualAccounting:
                     "a token that can be read has no page"
                 )
         assert total == self._committed_bytes, "committed bytes differ from the pages of the rows"
+        assert total <= self.ceiling.now_bytes, "above the ceiling"
+
+    def _never(self, num_tokens: int) -> Never:
+        capacity_bytes = self.ceiling.capacity_bytes
+        return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
 
     def _take(
         self, held: _Row, backed: list[range], num_tokens: int, kept_bytes: int = 0
@@ -216,7 +227,7 @@ class VirtualAccounting:
         """Give a sequence exactly these pages, and a row if it has none, or refuse."""
         need = self._grown_bytes(held.backed, backed)
         needs_row = held.row < 0 and any(backed)
-        free_bytes = self._config.capacity_bytes - self._committed_bytes
+        free_bytes = self.ceiling.now_bytes - self._committed_bytes
         if need > free_bytes - kept_bytes or (needs_row and not self._free_rows):
             return NotNow(
                 need_bytes=need,

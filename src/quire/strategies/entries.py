@@ -1,0 +1,92 @@
+"""One layer's keys and values as tensors: where a slot's entry is written and read.
+
+Both storages make their layers of these; which bytes they lie in is theirs to say.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.strategies.base import EntryWriter, LayerView, MakeWriter
+from quire.strategies.quantized import bits, dequantize, quantize
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A layer's keys, or its values, and the scales where they are codes that have some."""
+
+    codes: "Tensor"  # ranges: [K, slots, D]; blocks: [N, K, B, D]
+    scales: "Tensor | None" = None  # f32, the same without D
+
+    @property
+    def parts(self) -> "list[Tensor]":
+        return [bits(part) for part in (self.codes, self.scales) if part is not None]
+
+    def quantize(self, x: "Tensor") -> "Entries":
+        """[T, K, D] as it is stored here."""
+        return Entries(*quantize(x, self.codes.dtype))
+
+    def read(self, index: Any) -> "Tensor":
+        scales = None if self.scales is None else self.scales[index]
+        return dequantize(self.codes[index], scales)
+
+
+def stored(
+    keys: Entries, values: Entries, k: "Tensor", v: "Tensor"
+) -> "Iterator[tuple[Tensor, Tensor]]":
+    """(where, what) for each part of new entries [T, K, D] and [T, K, Dv]."""
+    for held, x in ((keys, k), (values, v)):
+        yield from zip(held.parts, held.quantize(x).parts, strict=True)
+
+
+def layer_view(keys: Entries, values: Entries, *, slots_per_row: int) -> LayerView:
+    return LayerView(
+        k=keys.codes,
+        v=values.codes,
+        k_scale=keys.scales,
+        v_scale=values.scales,
+        slots_per_row=slots_per_row,
+    )
+
+
+class RangeLayer:
+    """A layer whose sequences lie in ranges of at most ``longest`` slots: entries [K, slots, D]."""
+
+    __slots__ = ("_keys", "_values", "_writer", "view")
+
+    def __init__(
+        self, keys: Entries, values: Entries, longest: int, make_writer: MakeWriter | None
+    ) -> None:
+        self._keys, self._values = keys, values
+        self.view = layer_view(
+            _from_every_slot(keys, longest), _from_every_slot(values, longest), slots_per_row=1
+        )
+        self._writer: EntryWriter | None = make_writer and make_writer(self.view)
+
+    @property
+    def parts(self) -> "list[Tensor]":
+        """All that a slot has: [K, slots, D] and [K, slots]."""
+        return [*self._keys.parts, *self._values.parts]
+
+    def write(self, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
+        if self._writer is not None:
+            self._writer(slots, k, v)
+            return
+        for rows, new in stored(self._keys, self._values, k, v):
+            rows.index_copy_(1, slots, new.transpose(0, 1))
+
+    def gather(self, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
+        index = (slice(None), slots)
+        return self._keys.read(index), self._values.read(index)
+
+
+def _from_every_slot(held: Entries, longest: int) -> Entries:
+    """[K, slots, D] → [slots - longest + 1, K, longest, D]: row i is the range from slot i on."""
+
+    def every(rows: "Tensor") -> "Tensor":
+        return rows.unfold(1, longest, 1).transpose(0, 1).movedim(-1, 2)
+
+    return Entries(every(held.codes), None if held.scales is None else every(held.scales))
