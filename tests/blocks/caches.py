@@ -235,7 +235,7 @@ class Cache:
             pools.committed_bytes,
             pools.held_bytes,
             pools.cached_bytes,
-            pools.capacity_bytes,
+            pools.ceiling.capacity_bytes,
             tuple(pools.changes),
             tuple(tuple(pools[group].refs.tolist()) for group in groups),
             tuple(tuple(pools[group].nodes.tolist()) for group in groups),

@@ -129,7 +129,7 @@ def test_reset_clears_all_or_nothing(specs: tuple[LayerSpec, ...]) -> None:
     assert kinds(cache)[-1] == "AllBlocksCleared"
     assert cache.num_cached == cache.blocks.pools.committed_bytes == 0
     assert cache.lookup(span(0, 9)).num_tokens == 0
-    assert cache.blocks.pools.capacity_bytes == cache.capacity_bytes
+    assert cache.blocks.pools.ceiling.capacity_bytes == cache.capacity_bytes
     cache.blocks.check()
     assert cache.start(2, span(0, 8)) == 0
     cache.keep_state(2)

@@ -68,13 +68,13 @@ def test_what_is_asked_is_what_is_taken(
         asked = cache.extend(seq_id, tokens, hit=hit, kept_bytes=10**9)
         need = asked.need_bytes if isinstance(asked, NotNow) else 0
         verdict = cache.extend(seq_id, tokens, hit=hit)
-        assert (verdict is FITS) == (need <= pools.capacity_bytes - held)
+        assert (verdict is FITS) == (need <= pools.ceiling.capacity_bytes - held)
         if verdict is FITS:
             # Duplicates are given back when they are reported: count what was taken before that.
             assert cache.held_bytes_before_report - held == need
             if need > 0:
                 assert isinstance(asked, NotNow)
-                assert asked.free_bytes == pools.capacity_bytes - held
+                assert asked.free_bytes == pools.ceiling.capacity_bytes - held
                 assert asked.kept_bytes == 10**9
         if then == "fork":
             cache.fork(seq_id, new_id)

@@ -211,7 +211,10 @@ class Watch:
     def check_lack_of_room(self, sequence: Sequence) -> None:
         """It ends for lack of room only where it would have ended with the cache to itself."""
         assert sequence.finish_reason == "capacity"
-        assert "kv_cache_memory_bytes" in sequence.finish_detail
+        options = ["kv_cache_memory_bytes"]
+        if not self.alone:  # somebody else has the windows, or the mappings that they take
+            options += ["max_num_seqs", "vm.max_map_count"]
+        assert any(f"raise {option}" in sequence.finish_detail for option in options)
         if self.alone:
             assert "is all there can be" in sequence.finish_detail
             assert self.staggered or not self.fits_alone(sequence), sequence.finish_detail
@@ -256,7 +259,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, data: st.DataObject) -> None:
         draw = data.draw
         strategy, changed = OPTIONS[self.option or draw(st.sampled_from(sorted(OPTIONS)))]
-        self.paged = strategy == "paged"
+        self.paged, through_windows = strategy == "paged", "shares_pages" in changed
+        self.shares = self.paged or through_windows
+        if through_windows:
+            changed = {**changed, "max_mappings": draw(st.none() | st.integers(4, 60))}
         self.groups = groups_of(draw(st.sampled_from(SHARING_KINDS if self.paged else KINDS)))
         self.longest = draw(st.sampled_from([24, 40]))
         token_bytes = sum(group.bytes_per_token for group in self.groups)
@@ -269,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs = draw(st.sampled_from([4, 3, 5, 2, 1]))
         config = CacheConfig(
             max_model_len=self.longest,
-            max_num_seqs=max_num_seqs + 2 * self.paged,  # outsiders need addresses, too
+            max_num_seqs=max_num_seqs + 2 * self.shares,  # outsiders need addresses, too
             capacity_bytes=capacity,
             page_bytes=page_bytes,
             enable_prefix_caching=draw(st.sampled_from([True] * 4 + [False])),
@@ -284,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             budget=draw(st.integers(20, 64) | st.integers(1, 64) | st.integers(1, 8)),
             watermark_bytes=draw(st.sampled_from([0, 0, 1, 3, 20])) * token_bytes,
-            skips=self.paged and config.enable_prefix_caching,
+            skips=make(self.groups, config).shares_blocks and config.enable_prefix_caching,
             staggered=changed.get("growth") == "staggered",
         )
         self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS
@@ -351,13 +357,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks.pin(-self.next_seq - 1, ids, keys)
         self.disturb([*self.outside, -self.next_seq - 1])
 
-    @precondition(lambda self: self.paged and self.watch.unfinished and len(self.outside) < 3)
+    @precondition(lambda self: self.shares and self.watch.unfinished and len(self.outside) < 3)
     @rule(which=st.integers(0, 7))
     def fork(self, which: int) -> None:
         unfinished = self.watch.unfinished
         seq_id = unfinished[which % len(unfinished)].seq_id
-        self.watch.accounting.fork(seq_id, -self.next_seq - 1)
-        self.disturb([*self.outside, -self.next_seq - 1])
+        if isinstance(self.watch.accounting.fork(seq_id, -self.next_seq - 1), Fits):
+            self.disturb([*self.outside, -self.next_seq - 1])
 
     @precondition(lambda self: self.outside)
     @rule()
@@ -366,10 +372,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.watch.accounting.free(one)
         self.disturb([])
 
-    @precondition(lambda self: self.paged)
-    @rule(share=st.integers(8, 16) | st.integers(0, 16))
-    def resize(self, share: int) -> None:
-        self.blocks.resize(self.most * share // 16)
+    @rule(share=st.integers(8, 16) | st.integers(0, 16), for_now=st.booleans())
+    def resize(self, share: int, for_now: bool) -> None:
+        """The machine is short of memory, or an operator has changed the budget."""
+        self.watch.accounting.resize(self.most * share // 16, for_now=for_now)
         self.disturb(self.outside)
 
     def teardown(self) -> None:
@@ -404,6 +410,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def resized(self, cache: Accounting) -> Accounting:
         """An empty cache as it would be now."""
-        if isinstance(cache, PagedAccounting) and hasattr(self, "watch"):
-            cache.blocks.resize(self.blocks.pools.capacity_bytes)
+        if hasattr(self, "watch"):
+            cache.resize(self.watch.accounting.ceiling.capacity_bytes)
         return cache

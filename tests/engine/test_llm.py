@@ -307,15 +307,16 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it() -> None:
 # -- prompts that begin alike ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["paged", "virtual"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_prefix_is_computed_once_and_changes_no_token(name: str) -> None:
+def test_a_prefix_is_computed_once_and_changes_no_token(name: str, strategy: str) -> None:
     """What is found computed gives the tokens that computing it would have given."""
     first, second = prompts((45, 30))
     several = [first, [*first[:37], *second[:9]], first]
     with small(name, enable_prefix_caching=False) as llm:
         want = ids(llm.generate(several, GREEDY))
         assert llm.usage().committed_bytes == 0
-    with small(name, max_num_batched_tokens=16) as llm:
+    with small(name, cache=strategy, max_num_batched_tokens=16) as llm:
         assert ids(llm.generate(several[:1], GREEDY)) == want[:1]
         completions = llm.generate(several[1:], GREEDY)
         assert ids(completions) == want[1:]
@@ -324,6 +325,31 @@ def test_a_prefix_is_computed_once_and_changes_no_token(name: str) -> None:
         assert_all_is_given_back(llm)
         (completion,) = llm.generate(first, GREEDY)
         assert (completion.num_cached_tokens, ids([completion])) == (0, want[:1])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu", "reference"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_seen_through_windows_is_what_lies_in_blocks(name: str, backend: str) -> None:
+    """In every format; in the model's own these are the tokens of ``generate``."""
+    for kept_as in ("auto", "fp8", "int8_per_token_head"):
+        options = dict(kv_cache_dtype=kept_as, attention_backend=backend, max_num_batched_tokens=16)
+        several = []
+        for strategy in ("paged", "virtual"):
+            with small(name, cache=strategy, **options) as llm:
+                several.append([ids(llm.generate(prompts(), GREEDY)) for _ in range(2)])
+                assert_all_is_given_back(llm)
+        in_blocks, through_windows = several
+        assert in_blocks == through_windows
+        if kept_as == "auto":
+            assert in_blocks == [generated_by_transformers(name)] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_private_ranges_give_the_same(name: str) -> None:
+    options = dict(cache="virtual", enable_prefix_caching=False, max_num_batched_tokens=16)
+    with small(name, **options) as llm:
+        assert ids(llm.generate(prompts(), GREEDY)) == generated_by_transformers(name)
+        assert_all_is_given_back(llm)
 
 
 # -- when memory is short -------------------------------------------------------------------------
@@ -415,6 +441,7 @@ def test_pages_that_the_system_refuses_close_the_engine(strategy: str, at: int) 
     options: dict[str, Any] = dict(cache=strategy, max_model_len=64, growth_tokens=8)
     counter = FailingMemory(HostMemory(), failing=())
     small(**options, provider=counter).close()
+    at = min(at, counter.num_commits)
     for first_refused in (at, counter.num_commits + at):  # in the trial, and after it
         inner = CountedMemory(HostMemory())
         memory = FailingMemory(inner, failing=range(first_refused, 10**9))

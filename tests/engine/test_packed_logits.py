@@ -21,6 +21,7 @@ PROMPTS = (24, 2, 47, 23 - 12, 1)
 ARRIVALS = (0, 0, 3, 7, 12)  # the step before which each comes
 BUDGET = 13  # tokens a step: prompts come in chunks, between others' decodes
 TOLERANCE = 1e-5  # of the largest logit, fp32
+SHARED = "virtual-shared"
 
 
 @cache
@@ -58,7 +59,9 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
         block_size=4,
         growth_tokens=8,
         page_bytes=memory.page_bytes,
+        shares_pages=strategy == SHARED,
     )
+    strategy = "virtual" if strategy == SHARED else strategy
     accounting = build_accounting(strategy, loaded.spec, config)
     storage = build_storage(strategy, accounting, memory)
     runner = ModelRunner(loaded, accounting, storage, SdpaAttention())
@@ -90,7 +93,7 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
     return rows, num_mixed
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, SHARED])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_the_model_alone(name: str, strategy: str) -> None:
     rows, num_mixed = run_schedule(name, strategy)

@@ -222,7 +222,7 @@ def test_sequences_go_on_in_a_pool_that_shrinks_under_them() -> None:
     for _ in range(6):
         one.step(five)
     assert one.scheduler.num_running == 4
-    half = blocks_of(one).pools.capacity_bytes // 4
+    half = blocks_of(one).pools.ceiling.capacity_bytes // 4
     while blocks_of(one).resize(half) > half:  # what is held goes as sequences end
         one.forgive()
         one.step(five)

@@ -24,6 +24,8 @@ from quire.strategies import STRATEGIES, Accounting, CacheConfig
 
 MAX_MODEL_LEN = 48
 PAGE_BYTES = 64
+SHARED = "virtual-shared"
+STORED = (*STRATEGIES, SHARED)
 _COMMON = dict(num_kv_heads=1, head_dim=4, dtype="float32")  # 32 bytes a token and layer
 FULL = Group(spec=FullAttention(**_COMMON), layers=(0, 2))
 WINDOW = Group(spec=SlidingWindow(**_COMMON, window=7), layers=(1, 3))
@@ -65,8 +67,10 @@ class Workload:
             growth_tokens=self.growth_tokens,
             reserve=self.reserve,
             enable_prefix_caching=self.caching,
+            shares_pages=self.strategy == SHARED,
         )
-        return STRATEGIES[self.strategy][0](groups, config)
+        name = "virtual" if self.strategy == SHARED else self.strategy
+        return STRATEGIES[name][0](groups, config)
 
 
 @st.composite
@@ -91,7 +95,7 @@ def arrivals(draw: st.DrawFn) -> tuple[Arrival, ...]:
 
 workloads = st.builds(
     Workload,
-    strategy=st.sampled_from(sorted(STRATEGIES)),
+    strategy=st.sampled_from(sorted(STORED)),
     groups=st.sampled_from(sorted(GROUPS)),
     capacity_tokens=st.integers(4, 150),
     budget=st.integers(1, 64),
@@ -122,7 +126,7 @@ class Run(Watch):
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=workload.max_num_seqs,
             budget=workload.budget,
-            skips=workload.strategy == "paged" and workload.caching,
+            skips=workload.strategy in ("paged", SHARED) and workload.caching,
             staggered=(workload.strategy, workload.growth) == ("growing", "staggered"),
         )
         self.arrivals = workload.arrivals
@@ -232,7 +236,7 @@ def until_preempted(run: Run, sequence: Sequence) -> None:
         run.advance()
 
 
-@pytest.mark.parametrize("strategy", ["growing", "paged", "virtual"])
+@pytest.mark.parametrize("strategy", ["growing", "paged", "virtual", SHARED])
 def test_the_youngest_makes_room_and_is_resumed(strategy: str) -> None:
     run, (first, *_, last) = filled(strategy)
     until_preempted(run, last)
@@ -246,7 +250,7 @@ def test_the_youngest_makes_room_and_is_resumed(strategy: str) -> None:
     assert run.scheduler.num_preemptions == sum(s.num_preemptions for s in run.sequences) > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_a_sequence_can_be_ended_wherever_it_is(strategy: str) -> None:
     run, (first, second, third) = filled(strategy)
     run.abort(second)  # waiting
@@ -256,7 +260,7 @@ def test_a_sequence_can_be_ended_wherever_it_is(strategy: str) -> None:
     assert third.finish_reason == "length"
 
 
-@pytest.mark.parametrize("strategy", ["growing", "paged", "virtual"])
+@pytest.mark.parametrize("strategy", ["growing", "paged", "virtual", SHARED])
 def test_a_preempted_sequence_can_be_ended(strategy: str) -> None:
     run, sequences = filled(strategy)
     last = sequences[-1]
@@ -266,7 +270,7 @@ def test_a_preempted_sequence_can_be_ended(strategy: str) -> None:
     assert [s.finish_reason for s in sequences] == ["length", "length", "stop"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STORED)
 def test_all_can_be_ended_at_once(strategy: str) -> None:
     run, sequences = filled(strategy, num_seqs=5)
     run.advance()

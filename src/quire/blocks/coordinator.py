@@ -224,14 +224,15 @@ class Coordinator:
 
     # -- whole -----------------------------------------------------------------------------------
 
-    def resize(self, capacity_bytes: int) -> int:
-        """Set the budget; the capacity now, which is more if sequences hold more than that.
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        """Set the ceiling, or the capacity with it; where it is then, never below what is held.
 
-        What is only cached goes, the least recently used first; what is held never does.
+        What is only cached goes, pages of which nobody holds a block, the least recently used
+        first; what is held never does.
         """
         self.pools.evict(capacity_bytes)
-        self.pools.capacity_bytes = max(capacity_bytes, self.pools.committed_bytes)
-        return self.pools.capacity_bytes
+        committed = self.pools.committed_bytes
+        return self.pools.ceiling.move(capacity_bytes, committed, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; False, and nothing is done, while anybody holds a block."""
@@ -241,13 +242,6 @@ class Coordinator:
         self.index.note_cleared()
         return True
 
-    def holders(self) -> tuple[int, ...]:
-        """Sequences that hold memory."""
-        rows = self.tables.rows_of(self.tables.rows)
-        num_blocks = (self.tables.ends[:, rows] - self.tables.starts[:, rows]).sum(axis=0).tolist()
-        pairs = zip(self.tables.rows, num_blocks, strict=True)
-        return tuple(seq_id for seq_id, count in pairs if count)
-
     def check(self) -> None:
         self.pools.check()
         self.index.check()
@@ -256,7 +250,7 @@ class Coordinator:
             for row in self.tables.rows.values():
                 np.add.at(refs, self.tables.held(number, row), 1)
             assert (refs == self.pools[number].refs).all(), "references differ from the tables"
-        assert self.pools.committed_bytes <= self.pools.capacity_bytes, "above the ceiling"
+        assert self.pools.committed_bytes <= self.pools.ceiling.now_bytes, "above the ceiling"
 
     # -- what the verbs are made of --------------------------------------------------------------
 
@@ -351,6 +345,8 @@ class Coordinator:
                 self.tables.ids[number][step.grown] = new[num_copied:]
             self.tables.starts[number, rows] = step.starts
             self.tables.ends[number, rows] = step.ends
+            if self.tables.changed is not None:
+                self.tables.note(step.changed_rows())
 
     def _steps(
         self,
@@ -379,18 +375,18 @@ class Coordinator:
 
     def _fit(self, steps: list[GroupStep]) -> bool:
         after = self.pools.held_bytes_after([step.moves() for step in steps])
-        return after <= self.pools.capacity_bytes
+        return after <= self.pools.ceiling.now_bytes
 
     def _verdict(self, moves: list[Moves], kept_bytes: int) -> Fits | NotNow:
         held, after = self.pools.held_bytes, self.pools.held_bytes_after(moves)
-        free = self.pools.capacity_bytes - held
+        free = self.pools.ceiling.now_bytes - held
         if after - held <= free - kept_bytes:
             return FITS
         return NotNow(
             need_bytes=after - held,
             free_bytes=free,
             kept_bytes=kept_bytes,
-            holders=self.holders(),
+            holders=self.tables.holders(),
         )
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.blocks.ghosts import NEVER, Ghosts, Prints
-from quire.blocks.runs import Ids, Runs
+from quire.blocks.runs import NO_IDS, Ids, Runs
 from quire.blocks.shadows import Contest
 
 Priority: TypeAlias = int | npt.NDArray[np.int8]  # of all blocks of a batch, or of each
+Times: TypeAlias = npt.NDArray[np.int32]
 PrintsOf: TypeAlias = Callable[[Ids], Prints]  # fingerprints of the prefixes that end in blocks
 _PRIORITY = 1 << 48  # one step of priority outweighs any time
 _LEAST_IMPORTANT = 127
@@ -59,6 +60,14 @@ class EvictionPolicy(Protocol):
 
         ``alike``: only such as were let go together with the first.
         """
+        ...
+
+    def order(self) -> tuple[Ids, Times]:
+        """All of them, the first to go first, and when each was used last."""
+        ...
+
+    def take_out(self, blocks: Ids) -> None:
+        """These are evicted, wherever they are in the order."""
         ...
 
     def rewind(self, ticks: int) -> None:
@@ -151,11 +160,16 @@ class Recency:
 
     def evict(self, count: int, *, alike: bool = False) -> Ids:
         blocks = self._runs.pop(count, one_run=alike)
-        if self._ghosts is not None:
-            times = self._last[blocks].astype(np.int64)
-            self._ghosts.remember(self._prints_of(blocks), times)
-        self._last[blocks] = NEVER
+        self._forget(blocks)
         return blocks
+
+    def order(self) -> tuple[Ids, Times]:
+        blocks = np.concatenate([NO_IDS, *self._runs.runs()])
+        return blocks, self._last[blocks]
+
+    def take_out(self, blocks: Ids) -> None:
+        self._runs.remove(blocks)
+        self._forget(blocks)
 
     def rewind(self, ticks: int) -> None:
         """The clock is set back, before it outgrows 32 bits; what is older becomes 0."""
@@ -166,6 +180,13 @@ class Recency:
 
     def check(self, cached: Ids) -> None:
         self._runs.check(cached)
+
+    def _forget(self, blocks: Ids) -> None:
+        """What is evicted leaves at most a ghost."""
+        if self._ghosts is not None:
+            times = self._last[blocks].astype(np.int64)
+            self._ghosts.remember(self._prints_of(blocks), times)
+        self._last[blocks] = NEVER
 
     def _reorder(self) -> None:
         """Put what is free in anew: by another use, or at other times."""

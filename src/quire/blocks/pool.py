@@ -11,7 +11,7 @@ Every verb takes a batch of ids and costs a few numpy operations whatever the si
 import numpy as np
 import numpy.typing as npt
 
-from quire.blocks.eviction import EvictionPolicy, Priority
+from quire.blocks.eviction import EvictionPolicy, Priority, Times
 from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.vacancies import Vacancies
 from quire.units import ceil_div
@@ -87,6 +87,21 @@ class BlockPool:
         """Granules that would be opened to take so many empty blocks."""
         return ceil_div(max(0, count - self._num_gaps), self.granule_blocks)
 
+    def cached_granules(self) -> tuple[Ids, Times]:
+        """Granules with pages in which nobody holds a block, the first to go first.
+
+        Returns: them, and when the last of its blocks to go was used last.
+        """
+        blocks, times = self.evictable.order()
+        if self.granule_blocks == 1:
+            return blocks, times
+        granules = blocks // self.granule_blocks
+        free = self._held_in[granules] == 0
+        granules, times = granules[free], times[free]
+        last = len(granules) - 1 - np.unique(granules[::-1], return_index=True)[1]
+        last.sort()
+        return granules[last], times[last]
+
     # -- verbs -----------------------------------------------------------------------------------
 
     def take(self, count: int, after: Ids | None = None) -> tuple[Ids, Ids]:
@@ -160,9 +175,16 @@ class BlockPool:
         Returns: them, and their nodes. The caller hands them to ``empty``.
         """
         blocks = self.evictable.evict(count, alike=alike)
-        nodes = self.nodes[blocks].astype(np.intp)
-        self.nodes[blocks] = NO_NODE
-        return blocks, nodes
+        return blocks, self._out_of_cache(blocks)
+
+    def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:
+        """Take what is in these, which nobody holds, out of the cache. Returns: as ``evict``."""
+        blocks = granules
+        if self.granule_blocks > 1:
+            blocks, _ = self.evictable.order()
+            blocks = blocks[np.isin(blocks // self.granule_blocks, granules)]
+        self.evictable.take_out(blocks)
+        return blocks, self._out_of_cache(blocks)
 
     def empty(self, blocks: Ids) -> Ids:
         """Drop evicted blocks. Returns: granules whose pages may go; the last is opened first."""
@@ -220,6 +242,12 @@ class BlockPool:
             assert num_gaps == self._num_gaps, "the empty blocks of open granules are miscounted"
             gaps = np.flatnonzero((used_in > 0) & (used_in < self.granule_blocks))
             assert sorted(self._gaps) == gaps.tolist(), "the gaps are not where they are noted"
+
+    def _out_of_cache(self, blocks: Ids) -> Ids:
+        """These have left the cache. Returns: their nodes."""
+        nodes = self.nodes[blocks].astype(np.intp)
+        self.nodes[blocks] = NO_NODE
+        return nodes
 
     # -- granules --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from quire.blocks.ceiling import Ceiling
 from quire.blocks.changes import Change, Commit, Copy, Release
 from quire.blocks.eviction import MakePolicy, Priority, lru
 from quire.blocks.ghosts import Prints
@@ -59,7 +60,7 @@ class Pools:
         make_policy: MakePolicy,
     ) -> None:
         self.sizes = tuple(sizes)
-        self.capacity_bytes = capacity_bytes
+        self.ceiling = Ceiling(capacity_bytes)
         self.changes: list[Change] = []
         self.num_evicted_blocks = 0
         self._index = index
@@ -105,7 +106,7 @@ class Pools:
         return sum(pool.num_cached * size.block_bytes for pool, size in sizes)
 
     def held_bytes_after(self, moves: Sequence[Moves]) -> int:
-        """``held_bytes`` after a step. It fits if that is within the capacity."""
+        """``held_bytes`` after a step. It fits if that is within the ceiling."""
         total = 0
         for pool, move, size in zip(self._pools, moves, self._granule_bytes, strict=True):
             total += pool.held_granules_after(move.released, move.held, move.num_new) * size
@@ -180,13 +181,23 @@ class Pools:
         self._pools[group].take_over(blocks)
 
     def evict(self, num_bytes: int) -> None:
-        """Evict until at most ``num_bytes`` are committed, or nothing is only cached any more."""
-        while self.committed_bytes > num_bytes:
-            group = self._stalest()
-            if group is None:
-                return
-            excess = self.committed_bytes - num_bytes
-            self._note(Release, group, self._evict(group, excess))
+        """Evict until at most ``num_bytes`` are committed, or somebody holds a block of each page.
+
+        Pages go whole: what is cached beside a block that somebody holds is evicted for nothing.
+        """
+        excess = self.committed_bytes - num_bytes
+        if excess <= 0:
+            return
+        granules, times = zip(*(pool.cached_granules() for pool in self._pools), strict=True)
+        # No group's order is changed by another's.
+        order = np.argsort(np.concatenate([np.maximum.accumulate(t) for t in times]), kind="stable")
+        counts = [len(each) for each in granules]
+        groups = np.repeat(np.arange(len(granules)), counts)[order]
+        freed = np.cumsum(np.array(self._granule_bytes)[groups])
+        groups = groups[: int(np.searchsorted(freed, excess)) + 1]
+        for group, count in enumerate(np.bincount(groups, minlength=len(granules)).tolist()):
+            evicted = self._pools[group].evict_granules(granules[group][:count])
+            self._note(Release, group, self._dropped(group, *evicted))
 
     def check(self) -> None:
         for group, pool in enumerate(self._pools):
@@ -200,7 +211,7 @@ class Pools:
     # -- eviction --------------------------------------------------------------------------------
 
     def _lacking_bytes(self, num_new: Sequence[int]) -> int:
-        lacking = self.committed_bytes - self.capacity_bytes
+        lacking = self.committed_bytes - self.ceiling.now_bytes
         for pool, count, size in zip(self._pools, num_new, self._granule_bytes, strict=True):
             lacking += pool.num_granules_for(count) * size
         return lacking
@@ -234,7 +245,11 @@ class Pools:
         Returns: granules whose pages may go.
         """
         count = -(-num_bytes // self.sizes[group].block_bytes)
-        blocks, nodes = self._pools[group].evict(count, alike=len(self._pools) > 1)
+        evicted = self._pools[group].evict(count, alike=len(self._pools) > 1)
+        return self._dropped(group, *evicted)
+
+    def _dropped(self, group: int, blocks: Ids, nodes: Ids) -> Ids:
+        """What has left the cache is to be found no more. Returns: granules whose pages may go."""
         self._index.detach(group, nodes)
         self.num_evicted_blocks += len(blocks)
         return self._pools[group].empty(blocks)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from quire.attention import choose_backend
 from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
 from quire.engine.detokenizer import Detokenizer
+from quire.engine.elastic import Elastic, Elasticity
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, encode, split
 from quire.engine.runner import (
@@ -20,13 +21,16 @@ from quire.engine.runner import (
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, TokenOutput
 from quire.engine.sequence import FinishReason, Request, SamplingParams, Sequence
+from quire.engine.sizing import cache_config, kv_ledger
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
-from quire.memory import HostMemory, MemoryProvider
-from quire.memory.budget import kv_ceiling
+from quire.memory import MemoryProvider
+from quire.memory.governor import Governor
+from quire.memory.machine.readings import Gauge, HostGauge
+from quire.memory.residency import Residency, Resident, host_memory
 from quire.models.loader import LoadedModel, adopt, load
-from quire.strategies import CacheConfig, Usage, build_accounting, build_storage
+from quire.strategies import Usage, build_accounting, build_storage
 from quire.strategies.layout import attention_spec
-from quire.units import format_count
+from quire.units import format_bytes, parse_bytes
 
 Observer: TypeAlias = Callable[[Usage], None]
 
@@ -72,6 +76,9 @@ class LLM:
     ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
     gives it back. A model in memory stays as it was: its own ``generate`` works all the while.
 
+    From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
+    it, and grows again later (``elastic``). No text changes by that.
+
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
 
@@ -81,6 +88,7 @@ class LLM:
         *,
         tokenizer: Any = None,
         provider: MemoryProvider | None = None,
+        gauge: Gauge | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
@@ -89,11 +97,13 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         kept_as = KV_CACHE_DTYPES[self.config.kv_cache_dtype]
         self.spec = loaded.spec if kept_as is None else loaded.spec.with_kv_dtype(kept_as)
-        provider = HostMemory() if provider is None else provider
-        cache_config = _cache_config(self.config, loaded, provider.page_bytes)
-        self.max_model_len = cache_config.max_model_len
+        provider = _provider(provider, self.config.residency)
+        self.ledger = kv_ledger(self.config, loaded, provider.page_bytes)
+        sizes = cache_config(self.config, loaded, provider, self.ledger.require())
+        self._resident = Resident(provider, self._residency, sizes.capacity_bytes)
+        self.max_model_len = sizes.max_model_len
         refuse_switching_positions(loaded, self.max_model_len)
-        self._accounting = build_accounting(self.config.cache, self.spec, cache_config)
+        self._accounting = build_accounting(self.config.cache, self.spec, sizes)
         refuse_too_little(self._accounting, self.max_model_len)
         backend = choose_backend(
             self.config.attention_backend,
@@ -103,7 +113,7 @@ class LLM:
         )
         self.attention_backend = backend.name
         self._storage = build_storage(
-            self.config.cache, self._accounting, provider, backend.make_writer
+            self.config.cache, self._accounting, self._resident.provider, backend.make_writer
         )
         self.memory = self._storage.memory
         self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
@@ -113,15 +123,25 @@ class LLM:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             eos_token_ids=_eos_token_ids(loaded),
-            watermark_bytes=int(self.config.watermark * cache_config.capacity_bytes),
+            watermark_bytes=int(self.config.watermark * sizes.capacity_bytes),
         )
         try:
             runner = ModelRunner(loaded, self._accounting, self._storage, backend)
             runner.try_out(loaded, max_tokens=self.max_model_len)
+            self._resident.prefault()
         except BaseException:
             self._storage.close()
             raise
         self.engine = Engine(scheduler, runner, Sampler(self.config.seed))
+        self._most_bytes = sizes.most_bytes
+        self._elastic = Elastic(
+            self._accounting,
+            self._storage,
+            self._resident,
+            scheduler,
+            Governor(self.config.memory_mode),
+            HostGauge() if gauge is None else gauge,
+        )
         self._listeners: dict[int, _Listener] = {}  # of each sequence that has not ended
         self._next_id = 0
         self._closed = False
@@ -172,12 +192,45 @@ class LLM:
 
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted at this moment."""
-        return self._accounting.usage()
+        with self._elastic.lock:
+            return self._accounting.usage()
+
+    @property
+    def _residency(self) -> Residency:
+        """As asked for; a rule that takes memory at the start asks for it too."""
+        if self.ledger.committed_whole and self.config.residency == "on-demand":
+            return "prefault"
+        return self.config.residency
+
+    @property
+    def elastic(self) -> Elasticity:
+        """Where the ceiling on KV memory is at this moment, why, and what moving it has cost."""
+        return self._elastic.state
+
+    def resize(self, kv_cache_memory_bytes: int | str) -> None:
+        """Change the capacity while prompts run. It holds when this returns, after a step at most.
+
+        What is only cached goes first; then sequences make room and compute again later, and one
+        that is too long for it ends with its text so far.
+
+        Raises: ConfigError for more than the LLM was made with. RequestError after ``close``.
+        """
+        self._refuse_if_closed()
+        wanted = kv_cache_memory_bytes
+        wanted = parse_bytes(wanted) if isinstance(wanted, str) else wanted
+        if not 0 < wanted <= self._most_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={kv_cache_memory_bytes!r} must be above 0 and at most the "
+                f"{format_bytes(self._most_bytes)} ({self._most_bytes:,}) that this LLM was made "
+                f"with: for more, make a new one"
+            )
+        self._elastic.resize(wanted)
 
     def reset_prefix_cache(self) -> bool:
         """Give back what is kept for later prompts; False, and nothing is done, while one runs."""
-        done = self._accounting.reset_prefix_cache()
-        self._storage.apply(self._accounting.drain())
+        with self._elastic.lock:
+            done = self._accounting.reset_prefix_cache()
+            self._storage.apply(self._accounting.drain())
         return done
 
     def close(self) -> None:
@@ -185,9 +238,12 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        self.engine.scheduler.finish_all("stop", "the LLM was closed")
-        self._accounting.drain()  # closing gives back all that these would
-        self._storage.close()
+        self._elastic.close()
+        self._resident.close()
+        with self._elastic.lock:
+            self.engine.scheduler.finish_all("stop", "the LLM was closed")
+            self._accounting.drain()  # closing gives back all that these would
+            self._storage.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -201,8 +257,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[Request]:
         """Every prompt as a request that can run. Raises: RequestError."""
-        if self._closed:
-            raise RequestError("this LLM is closed: make a new one")
+        self._refuse_if_closed()
         several = split(prompts)
         requests = []
         for prompt, own in zip(several, _params_for_each(params, len(several)), strict=True):
@@ -216,12 +271,19 @@ class LLM:
             self.engine.scheduler.check_request(requests[-1])
         return requests
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RequestError("this LLM is closed: make a new one")
+
     def _run(self, requests: list[Request], observe: Observer | None) -> Iterator[TextDelta]:
         """Step until these have ended; what the steps do for others goes to their own queues."""
         if self._closed:
             return
         deltas: deque[TextDelta] = deque()
-        sequences = [self.engine.scheduler.add(request) for request in requests]
+        self._elastic.watch()
+        self._resident.watch()
+        with self._elastic.lock:
+            sequences = [self.engine.scheduler.add(request) for request in requests]
         for index, sequence in enumerate(sequences):
             self._listeners[sequence.seq_id] = self._listener(index, sequence, deltas)
         try:
@@ -231,10 +293,11 @@ class LLM:
                 while deltas:
                     yield deltas.popleft()
         finally:
-            for sequence in sequences:
-                self.engine.finish(sequence, "stop", "abandoned")
-                del self._listeners[sequence.seq_id]
-            self._storage.apply(self._accounting.drain())
+            with self._elastic.lock:
+                for sequence in sequences:
+                    self.engine.finish(sequence, "stop", "abandoned")
+                    del self._listeners[sequence.seq_id]
+                self._storage.apply(self._accounting.drain())
 
     def _step(self, observe: Observer | None) -> None:
         """One step. Closes the LLM where the system refuses pages that accounting counts on.
@@ -242,14 +305,15 @@ class LLM:
         Raises: MemoryUnavailable.
         """
         try:
-            outputs = self.engine.step()
+            with self._elastic.lock:
+                self._elastic.settle()
+                for output in self.engine.step():
+                    self._deliver(output)
         except MemoryUnavailable:
             self.close()
             raise
         if observe is not None:
-            observe(self._accounting.usage())
-        for output in outputs:
-            self._deliver(output)
+            observe(self.usage())
 
     def _listener(self, index: int, sequence: Sequence, deltas: deque[TextDelta]) -> _Listener:
         detokenizer = None
@@ -282,6 +346,14 @@ class LLM:
         )
 
 
+def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:
+    if given is None:
+        return host_memory(residency)
+    if residency == "lock":
+        raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
+    return given
+
+
 def _params_for_each(
     params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
@@ -309,28 +381,6 @@ def _loaded(model: Any, tokenizer: Any, dtype: str) -> LoadedModel:
             f"dtype={dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
         )
     return loaded
-
-
-def _cache_config(config: EngineConfig, loaded: LoadedModel, page_bytes: int) -> CacheConfig:
-    """The cache's numbers: what the user said, else what the model and the machine allow."""
-    longest = config.max_model_len or loaded.spec.max_model_len
-    if longest > loaded.spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={format_count(longest)} is more than {loaded.name} was made for, "
-            f"{format_count(loaded.spec.max_model_len)}: lower it"
-        )
-    return CacheConfig(
-        max_model_len=longest,
-        max_num_seqs=config.max_num_seqs,
-        capacity_bytes=kv_ceiling(config.kv_cache_memory_bytes, default_fraction=0.8),
-        block_size=config.block_size,
-        page_bytes=page_bytes,
-        reserve=config.reserve,
-        enable_prefix_caching=config.enable_prefix_caching,
-        eviction_policy=config.prefix_caching_policy,
-        growth=config.growth,
-        growth_tokens=config.growth_tokens,
-    )
 
 
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:

@@ -184,6 +184,18 @@ class Scheduler:
             self.finish(sequence, reason, detail)
         self._ended.clear()
 
+    def preempt_youngest(self, *, spare_oldest: bool) -> bool:
+        """Take a running sequence's room away between two steps; False if there is none to take.
+
+        With ``spare_oldest`` one goes on, so that somebody always does.
+        """
+        if len(self._running) <= spare_oldest:
+            return False
+        # The last one begins anew in one piece, or ends if it is too long for that now.
+        self._running[-1].needs_room_at_once = len(self._running) == 1
+        self._preempt(self._running[-1])
+        return True
+
     def check(self) -> None:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
@@ -245,6 +257,8 @@ class Scheduler:
                 if hit and not sequence.num_preemptions:
                     sequence.num_cached_tokens = hit.num_tokens
                 return _chunk(sequence, start, stop)
+            if self._running in ([], [sequence]) and self._lift_ceiling(verdict):
+                continue
             if isinstance(verdict, Never) or not self._running:
                 # Nobody will make room. A window that moves in smaller steps holds less at once;
                 # what a hit holds may lie scattered over pages, so that less fits than would anew.
@@ -269,6 +283,19 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is sequence:
                     return None
+
+    def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
+        """Who is alone need not wait for the machine: a lowered ceiling gives way to it.
+
+        So somebody always gets on, and nobody ends for a shortage that will pass.
+        """
+        ceiling = self._accounting.ceiling
+        if isinstance(verdict, Never) or ceiling.now_bytes == ceiling.capacity_bytes:
+            return False
+        lacking = verdict.need_bytes + verdict.kept_bytes - verdict.free_bytes
+        if lacking > 0:
+            self._accounting.resize(ceiling.now_bytes + lacking, for_now=True)
+        return lacking > 0
 
     def _may_begin_again(self, sequence: Sequence) -> bool:
         """Whether it could come so far in chunks, and has not failed to at this very length."""

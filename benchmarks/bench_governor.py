@@ -1,0 +1,191 @@
+"""A cache that breathes with the machine: what it gives back, how soon, and beside whom.
+
+    python benchmarks/bench_governor.py [--claims] [--only PART]
+
+Five parts, each in processes of its own on the demo model: a neighbour that takes half of a machine
+of 8 GiB (a control group), a capacity that is lowered under running sequences, half a minute of
+idleness, two engines that take all they may of 6 GiB, and work at 95 % of a control group's limit.
+About five minutes.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quire.memory.machine.readings import HostGauge
+
+WORKER = Path(__file__).with_name("governor_worker.py")
+CGROUPS = Path("/sys/fs/cgroup/memory")
+GIB = 1 << 30
+SMALL_BYTES = 6 * GIB  # the machine that two engines share
+ALONE_S, BOTH_S, SOAK_S = 15, 60, 60
+
+
+def main(
+    claims: Annotated[bool, typer.Option(help="End with a JSON object for each claim.")] = False,
+    only: Annotated[str, typer.Option(help="One of the five parts.")] = "",
+) -> None:
+    console = Console()
+    found: list[dict[str, Any]] = []
+    for name, part in PARTS.items():
+        if only in ("", name):
+            console.print(f"{name} …")
+            found += part()
+    table = Table("claim", "ours", "goal", "holds", "beside")
+    for one in found:
+        beside = ", ".join(f"{key} {_short(value)}" for key, value in one["beside"].items())
+        ours = f"{_short(one['ours'])} {one['unit']}"
+        table.add_row(one["claim"], ours, one["goal"], "yes" if one["holds"] else "no", beside)
+    console.print(table)
+    for one in found if claims else ():
+        beside = one.pop("beside")
+        print(json.dumps({**one, **beside}))
+
+
+def neighbour() -> Iterator[dict[str, Any]]:
+    with cgroup(8 * GIB) as folder:
+        if folder is None:
+            yield claim("neighbour: no control group can be made here", None, "", "", False)
+            return
+        result = run("neighbour", str(folder), str(8 * GIB))
+    returned = result.pop("returned_fraction")
+    yield claim(
+        "cached-only bytes returned in 1 s when a neighbour takes half of the machine",
+        *(returned, "fraction", "≥ 0.90", returned >= 0.9, result),
+    )
+    same = result["same_tokens"]
+    yield claim("… sequences in flight give the same tokens", int(same), "", "1", same)
+    swapped = result["swapped_pages"]
+    yield claim("… pages swapped out", swapped, "pages", "0", swapped == 0)
+    back_s = result["recovered_after_s"]
+    yield claim("… 90 % of the ceiling is back", back_s, "s", "≤ 60", back_s <= 60)
+
+
+def lowered() -> Iterator[dict[str, Any]]:
+    result = run("lowered")
+    slowest, same = result.pop("slowest_s"), result["same_tokens"]
+    met = slowest <= 2 and same
+    yield claim("a capacity lowered at run time is met", slowest, "s", "≤ 2", met, result)
+
+
+def idle() -> Iterator[dict[str, Any]]:
+    result = run("idle")
+    ratio = result["idle_bytes"] / result["built_bytes"]
+    yield claim(
+        "resident after 30 s idle / right after loading",
+        *(ratio, "", "≤ 1.05", ratio <= 1.05, result),
+    )
+
+
+def two() -> Iterator[dict[str, Any]]:
+    """The second comes when the first has all it may have."""
+    withheld = HostGauge().read().available_bytes - SMALL_BYTES * 5 // 6
+    if withheld < 0:
+        yield claim("two engines: not run, too little memory", None, "", "", False)
+        return
+    common = ["greedy", str(SMALL_BYTES), str(withheld)]
+    first = start(*common, str(ALONE_S + BOTH_S + 20))
+    with suppress(subprocess.TimeoutExpired):
+        first.wait(ALONE_S)
+    second = start(*common, str(BOTH_S))
+    seen = [json.loads(each.communicate()[0].splitlines()[-1])["seen"] for each in (first, second)]
+    begin, end = seen[1][0][0], seen[1][-1][0]
+    settled_s, swings, shares = 0.0, 0.0, []
+    for held in ([(at - begin, size) for at, size in each if begin <= at <= end] for each in seen):
+        last = statistics.median(size for at, size in held if at > held[-1][0] - 15)
+        unsettled = [at for at, size in held if abs(size - last) > 0.1 * last]
+        settled_s = max(settled_s, *unsettled)
+        quiet = [size for at, size in held if at > held[-1][0] - 15]
+        swings = max(swings, (max(quiet) - min(quiet)) / last)
+        shares.append(last)
+    fair = max(shares) / min(shares)
+    beside = {"first_bytes": shares[0], "second_bytes": shares[1], "swing_fraction": swings}
+    yield claim("two engines settle within 10 %", settled_s, "s", "≤ 45", settled_s <= 45, beside)
+    yield claim("… their shares", fair, "", "≤ 1.25", fair <= 1.25)
+    yield claim("… and then swing by", swings, "fraction", "≤ 0.10", swings <= 0.1)
+
+
+def soak() -> Iterator[dict[str, Any]]:
+    with cgroup(4 * GIB) as folder:
+        if folder is None:
+            yield claim("soak: no control group can be made here", None, "", "", False)
+            return
+        process = start("soak", str(folder), str(4 * GIB), str(SOAK_S))
+        output = process.communicate()[0].splitlines()
+        killed = process.returncode != 0
+        result = json.loads(output[-1]) if output and not killed else {}
+        text = (folder / "memory.oom_control").read_text()
+        kills = dict(line.split() for line in text.splitlines()).get("oom_kill", "0")
+    yield claim(
+        f"killed in {SOAK_S} s at 95 % of a control group's limit",
+        *(int(killed) + int(kills), "times", "0", not killed and kills == "0", result),
+    )
+
+
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    part.__name__: part for part in (neighbour, lowered, idle, two, soak)
+}
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, str(WORKER), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    with start(*arguments) as process:
+        output = process.communicate()[0]
+    if process.returncode:
+        sys.exit(f"{arguments[0]} failed")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+@contextmanager
+def cgroup(limit_bytes: int) -> Iterator[Path | None]:
+    """A control group (v1) of our own; None where that is not allowed."""
+    folder = CGROUPS / f"quire-bench-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def claim(
+    name: str,
+    ours: float | None,
+    unit: str,
+    goal: str,
+    holds: bool,
+    beside: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    ours = None if ours is None else round(ours, 4)
+    line = {"claim": name, "ours": ours, "peer": None, "unit": unit, "ratio": None}
+    return {**line, "goal": goal, "holds": holds, "beside": beside or {}}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float) and value >= 1e6:
+        value = int(value)
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if value else str(value)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,118 @@
+"""How much of the machine a cache may hold right now: a policy, without a thread or a clock.
+
+It is told what was read, and says where the ceiling should be and why. Who reads, and who gives
+back what, is ``quire.engine.elastic``'s business.
+
+A part of the machine, the *headroom*, is left to everybody else; what is free beyond it is slack.
+Without slack there is *pressure*: what is missing goes at once, and nothing grows for a while. In
+``shared`` mode all that is only cached goes then, since nobody waits for it; and the ceiling is
+drawn to a multiple of the slack, wherever it stands. All who follow that rule end up with the same
+share, whoever came first, and leave some slack, so that they put no pressure on each other.
+
+Source: Choudhury and Hahne, Dynamic queue length thresholds, 1998 (fair shares from the slack).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.memory.budget import Mode, headroom_bytes
+from quire.units import format_bytes
+
+FAIR_MULTIPLE = 8  # of the slack: n alike hold 8 / (1 + 8 n) each, so one 89 %, two 47 %
+_SETTLING_S = 5.0  # in which a ceiling comes within a third of where it is drawn to
+_LONGEST_MOVE_S = 0.25  # counted between two decisions: more would make several swing
+_HOLD_S = 5.0  # after pressure, before anything grows
+_STALLED = 0.05  # share of the time that tasks wait for memory: pressure comes sooner
+_IDLE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The machine and the cache at one moment."""
+
+    now_s: float
+    total_bytes: int  # of the tightest bound …
+    available_bytes: int  # … what is left
+    stalled_s: float = 0.0  # so far: some task waited for memory
+    capacity_bytes: int  # what the cache's ceiling may be at most …
+    ceiling_bytes: int  # … what it is …
+    committed_bytes: int  # … and what lies under it
+    idle_s: float = 0.0  # since the last sequence ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do about the ceiling."""
+
+    ceiling_bytes: int
+    event: Literal["", "pressure", "idle"] = ""  # pressure: running sequences make room too
+    drop_cached: bool = False  # all that nobody holds
+    reason: str
+
+
+class Governor:
+    """Of one cache."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._share = math.inf  # where the ceiling is drawn to by now
+        self._grows_from_s = -math.inf  # the end of a hold
+        self._last_s = math.nan
+        self._stalled_s = math.inf
+        self._rests = False  # idle, and all is given back
+
+    def decide(self, now: Reading) -> Decision:
+        """Where the ceiling should be after this reading."""
+        headroom = headroom_bytes(now.total_bytes, self._mode)
+        elapsed_s = now.now_s - self._last_s if self._last_s <= now.now_s else 0.0
+        stalled = now.stalled_s - self._stalled_s > _STALLED * elapsed_s > 0
+        self._last_s, self._stalled_s = now.now_s, now.stalled_s
+        slack = now.available_bytes - headroom - (headroom // 4 if stalled else 0)
+        least = min(now.capacity_bytes, headroom // 64)  # giving it back would help nobody
+        if slack < 0 and now.committed_bytes > least:
+            self._grows_from_s = now.now_s + _HOLD_S
+            self._share = max(least, min(now.ceiling_bytes, now.committed_bytes + slack))
+            waits = "tasks wait for memory and " if stalled else ""
+            return Decision(
+                ceiling_bytes=int(self._share),
+                event="pressure",
+                drop_cached=self._mode == "shared",
+                reason=f"{waits}{format_bytes(now.available_bytes)} is available, of which "
+                f"{format_bytes(headroom)} is for others: {format_bytes(-slack)} is missing",
+            )
+        # It grows only with more than the headroom and a quarter: no single reading decides.
+        ceiling, reason = self._without_pressure(now, slack - headroom // 4, least, elapsed_s)
+        idle = self._mode == "shared" and now.idle_s >= _IDLE_S
+        first, self._rests = idle and not self._rests, idle
+        if first and now.committed_bytes:
+            reason = f"idle for {now.idle_s:.0f} s: what is only cached is given back"
+        return Decision(
+            ceiling_bytes=ceiling,
+            event="idle" if first else "",
+            drop_cached=first,
+            reason=reason,
+        )
+
+    def _without_pressure(
+        self, now: Reading, slack: int, least: int, elapsed_s: float
+    ) -> tuple[int, str]:
+        """The ceiling, and why: this cache's share, reached without a jump."""
+        capacity = now.capacity_bytes
+        goal = min(capacity, FAIR_MULTIPLE * slack) if self._mode == "shared" else capacity
+        goal = max(least, goal)
+        share = min(self._share, capacity)
+        holds = goal > share and now.now_s < self._grows_from_s
+        if not holds:
+            moved = 1 - math.exp(-min(elapsed_s, _LONGEST_MOVE_S) / _SETTLING_S)
+            share += (goal - share) * moved
+            if goal == capacity and goal - share <= least:
+                share = capacity
+        self._share = share
+        # A share is not there for the taking at once: others may have taken it meanwhile.
+        ceiling = max(least, min(int(share), now.committed_bytes + max(0, slack)))
+        if ceiling == capacity:
+            return ceiling, "all of the capacity may be used"
+        if holds:
+            return ceiling, "memory was short a moment ago"
+        return ceiling, f"{format_bytes(max(0, slack))} is more than others may need soon"
