@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "spec": "errors units",
     "blocks": "errors units spec",
     "strategies": "errors units spec blocks memory",
-    "config": "errors units spec blocks strategies",
+    "config": "errors units spec memory blocks strategies",
     "attention": "errors units spec strategies",
     "models": "errors units spec memory strategies attention",
     "engine.sequence": "errors units blocks",
@@ -66,7 +66,7 @@ ONLY_IN = {
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
-    *("errors", "units", "config", "spec", "memory.probe", "memory.budget", "blocks", "strategies"),
+    *("errors", "units", "config", "spec", "memory", "blocks", "strategies"),
     *("engine.sequence", "engine.scheduler", "planner", "figure", "compare", "cli"),
 )
 

@@ -77,7 +77,7 @@ class LLM:
     gives it back. A model in memory stays as it was: its own ``generate`` works all the while.
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
-    it, and grows again later (``elastic``). No text changes by that.
+    it, and grows again later (``elastic``). No sequence ends because of that.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
