@@ -129,6 +129,9 @@ class VirtualAccounting:
         if num_tokens > self._config.max_model_len:
             return self._never(num_tokens)
         room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
+        if not (promised_tokens or kept_bytes) and self._is_backed(held, room):
+            held.num_tokens = num_tokens
+            return FITS
         backed = self._backed_for(held, room)
         if self._grown_bytes(self._nothing, backed) > self.ceiling.capacity_bytes:
             return self._never(num_tokens)
@@ -253,6 +256,15 @@ class VirtualAccounting:
             first = max(backed.start, align_down(live.start, step))
             ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
         return ranges
+
+    def _is_backed(self, held: _Row, num_tokens: int) -> bool:
+        """Whether a step up to there changes no page, as most steps of decoding."""
+        for group, backed, step in zip(self.groups, held.backed, self._page_tokens, strict=True):
+            if num_tokens > backed.stop:
+                return False
+            if align_down(group.live_start(held.num_tokens), step) > backed.start:
+                return False
+        return True
 
     def _fresh_bytes(self, num_tokens: int) -> int:
         """What a sequence takes that reaches its length in one step."""
