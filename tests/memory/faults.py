@@ -97,7 +97,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Faults:
     files = {name: faults.wrap(name, getattr(os, name)) for name in ("memfd_create", "ftruncate")}
     for name, module in {
         "pieces.mmap": stand_in(mmap, mmap=Mapping),
-        "pieces.ctypes": c,
+        "calls.ctypes": c,
         "locked.ctypes": c,
         "addresses.mmap": stand_in(mmap, mmap=Mapping),
         "addresses.ctypes": c,

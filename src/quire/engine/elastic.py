@@ -87,6 +87,7 @@ class Elastic:
         except MemoryUnavailable as error:
             self._due_s, self._reason = math.inf, str(error)
             return
+        taken = self._carried_out_bytes()
         reading = Reading(
             now_s=now_s,
             total_bytes=memory.total_bytes,
@@ -94,10 +95,10 @@ class Elastic:
             stalled_s=memory.stalled_s,
             capacity_bytes=self._accounting.ceiling.capacity_bytes,
             ceiling_bytes=self._accounting.ceiling.now_bytes,
-            committed_bytes=self._carried_out_bytes(),
+            committed_bytes=taken,
             idle_s=now_s - self._busy_s,
         )
-        self._carry_out(self._governor.decide(reading))
+        self._carry_out(self._governor.decide(reading), taken)
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the capacity itself: now, or before the next step if one is under way."""
@@ -126,8 +127,7 @@ class Elastic:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _carry_out(self, decision: Decision) -> None:
-        before = self._carried_out_bytes()
+    def _carry_out(self, decision: Decision, before: int) -> None:
         if decision.drop_cached:
             self._accounting.resize(0, for_now=True)
         self._lower(decision.ceiling_bytes, preempt=decision.event == "pressure")
@@ -162,14 +162,9 @@ class Elastic:
         self._reason = reason
 
     def _carried_out_bytes(self) -> int:
-        """What is taken when storage has done all that accounting has decided so far."""
+        """What is committed or kept when storage has done all that accounting has decided."""
         self._storage.apply(self._accounting.drain())
         self._resident.follow(self._accounting.ceiling.now_bytes)
-        return self._taken_bytes
-
-    @property
-    def _taken_bytes(self) -> int:
-        """Pages that the cache has, whether they are committed or kept."""
         return self._storage.memory.committed_bytes + self._resident.kept_bytes
 
 

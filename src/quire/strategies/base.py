@@ -75,20 +75,19 @@ class CacheConfig:
         num_tokens: int,
         bytes_for: Callable[[int], int],
         *,
+        capacity_bytes: int,
         need_bytes: int | None = None,
-        capacity_bytes: int | None = None,
     ) -> Never:
         """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache.
 
-        ``need_bytes``: if it is not what that many take; ``capacity_bytes``: as it is now.
+        ``capacity_bytes``: as it is now; ``need_bytes``: if it is not what that many take.
         """
-        capacity = self.capacity_bytes if capacity_bytes is None else capacity_bytes
         too_long = num_tokens > self.max_model_len
         lengths = range(1, self.max_model_len + 1)
         return Never(
             need_bytes=bytes_for(num_tokens) if need_bytes is None else need_bytes,
-            capacity_bytes=capacity,
-            fitting_tokens=bisect_right(lengths, capacity, key=bytes_for),
+            capacity_bytes=capacity_bytes,
+            fitting_tokens=bisect_right(lengths, capacity_bytes, key=bytes_for),
             option="max_model_len" if too_long else "kv_cache_memory_bytes",
         )
 

@@ -48,17 +48,17 @@ class SharedVirtualAccounting:
         self.pool = PagedAccounting(groups, replace(config, block_size=size), whole_pages=True)
         self.ceiling = self.pool.ceiling
         self._config = config
-        self._num_stacks = [len(stacks(group, config.stack_layers)) for group in groups]
+        num_stacks = max(len(stacks(group, config.stack_layers)) for group in groups)
         self._heap_blocks = [
             max(1, config.heap_bytes // (size * group.bytes_per_token)) for group in groups
         ]
         self._row_blocks = ceil_div(config.max_model_len, size)
         self._windows = Windows(
             config.max_num_seqs,
-            [self._row_blocks] * len(groups),
+            self._row_blocks,
             block_size=size,
             heap_blocks=self._heap_blocks,
-            max_mappings=config.max_mappings and config.max_mappings // max(self._num_stacks),
+            max_mappings=config.max_mappings and config.max_mappings // num_stacks,
         )
         self._rows: dict[int, int] = {}  # windows, by sequence
         self._sequences: dict[int, int] = {}  # … of each row of the block tables …
@@ -197,10 +197,10 @@ class SharedVirtualAccounting:
 
     def table(self, group: int, seq_id: int) -> Slots:
         row = self._rows[seq_id]
-        return np.array([self._windows.first_slot(group, row)] if row >= 0 else [], np.int64)
+        return np.array([self._windows.first_slot(row)] if row >= 0 else [], np.int64)
 
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        first = self._windows.first_slot(group, self._rows[seq_id])
+        first = self._windows.first_slot(self._rows[seq_id])
         return np.arange(first + start, first + stop)
 
     def drain(self) -> list[Change]:
@@ -300,9 +300,7 @@ class SharedVirtualAccounting:
         elif self._windows.have_mappings(num_mappings):
             return None
         elif all(other < 0 or other == row for other in self._rows.values()):
-            return (
-                None  # alone it may try: that each block is a mapping is the worst case, and rare
-            )
+            return None  # alone it may try: a mapping for each block is rare
         else:
             option = "vm.max_map_count"
         return NotNow(

@@ -24,14 +24,15 @@ _FIRST_BLOCKS = 8
 class Windows:
     """Rows 0 … num_rows - 1, in each of several groups.
 
-    ``row_blocks``: a row's length in each group, in blocks of ``block_size`` tokens. Neighbours are
-    one mapping unless a heap of ``heap_blocks`` ends between them; there may be ``max_mappings``.
+    ``row_blocks``: a row's length, in blocks of ``block_size`` tokens. Neighbours are one mapping
+    unless a heap of ``heap_blocks`` (of each group) ends between them; there may be
+    ``max_mappings``.
     """
 
     def __init__(
         self,
         num_rows: int,
-        row_blocks: Sequence[int],
+        row_blocks: int,
         *,
         block_size: int,
         heap_blocks: Sequence[int],
@@ -44,9 +45,11 @@ class Windows:
         self._row_blocks = row_blocks
         self._heap_blocks = heap_blocks
         shape = (num_rows, _FIRST_BLOCKS)
-        self._shown = [np.full(shape, _NOTHING, np.int32) for _ in row_blocks]
-        self._ends = np.zeros((len(row_blocks), num_rows), np.int64)  # one past the last that shows
-        self._runs = np.zeros((len(row_blocks), num_rows), np.int64)
+        self._shown = [np.full(shape, _NOTHING, np.int32) for _ in heap_blocks]
+        self._ends = np.zeros(
+            (len(heap_blocks), num_rows), np.int64
+        )  # one past the last that shows
+        self._runs = np.zeros((len(heap_blocks), num_rows), np.int64)
         self._free = list(range(num_rows))[::-1]
         self._parked: dict[int, None] = {}  # the one that has waited longest first
         self._hidden: list[Change] = []  # of parked rows that were given up
@@ -56,8 +59,8 @@ class Windows:
         """Rows that a sequence can have."""
         return len(self._free) + len(self._parked)
 
-    def first_slot(self, group: int, row: int) -> int:
-        return row * self._row_blocks[group] * self.block_size
+    def first_slot(self, row: int) -> int:
+        return row * self._row_blocks * self.block_size
 
     def num_runs(self, group: int, blocks: Table) -> int:
         """How many mappings show these blocks, one behind the other."""
@@ -198,7 +201,7 @@ class Windows:
         """The group's tables, at least so wide."""
         table = self._shown[group]
         if count > table.shape[1]:
-            width = min(max(count, 2 * table.shape[1]), max(count, self._row_blocks[group]))
+            width = min(max(count, 2 * table.shape[1]), max(count, self._row_blocks))
             wider = np.full((table.shape[0], width), _NOTHING, np.int32)
             wider[:, : table.shape[1]] = table
             self._shown[group] = wider
@@ -216,7 +219,7 @@ class Windows:
         if not goes_on:
             self._runs[group, row] = runs + 1
             self.num_mappings += _with_gaps(runs + 1) - _with_gaps(runs)
-        target = self.first_slot(group, row) + column * size
+        target = self.first_slot(row) + column * size
         return Map(group, block * size, target, size)
 
     def _set(self, group: int, row: int, first: int, blocks: npt.NDArray[np.int32]) -> None:
@@ -249,7 +252,7 @@ class Windows:
         if not gone.any():
             return []
         edges = np.flatnonzero(np.diff(gone, prepend=False, append=False)).tolist()
-        slot, size = self.first_slot(group, row) + first * self.block_size, self.block_size
+        slot, size = self.first_slot(row) + first * self.block_size, self.block_size
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [Unmap(group, slot + a * size, slot + b * size) for a, b in pairs]
 
@@ -257,7 +260,7 @@ class Windows:
         """Show blocks from column ``first`` on, in as few pieces as their places allow."""
         changes: list[Change] = []
         starts = self._run_starts(group, blocks).tolist()
-        slot, size = self.first_slot(group, row) + first * self.block_size, self.block_size
+        slot, size = self.first_slot(row) + first * self.block_size, self.block_size
         for start, stop in pairwise([*starts, len(blocks)]):
             count = int(np.count_nonzero(blocks[start:stop] >= 0))
             source, target = int(blocks[start]) * size, slot + start * size

@@ -13,37 +13,34 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
+from quire.memory.host.calls import MAP_FIXED, MAP_NORESERVE, last_error, mapper
+
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-# Linux's numbers for what Python's mmap module has no name for.
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
+# Linux's numbers, of fallocate.
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
-_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _NUM_SPARE = 8
 _MAX_BYTES = 2**63 - 1  # ctypes would cut a greater number off
 
 
 @final
 class SystemCalls:
-    """mmap, munmap and fallocate; Python's own mmap cannot say where."""
+    """mmap with an address, munmap and fallocate."""
 
-    __slots__ = ("_fallocate", "_mmap", "_munmap", "_spare")
+    __slots__ = ("_fallocate", "_map", "_munmap", "_spare")
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        size, offset, address = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
-        self._mmap = libc.mmap
-        self._mmap.restype = address
-        self._mmap.argtypes = [address, size, *[ctypes.c_int] * 3, offset]
+        self._map = mapper()
         self._munmap = libc.munmap
-        self._munmap.argtypes = [address, size]
+        self._munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._fallocate = libc.fallocate
-        self._fallocate.argtypes = [ctypes.c_int, ctypes.c_int, offset, offset]
+        self._fallocate.argtypes = [*[ctypes.c_int] * 2, *[ctypes.c_int64] * 2]
         # At the limit of mappings the kernel refuses even a call that would lower their number, for
         # it counts before it unmaps. These are given up then, to be below the limit for a moment.
         self._spare: list[mmap.mmap] = []
@@ -60,13 +57,13 @@ class SystemCalls:
 
         def unmap() -> None:
             if self._munmap(address, nbytes):
-                raise _last_error("munmap")
+                raise last_error("munmap")
 
         self._at_limit(unmap)
 
     def show(self, address: int, nbytes: int, file: int, offset: int) -> None:
         """Put pages of a file at these addresses, in place of what was there."""
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
         self._map(address, nbytes, access, flags, file, offset)
 
     def hide(self, address: int, nbytes: int) -> None:
@@ -74,7 +71,7 @@ class SystemCalls:
 
         It works at the limit of mappings, except time and again in the midst of what is one.
         """
-        flags = _NOTHING | _MAP_FIXED
+        flags = _NOTHING | MAP_FIXED
         self._at_limit(lambda: self._map(address, nbytes, mmap.PROT_READ, flags, -1, 0))
 
     def allocate(self, file: int, offset: int, nbytes: int) -> None:
@@ -85,18 +82,10 @@ class SystemCalls:
         """Give the pages of a part of a file back, wherever they are seen."""
         self._retried(file, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes)
 
-    def _map(
-        self, address: int | None, nbytes: int, access: int, flags: int, file: int, offset: int
-    ) -> int:
-        where: int = self._mmap(address, nbytes, access, flags, file, offset)
-        if where == ctypes.c_void_p(-1).value:
-            raise _last_error("mmap")
-        return where
-
     def _retried(self, file: int, mode: int, offset: int, nbytes: int) -> None:
         while self._fallocate(file, mode, offset, nbytes):
             if ctypes.get_errno() != errno.EINTR:  # a signal, handled meanwhile
-                raise _last_error("fallocate")
+                raise last_error("fallocate")
 
     def _at_limit(self, call: Callable[[], object]) -> None:
         try:
@@ -197,8 +186,3 @@ class Addresses:
         content: Any = (ctypes.c_uint8 * self.nbytes).from_address(self.start)
         content.owner = self  # the tensor keeps the array, the array keeps this
         return torch.from_numpy(np.frombuffer(content, dtype=np.uint8)).view(dtype)
-
-
-def _last_error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")

@@ -2,17 +2,21 @@
 
 import ctypes
 import mmap
-import os
 import sys
 from pathlib import Path
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host.calls import address_of, knows_advice, patiently
+from quire.memory.host.calls import (
+    MAP_NORESERVE,
+    address_of,
+    knows_advice,
+    last_error,
+    patiently,
+)
 from quire.units import ceil_div, format_bytes
 
 MADV_DONTNEED_LOCKED = 24  # since Linux 5.18; MADV_DONTNEED refuses what is locked
 _MLOCK_ONFAULT = 1
-_MAP_NORESERVE = 0x4000
 
 
 def lock(mapping: mmap.mmap) -> None:
@@ -39,7 +43,7 @@ def check_lockable(nbytes: int) -> None:
 
     Raises: MemoryUnavailable, as ``lock`` does.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         mapping: mmap.mmap = patiently(mmap.mmap, -1, nbytes, flags=flags)
     except OSError as error:
@@ -65,8 +69,7 @@ def _call(name: str, *args: int) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), name)
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int][: len(args)]
     if call(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        raise last_error(name)
 
 
 def _refusal(nbytes: int, error: OSError) -> str:

@@ -4,30 +4,33 @@ The calls raise OSError. A piece is whole pages: (offset, nbytes).
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import mmap
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from quire.memory.host.calls import address_of, knows_advice, patiently
+from quire.memory.host.calls import (
+    MAP_FIXED,
+    MAP_NORESERVE,
+    address_of,
+    knows_advice,
+    mapper,
+    patiently,
+)
 from quire.memory.host.locked import MADV_DONTNEED_LOCKED
 from quire.units import align_down, align_up
 
 _LINUX = sys.platform == "linux"
 # Linux's numbers for what Python's mmap module has no name for.
-_MAP_NORESERVE = 0x4000 if _LINUX else 0
-_MAP_FIXED = 0x10  # the same on macOS
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _SLICE_BYTES = 32 * 2**20
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 PieceCall: TypeAlias = Callable[[int, int], object]  # (offset, nbytes)
 
@@ -133,17 +136,11 @@ def _touch(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
 
 def _remapper(mapping: mmap.mmap) -> PieceCall:
     """Gives back pages by mapping fresh ones at their addresses, which Python's mmap cannot do."""
-    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
-    libc_mmap.restype = ctypes.c_void_p
-    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address = address_of(mapping)
+    map_at, address = mapper(), address_of(mapping)
     access = mmap.PROT_READ | mmap.PROT_WRITE
 
     def remap(offset: int, nbytes: int) -> None:
-        where = address + offset
-        if libc_mmap(where, nbytes, access, _FLAGS | _MAP_FIXED, -1, 0) != where:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        map_at(address + offset, nbytes, access, _FLAGS | MAP_FIXED, -1, 0)
         _set_policy(mapping, offset, nbytes)
 
     return remap
