@@ -15,9 +15,9 @@ from llvmlite import ir
 from llvmlite.ir import Value
 from quiet import Call
 
-from quire.attention.cpu.language import LANES, LINE_BYTES, Code, Int
-from quire.attention.cpu.machine import Kernels, native_isa
-from quire.attention.cpu.threads import Threads
+from quire.kernels.language import LANES, LINE_BYTES, Code, Int
+from quire.kernels.machine import Kernels, native_isa
+from quire.kernels.threads import Threads
 
 STREAMS = ("STREAM, torch.sum", "STREAM, vectors added up")
 TWO_STREAMS = "two streams a thread, torch.dot"

@@ -15,9 +15,10 @@ from types import MappingProxyType
 import llvmlite.binding as llvm
 import pytest
 
-from quire.attention.cpu import CpuAttention, amx
-from quire.attention.cpu.language import Isa
-from quire.attention.cpu.machine import isa, native_isa
+from quire.attention.cpu import CpuAttention
+from quire.kernels import amx
+from quire.kernels.language import Isa
+from quire.kernels.machine import isa, native_isa
 
 # "native" is what this machine does best, "pairs" multiplies bfloat16; the others are older x86, as
 # (LLVM's name, features).

@@ -16,13 +16,13 @@ from llvmlite import ir
 from attention import twins
 from attention.alone import Alone, ending
 from attention.machines import isa_or_skip
-from quire.attention.cpu import amx
-from quire.attention.cpu.formats import KIND_BYTES, kind_factor
 from quire.attention.cpu.frame import AttendShape, Layout
-from quire.attention.cpu.language import LANES, LOG2_E, LOWEST, Code
 from quire.attention.cpu.panels import KEYS, write_panels
 from quire.attention.cpu.results import write_finish_row, write_merge
 from quire.attention.cpu.rows import TILE, write_rows
+from quire.kernels import amx
+from quire.kernels.formats import KIND_BYTES, kind_factor
+from quire.kernels.language import LANES, LOG2_E, LOWEST, Code
 
 UNIT = 2.0**-23
 SHAPES = MappingProxyType(

@@ -128,5 +128,5 @@ def test_a_process_of_its_own_works_and_a_forked_child_of_it_is_told(use_threads
     found, attended, wrote = done.stdout.splitlines()
     assert float(found) == want
     for told in (attended, wrote):
-        assert told.startswith("RuntimeError: attention was first used in process")
+        assert told.startswith("RuntimeError: the kernels were first used in process")
         assert "spawn" in told

@@ -17,7 +17,7 @@ from conformance.attention_cases import CHUNKS, STORED, Case, error, make_case, 
 from conformance.attention_grid import MIXES, SAMPLE, build, name_of
 from quire.attention import AttentionBackend, SdpaAttention
 from quire.attention.cpu import plan
-from quire.attention.cpu.threads import Scratch
+from quire.kernels.threads import Scratch
 from quire.strategies import LayerView
 
 Threads = Callable[[int], None]

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
-from quire.attention.cpu import amx
-from quire.attention.cpu.formats import kind_factor
 from quire.attention.cpu.frame import FRAME, AttendShape, Layout
-from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import LOG2_E
-from quire.attention.cpu.machine import Kernels, native_isa
 from quire.attention.cpu.plan import Plan, make_plan
-from quire.attention.cpu.tensors import KINDS, view_words, with_dense_rows
-from quire.attention.cpu.threads import Scratch, Threads
+from quire.attention.cpu.tensors import view_words
 from quire.attention.cpu.worker import write_worker
 from quire.attention.cpu.write import KernelWriter
+from quire.kernels import amx
+from quire.kernels.formats import kind_factor
+from quire.kernels.isa import Isa
+from quire.kernels.language import LOG2_E
+from quire.kernels.machine import Kernels, native_isa
+from quire.kernels.tensors import KINDS, with_dense_rows
+from quire.kernels.threads import Scratch, Threads
 from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import LayerView
 
@@ -34,7 +35,7 @@ class CpuAttention:
         found = native_isa() if isa is None else isa
         if found.amx and not amx.allow():
             found = found.without_amx()
-        self._kernels = Kernels(found, cache_dir)
+        self._kernels = Kernels(found, cache_dir, sources=Path(__file__).parent)
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}

@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import LANES, LINE_BYTES, Int
 from quire.attention.cpu.panels import KEYS, PanelShape
 from quire.attention.cpu.rows import RowShape
+from quire.kernels.isa import Isa
+from quire.kernels.language import LANES, LINE_BYTES, Int
 from quire.units import align_up, ceil_div
 
 MAX_PANELS = 32  # of an item

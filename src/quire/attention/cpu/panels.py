@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from quire.attention.cpu import amx
-from quire.attention.cpu.formats import KIND_BYTES, load_as, narrow
-from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import F32, I16, I32, INTS, LANES, LINE_BYTES, Code, Int
 from quire.attention.cpu.softmax import write_cap, write_scale, write_weigh
+from quire.kernels import amx
+from quire.kernels.formats import KIND_BYTES, load_as, narrow
+from quire.kernels.isa import Isa
+from quire.kernels.language import F32, I16, I32, INTS, LANES, LINE_BYTES, Code, Int
 from quire.units import align_up
 
 KEYS = 64  # tokens of a tile

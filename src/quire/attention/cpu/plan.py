@@ -13,8 +13,8 @@ import torch
 
 from quire.attention.base import AttentionBatch
 from quire.attention.cpu.frame import GROUP, ITEM, MAX_PANELS, WORD_BYTES, AttendShape, Layout
-from quire.attention.cpu.language import LANES
 from quire.attention.cpu.panels import KEYS
+from quire.kernels.language import LANES
 from quire.spec import AttentionSpec
 from quire.units import align_up, ceil_div
 

@@ -5,10 +5,10 @@ An area holds R rows of queries that are not finished: maxima m[R], sums l[R], o
 
 from llvmlite import ir
 
-from quire.attention.cpu.exponential import exp2
-from quire.attention.cpu.formats import KIND_BYTES, kind_factor, store_as
 from quire.attention.cpu.frame import AttendShape, Layout
-from quire.attention.cpu.language import F32, I32, LANES, LINE_BYTES, LOG2_E, Code, Int
+from quire.kernels.exponential import exp2
+from quire.kernels.formats import KIND_BYTES, kind_factor, store_as
+from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, Code, Int
 
 
 def write_finish_row(code: Code, shape: AttendShape) -> None:

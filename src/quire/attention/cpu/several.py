@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from quire.attention.cpu.formats import KIND_BYTES
 from quire.attention.cpu.frame import WORD_BYTES
-from quire.attention.cpu.language import I32, LANES, LINE_BYTES, LOWEST, Int
 from quire.attention.cpu.panels import KEYS
 from quire.attention.cpu.thread import Thread
+from quire.kernels.formats import KIND_BYTES
+from quire.kernels.language import I32, LANES, LINE_BYTES, LOWEST, Int
 
 _STATE_BYTES = 2 * LINE_BYTES  # of a panel: its maxima and its sums; its first and last tokens
 

@@ -5,10 +5,10 @@ Inside a block it goes head by head, which is how a block lies in memory.
 
 from collections.abc import Callable
 
-from quire.attention.cpu.language import LOWEST, Int
 from quire.attention.cpu.panels import KEYS
 from quire.attention.cpu.rows import TILE
 from quire.attention.cpu.thread import Thread
+from quire.kernels.language import LOWEST, Int
 
 
 def write_single(thread: Thread) -> None:

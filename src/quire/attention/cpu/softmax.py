@@ -5,9 +5,9 @@ Also what happens to scores before: the scales of int8 keys, and a softcap.
 
 from llvmlite.ir import Value
 
-from quire.attention.cpu.exponential import exp2
-from quire.attention.cpu.formats import pair_bf16
-from quire.attention.cpu.language import F32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int
+from quire.kernels.exponential import exp2
+from quire.kernels.formats import pair_bf16
+from quire.kernels.language import F32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int
 
 # How far (log2) a score may pass its query's maximum before everything is rescaled for it.
 _SLACK = 8.0

@@ -1,30 +1,7 @@
-"""torch's tensors in the kernels' words: kinds, addresses and strides in bytes."""
+"""A layer's view in the kernels' words."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-import torch
-from torch import Tensor
-
+from quire.kernels.tensors import words
 from quire.strategies import LayerView
-
-KINDS: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float32: "f32",
-        torch.float16: "f16",
-        torch.bfloat16: "bf16",
-        torch.int8: "i8",
-        torch.float8_e4m3fn: "f8",
-    }
-)
-
-
-def words(tensor: Tensor | None, num_strides: int) -> tuple[int, ...]:
-    """A tensor's address and its first strides in bytes; zeros for none."""
-    if tensor is None:
-        return (0,) * (1 + num_strides)
-    size = tensor.element_size()
-    return tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:num_strides])
 
 
 def view_words(view: LayerView) -> tuple[int, ...]:
@@ -34,8 +11,3 @@ def view_words(view: LayerView) -> tuple[int, ...]:
         *words(view.k, 3), *words(view.v, 3),
         scales[0], *words(view.v_scale, 0), *scales[1:],
     )  # fmt: skip
-
-
-def with_dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, in which the elements of a row lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

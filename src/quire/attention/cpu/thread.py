@@ -10,8 +10,8 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from quire.attention.cpu.frame import FRAME, GROUP, ITEM, WORD_BYTES, AttendShape, Layout
-from quire.attention.cpu.language import F32, Code, Int
 from quire.attention.cpu.panels import KEYS
+from quire.kernels.language import F32, Code, Int
 
 
 class Thread:

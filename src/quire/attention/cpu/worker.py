@@ -8,14 +8,15 @@ depend on chance.
 
 from llvmlite import ir
 
-from quire.attention.cpu import amx, panels, rows
+from quire.attention.cpu import panels, rows
 from quire.attention.cpu.frame import AttendShape
-from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import Code
 from quire.attention.cpu.results import write_finish_row, write_merge
 from quire.attention.cpu.several import write_several
 from quire.attention.cpu.single import write_single
 from quire.attention.cpu.thread import Thread
+from quire.kernels import amx
+from quire.kernels.isa import Isa
+from quire.kernels.language import Code
 
 
 def write_worker(module: ir.Module, shape: AttendShape, isa: Isa) -> None:

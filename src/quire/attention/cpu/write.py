@@ -11,13 +11,14 @@ from llvmlite import ir
 from llvmlite.ir import Value
 from torch import Tensor
 
-from quire.attention.cpu.formats import KIND_BYTES, load_as, store_as
 from quire.attention.cpu.frame import WORD_BYTES
-from quire.attention.cpu.isa import Isa
-from quire.attention.cpu.language import F32, INTS, LANES, Code, Int
-from quire.attention.cpu.machine import Kernels
-from quire.attention.cpu.tensors import KINDS, view_words, with_dense_rows, words
-from quire.attention.cpu.threads import Threads
+from quire.attention.cpu.tensors import view_words
+from quire.kernels.formats import KIND_BYTES, load_as, store_as
+from quire.kernels.isa import Isa
+from quire.kernels.language import F32, INTS, LANES, Code, Int
+from quire.kernels.machine import Kernels
+from quire.kernels.tensors import KINDS, with_dense_rows, words
+from quire.kernels.threads import Threads
 from quire.strategies import LayerView
 from quire.units import ceil_div
 

@@ -14,7 +14,7 @@ from math import log
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from quire.attention.cpu.isa import Isa
+from quire.kernels.isa import Isa
 
 LANES = 16
 LINE_BYTES = 4 * LANES  # of one vector

@@ -11,7 +11,7 @@ import sys
 
 from llvmlite import ir
 
-from quire.attention.cpu.language import I8, I64, LANES, LINE_BYTES, POINTER, Code, Int
+from quire.kernels.language import I8, I64, LANES, LINE_BYTES, POINTER, Code, Int
 
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _TILE_DATA = 18

@@ -15,7 +15,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from quire.attention.cpu.isa import Isa
+from quire.kernels.isa import Isa
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,18 @@ def isa(cpu: str, features: str) -> Isa:
 
 
 class Kernels:
-    """Machine code for one machine, by name. Its addresses are good as long as this lives."""
+    """Machine code for one machine, by name. Its addresses are good as long as this lives.
 
-    def __init__(self, isa: Isa, folder: Path | None = None) -> None:
+    ``folder`` is where it is kept; ``sources`` is that of the modules that write the kernels, if
+    it is not this one.
+    """
+
+    def __init__(
+        self, isa: Isa, folder: Path | None = None, *, sources: Path | None = None
+    ) -> None:
         self.isa = isa
         self._folder = Path("~/.cache/quire").expanduser() if folder is None else folder
+        self._sources = Path(__file__).parent if sources is None else sources
         self._loaded: dict[str, tuple[llvm.ResourceTracker, int]] = {}
 
     def address(self, name: str, write: Callable[[ir.Module], None]) -> int:
@@ -67,7 +74,8 @@ class Kernels:
         self, name: str, write: Callable[[ir.Module], None]
     ) -> tuple[llvm.ResourceTracker, int]:
         _start_llvm()
-        key = hashlib.sha256(f"{_source_hash()} {self.isa} {name}".encode()).hexdigest()[:24]
+        sources = _source_hash(self._sources)
+        key = hashlib.sha256(f"{sources} {self.isa} {name}".encode()).hexdigest()[:24]
         path = self._folder / f"{key}.o"
         image = _kept(path)
         if image is None:
@@ -85,11 +93,12 @@ class Kernels:
 
 
 @cache
-def _source_hash() -> str:
-    """Of all that decides what a kernel does, but for its name and the CPU."""
+def _source_hash(folder: Path) -> str:
+    """Of all that decides what that folder's kernels do, but for their names and the CPU."""
     digest = hashlib.sha256(f"{llvm.llvm_version_info}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for sources in {Path(__file__).parent: None, folder: None}:
+        for path in sorted(sources.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -40,7 +40,7 @@ class Threads:
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"attention was first used in process {self._pid}, and this is a fork of it, in "
+                f"the kernels were first used in process {self._pid}, and this is a fork of it, in "
                 f"which its threads do not exist: start processes by spawn "
                 f'(multiprocessing.set_start_method("spawn")), or build the engine in the child'
             )
@@ -78,7 +78,7 @@ def _gomp_parallel():  # type: ignore[no-untyped-def]
     """``GOMP_parallel`` of the library that torch has loaded; None, and a log line, if none."""
     path = _loaded_gomp()
     if path is None:
-        log.warning("attention runs on one thread: torch brings no GNU OpenMP library here")
+        log.warning("kernels run on one thread: torch brings no GNU OpenMP library here")
         return None
     start = ctypes.CDLL(path).GOMP_parallel
     start.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]

@@ -4,7 +4,7 @@ from math import factorial, log
 
 from llvmlite.ir import Value
 
-from quire.attention.cpu.language import FLOATS, INTS, Code
+from quire.kernels.language import FLOATS, INTS, Code
 
 
 def exp2(code: Code, x: Value, degree: int = 6) -> Value:

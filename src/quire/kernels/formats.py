@@ -6,7 +6,7 @@ from types import MappingProxyType
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from quire.attention.cpu.language import (
+from quire.kernels.language import (
     BFLOATS,
     BYTES,
     F32,
@@ -85,6 +85,18 @@ def store_as(code: Code, value: Value, address: Int, kind: str, count: int = LAN
     if count < LANES:
         value = code.shuffle(value, value, list(range(count)))
     code.write(value, address)
+
+
+def rounded(code: Code, value: Value, kind: str) -> Value:
+    """The floats that the nearest f32, f16 or bf16 are."""
+    if kind == "f32":
+        return value
+    if kind == "bf16":
+        both = narrow(code, value, value)
+        bits = code.b.zext(code.shuffle(both, both, list(range(LANES))), INTS)
+        return code.b.bitcast(code.b.shl(bits, code.ints(16)), FLOATS)
+    assert kind == "f16"
+    return _from_halves(code, code.b.bitcast(_to_halves(code, value), SHORTS))
 
 
 def _to_halves(code: Code, value: Value) -> Value:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from llvmlite import ir
 
-from quire.attention.cpu import machine
-from quire.attention.cpu.language import I64, Code, Isa
-from quire.attention.cpu.machine import Kernels, native_isa
+from quire.kernels import machine
+from quire.kernels.language import I64, Code, Isa
+from quire.kernels.machine import Kernels, native_isa
 
 
 def write_answer(module: ir.Module, answer: int = 42) -> None:
@@ -51,7 +51,7 @@ def test_another_kernel_machine_or_source_has_another_file(
     seen: list[set[str]] = []
     for change in ("none", "name", "isa", "source"):
         if change == "source":
-            monkeypatch.setattr(machine, "_source_hash", lambda: "of other sources")
+            monkeypatch.setattr(machine, "_source_hash", lambda folder: "of other sources")
         load(
             tmp_path,
             "another" if change == "name" else "answer",
@@ -68,13 +68,16 @@ def test_a_change_of_any_source_is_another_source(
     for path in real.glob("*.py"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
-    before = machine._source_hash.__wrapped__()
-    for path in sorted(tmp_path.glob("*.py")):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "worker.py").write_text("a kernel", encoding="utf-8")
+    before = machine._source_hash.__wrapped__(theirs)
+    for path in sorted(tmp_path.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n", encoding="utf-8")
-        assert machine._source_hash.__wrapped__() != before, path.name
+        assert machine._source_hash.__wrapped__(theirs) != before, path.name
         path.write_text(text, encoding="utf-8")
-    assert machine._source_hash.__wrapped__() == before
+    assert machine._source_hash.__wrapped__(theirs) == before
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(
@@ -108,9 +111,9 @@ MANY_PROCESSES = """
 import ctypes, os, sys, time, traceback
 from pathlib import Path
 
-from quire.attention.cpu import machine
-from quire.attention.cpu.language import I64, Code
-from quire.attention.cpu.machine import Kernels, native_isa
+from quire.kernels import machine
+from quire.kernels.language import I64, Code
+from quire.kernels.machine import Kernels, native_isa
 from llvmlite import ir
 
 folder = Path(sys.argv[1])
