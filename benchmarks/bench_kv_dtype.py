@@ -33,7 +33,7 @@ from torch import Tensor
 from quire.attention import SdpaAttention, make_batch
 from quire.config import KV_CACHE_DTYPES
 from quire.memory import HostMemory
-from quire.models.hooks import forward, make_step
+from quire.models.hooks import PackedModel, make_step
 from quire.models.loader import LoadedModel, load
 from quire.strategies import CacheConfig, Fits, build_accounting, build_storage
 from quire.units import format_seconds
@@ -70,7 +70,7 @@ class Kept:
             capacity_bytes=capacity_bytes,
             page_bytes=memory.page_bytes,
         )
-        self._model = loaded.model
+        self._model = PackedModel(loaded.model)
         self._accounting = build_accounting("paged", spec, config)
         self._storage = build_storage("paged", self._accounting, memory)
         self.scored = Scored(spec.bytes_per_token)
@@ -85,7 +85,7 @@ class Kept:
         batches = [make_batch(self._accounting, group, [(0, 0, num_tokens)]) for group in groups]
         step = make_step(self._accounting, self._storage, SdpaAttention(), batches)
         wanted = torch.arange(first - 1, num_tokens)
-        logits = forward(self._model, step, ids[:-1], torch.arange(num_tokens), wanted).float()
+        logits = self._model.forward(step, ids[:-1], torch.arange(num_tokens), wanted).float()
         assert not step.silent
         losses = torch.nn.functional.cross_entropy(logits, ids[first:], reduction="none")
         self.scored.losses.append(losses)

@@ -1,0 +1,1 @@
+"""A transformer layer's other parts: what attention leaves, where ours is faster than torch."""

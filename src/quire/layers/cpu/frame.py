@@ -1,0 +1,89 @@
+"""What a call of a product tells its threads, and where a thread keeps what.
+
+Everything here is a 64-bit integer for them: an address, a count, or a stride in bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.kernels.formats import KIND_BYTES
+from quire.kernels.isa import Isa
+from quire.kernels.language import LANES, LINE_BYTES
+from quire.units import align_up, ceil_div
+
+FRAME = (
+    "next_item", "next_thread",  # counters, shared by the threads
+    "scratch", "scratch_bytes",  # of all threads; of one
+    "items", "num_items",
+    "x", "x_row", "num_rows", "num_inputs",
+)  # fmt: skip
+# Of each weight, behind the frame. A gated product has two of them and writes to the first's out.
+MATRIX = ("weight", "weight_row", "num_outputs", "bias", "out", "out_row")
+ITEM = ("matrix", "start", "stop")  # some outputs of a matrix
+Numbers = npt.NDArray[np.int64]
+WORD_BYTES = 8
+BLOCK = 2 * LANES  # outputs that are computed together: their weights are one piece of memory
+_ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
+_ITEMS_A_THREAD = 4  # at least, if there are so many blocks
+_PAGE_BYTES = 4096
+ROOM_BYTES = BLOCK * LINE_BYTES  # for the last inputs of a block
+PANEL_BYTES = BLOCK * LINE_BYTES  # of the sums of a block, for sixteen rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape:
+    """Everything that a product's machine code depends on."""
+
+    kind: str  # of weights, inputs and outputs
+    tiles: bool  # AMX multiplies
+    activation: str | None = None  # of the first matrix's outputs, times the second's
+
+    def pairs(self, isa: Isa) -> bool:
+        """Whether inputs are bfloat16 pairs; else they become float32."""
+        return self.tiles or (isa.bf16_dot and self.kind == "bf16")
+
+    def step(self, isa: Isa) -> int:
+        """Inputs that are multiplied at once, by one instruction a row."""
+        return 2 * LANES if self.pairs(isa) else LANES
+
+    def most_rows(self, isa: Isa) -> int:
+        """So many are multiplied faster here than by torch, which packs weights first.
+
+        Measured on two cores with AMX, torch held back to what an older CPU has. Where a CPU does
+        not know bfloat16 or float16, torch is a few times slower from two rows on.
+        """
+        if self.tiles:
+            return 128
+        wide = isa.registers >= 32
+        known = {
+            "f32": True,
+            "bf16": isa.bf16_convert,
+            "f16": wide and "+avx512fp16" in isa.features,
+        }[self.kind]
+        return 64 if not known else 16 if wide else 8
+
+    def scratch_bytes(self, isa: Isa, num_rows: int, num_inputs: int) -> int:
+        """Of a thread: room for a tile, the sums of two blocks, and all inputs."""
+        panels = ceil_div(num_rows, LANES)
+        inputs = panels * LANES * ceil_div(num_inputs, self.step(isa)) * LINE_BYTES
+        return align_up(ROOM_BYTES + PANEL_BYTES * 2 * panels + inputs, _PAGE_BYTES)
+
+    @property
+    def element_bytes(self) -> int:
+        return KIND_BYTES[self.kind]
+
+
+def items_of(widths: Sequence[int], row_bytes: int, threads: int) -> Numbers:
+    """The outputs of each matrix, cut into items: i64[items, len(ITEM)]."""
+    blocks = sum(ceil_div(width, BLOCK) for width in widths)
+    most = min(_ITEM_BYTES // (BLOCK * row_bytes), blocks // (threads * _ITEMS_A_THREAD))
+    step = BLOCK * max(1, most)
+    items = [
+        (matrix, start, min(start + step, width))
+        for matrix, width in enumerate(widths)
+        for start in range(0, width, step)
+    ]
+    return np.array(items, np.int64)

@@ -1,0 +1,251 @@
+"""y = x · Wᵀ for few rows, at the speed at which memory gives the weights.
+
+Weights stay as they lie: row after row, in whatever memory, without a second copy. Where torch is
+faster (many rows), or where there is no kernel for what is given, a call is torch's own.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels import amx
+from quire.kernels.isa import Isa
+from quire.kernels.machine import Kernels, native_isa
+from quire.kernels.tensors import KINDS, with_dense_rows
+from quire.kernels.threads import Scratch, Threads
+from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
+from quire.layers.cpu.frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
+from quire.layers.cpu.worker import write_worker
+
+_WORTH_THREADS = 2**17  # bytes of weights
+_SOURCES = ("f32", "f16", "bf16")
+Biases = Sequence[Tensor | None]
+
+
+class CpuLinear:
+    """Kernels compiled for this machine on their first use, and kept for the next process."""
+
+    def __init__(
+        self,
+        isa: Isa | None = None,
+        kernel_dir: Path | None = None,
+        *,
+        most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
+    ) -> None:
+        found = native_isa() if isa is None else isa
+        if found.amx and not amx.allow():
+            found = found.without_amx()
+        self.kernels = Kernels(found, kernel_dir, sources=Path(__file__).parent)
+        self.threads = Threads()
+        self.scratch = Scratch()
+        self.most_rows = most_rows
+
+    def unsupported(self, weights: Sequence[Tensor]) -> str | None:
+        """Why there is no kernel for weights [N, K] of one input; None if there is."""
+        first = weights[0]
+        if first.device.type != "cpu":
+            return f"it reads memory of the CPU, not of {first.device}"
+        if KINDS.get(first.dtype) not in _SOURCES:
+            return f"it has no kernel for {first.dtype}"
+        for weight in weights:
+            if weight.dim() != 2 or weight.dtype != first.dtype or weight.device != first.device:
+                return "weights of one input are matrices of one dtype"
+            if weight.shape[1] != first.shape[1]:
+                return f"weights are of {first.shape[1]} and of {weight.shape[1]} inputs"
+            if weight.shape[0] < BLOCK:
+                return f"it finds {BLOCK} outputs at a time, of {weight.shape[0]}"
+            if not weight.shape[1]:
+                return "there are no inputs"
+            if weight.stride(1) != 1:
+                return "a row of weights does not lie side by side"
+        return None
+
+    def bind(self, weights: Sequence[Tensor], biases: Biases | None = None) -> "BoundLinear":
+        """Products of the same input: weights [N, K], biases [N] or none.
+
+        Raises: ValueError where ``unsupported`` gives a reason, or for biases of other shapes.
+        """
+        return BoundLinear(_Product(self, weights, biases, None))
+
+    def bind_gated(
+        self, gate: Tensor, up: Tensor, activation: str, biases: Biases | None = None
+    ) -> "BoundGated":
+        """act(x · Gᵀ) * (x · Uᵀ), for an activation of ``ACTIVATIONS``.
+
+        Raises: ValueError as ``bind``, and for gate and up of different shapes.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
+        if gate.shape != up.shape:
+            raise ValueError(f"gate is {list(gate.shape)}, up is {list(up.shape)}")
+        return BoundGated(_Product(self, (gate, up), biases, activation), activation)
+
+
+class BoundLinear:
+    """Weights that are multiplied with one input in one call."""
+
+    def __init__(self, product: "_Product") -> None:
+        self._product = product
+        self.most_rows = product.most_rows
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:  # [..., K] -> [..., N] of each weight
+        product = self._product
+        step = product.step_for(x)
+        return product.by_torch(x) if step is None else product.run(x, step)
+
+
+class BoundGated:
+    """A gate and what it gates."""
+
+    def __init__(self, product: "_Product", activation: str) -> None:
+        self._product = product
+        self._activation = torch_activation(activation)
+        self.most_rows = product.most_rows
+
+    def __call__(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        product = self._product
+        step = product.step_for(x)
+        if step is None:
+            gate, up = product.by_torch(x)
+            return self._activation(gate) * up
+        (out,) = product.run(x, step)
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What inputs of one shape have in common."""
+
+    num_rows: int
+    out_shapes: tuple[tuple[int, ...], ...]
+    scratch_bytes: int  # of a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How threads share the outputs. A call keeps it, for the kernel reads its items."""
+
+    most_threads: int  # that it was made for
+    num_threads: int
+    items: Numbers
+    words: tuple[int, int]  # of a frame: where the items are, and how many
+
+
+class _Product:
+    """What stays the same from call to call, and one call of it."""
+
+    def __init__(
+        self,
+        linears: CpuLinear,
+        weights: Sequence[Tensor],
+        biases: Biases | None,
+        activation: str | None,
+    ) -> None:
+        if reason := linears.unsupported(weights):
+            raise ValueError(f"no kernel: {reason}")
+        self._weights = tuple(weights)
+        self._biases = _checked(self._weights, biases)
+        self._threads, self._scratch = linears.threads, linears.scratch
+        self._kernels = linears.kernels  # whose code is good as long as it lives
+        self._isa = linears.kernels.isa
+        self._dtype, self._num_inputs = weights[0].dtype, weights[0].shape[1]
+        self._widths = tuple(weight.shape[0] for weight in weights)
+        # A gate's outputs come with those that it gates.
+        self._outs = 1 if activation else len(weights)
+        self._shape = ProductShape(
+            kind=KINDS[self._dtype],
+            tiles=self._isa.amx and self._dtype == torch.bfloat16,
+            activation=activation,
+        )
+        most_rows = linears.most_rows
+        self.most_rows = self._shape.most_rows(self._isa) if most_rows is None else most_rows
+        self._work = linears.kernels.address(
+            f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
+        )
+        zeros = torch.zeros(max(self._widths), dtype=self._dtype)  # a bias that is missing
+        size = weights[0].element_size()
+        self._matrices = [
+            (weight, weight.stride(0) * size, width, zeros if bias is None else bias, width * size)
+            for weight, width, bias in zip(self._weights, self._widths, self._biases, strict=True)
+        ]
+        self._frame = struct.Struct(f"{len(FRAME) + len(weights) * len(MATRIX)}q")
+        self._steps: dict[tuple[int, ...], _Step] = {}
+        self._plan = self._plan_for(self._threads.most)
+
+    def step_for(self, x: Tensor) -> _Step | None:
+        """How our kernel multiplies an input; None if torch is to do it."""
+        step = self._steps.get(x.shape) or self._prepare(x.shape)
+        if step is None or x.dtype is not self._dtype or not x.is_cpu:
+            return None
+        return None if torch.is_grad_enabled() and self._needs_grad(x) else step
+
+    def by_torch(self, x: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(self._weights, self._biases, strict=True)
+        return tuple([functional.linear(x, weight, bias) for weight, bias in pairs])
+
+    def run(self, x: Tensor, step: _Step) -> tuple[Tensor, ...]:
+        row_bytes = self._num_inputs * x.itemsize
+        if not x.is_contiguous():
+            x = with_dense_rows(x.reshape(step.num_rows, self._num_inputs))
+            row_bytes = x.stride(0) * x.itemsize
+        plan, most = self._plan, self._threads.most
+        if plan.most_threads != most:
+            plan = self._plan = self._plan_for(most)
+        outs = tuple([torch.empty(shape, dtype=self._dtype) for shape in step.out_shapes])
+        scratch = self._scratch.take(step.scratch_bytes * plan.num_threads)
+        words = [
+            0, 0, scratch.data_ptr(), step.scratch_bytes, *plan.words,
+            x.data_ptr(), row_bytes, step.num_rows, self._num_inputs,
+        ]  # fmt: skip
+        for n, (weight, weight_row, width, bias, out_row) in enumerate(self._matrices):
+            out = outs[n] if n < self._outs else outs[0]
+            words += weight.data_ptr(), weight_row, width, bias.data_ptr(), out.data_ptr(), out_row
+        self._threads.run(self._work, self._frame.pack(*words), plan.num_threads)
+        self._scratch.give_back(scratch)
+        return outs
+
+    def _prepare(self, shape: torch.Size) -> _Step | None:
+        num_rows = prod(shape[:-1])
+        if shape[-1:] != (self._num_inputs,) or not 0 < num_rows <= self.most_rows:
+            return None
+        step = self._steps[shape] = _Step(
+            num_rows=num_rows,
+            out_shapes=tuple((*shape[:-1], width) for width in self._widths[: self._outs]),
+            scratch_bytes=self._shape.scratch_bytes(self._isa, num_rows, self._num_inputs),
+        )
+        return step
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        given = (x, *self._weights, *(bias for bias in self._biases if bias is not None))
+        return any(tensor.requires_grad for tensor in given)
+
+    def _plan_for(self, most_threads: int) -> _Plan:
+        row_bytes = self._num_inputs * self._shape.element_bytes
+        items = items_of(self._widths[: self._outs], row_bytes, most_threads)
+        little = sum(self._widths) * row_bytes < _WORTH_THREADS
+        return _Plan(
+            most_threads=most_threads,
+            num_threads=1 if little else min(most_threads, len(items)),
+            items=items,
+            words=(items.ctypes.data, len(items)),
+        )
+
+
+def _checked(weights: Sequence[Tensor], biases: Biases | None) -> tuple[Tensor | None, ...]:
+    """Raises: ValueError for biases that do not fit the weights."""
+    if biases is None:
+        return (None,) * len(weights)
+    if len(biases) != len(weights):
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
+    for weight, bias in zip(weights, biases, strict=True):
+        if bias is None:
+            continue
+        if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype or bias.stride(0) != 1:
+            raise ValueError(f"a bias is {list(bias.shape)} for weights {list(weight.shape)}")
+    return tuple(biases)

@@ -1,0 +1,199 @@
+"""What a bound product is to its callers: any input works, what has no kernel is said in words."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attention.machines import isa_or_skip
+from layers.products import ACTIVATIONS, MOST_ROWS, linears
+from quire.layers.cpu import linear
+from quire.layers.cpu.frame import BLOCK, ProductShape, items_of
+
+Use = Callable[[int], None]
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(48, 40).bfloat16()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Inputs that went to torch."""
+    found: list[Tensor] = []
+    own = functional.linear
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found.append(x)
+        return own(x, weight, bias)
+
+    monkeypatch.setattr(linear.functional, "linear", counted)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (7, 40), (2, 3, 40), (1, 2, 1, 40)])
+def test_leading_dimensions_stay(
+    shape: tuple[int, ...], weight: Tensor, calls: list[Tensor]
+) -> None:
+    x = torch.randn(shape).bfloat16()
+    (out,) = linears("native").bind([weight])(x)
+    gated = linears("native").bind_gated(weight, weight, "silu")(x)
+    assert not calls
+    want = functional.linear(x.float(), weight.float())
+    assert out.shape == gated.shape == want.shape
+    torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.expand(6, 40),  # one row again and again
+        lambda x: x.expand(5, 6, 40).transpose(0, 1),
+        lambda x: x.expand(40, 40).contiguous().T,  # a row's elements lie apart
+        lambda x: x.expand(9, 40)[::2],
+        lambda x: torch.cat([x, x], 1)[:, 3:43],
+    ],
+)
+def test_any_strides(make: Callable[[Tensor], Tensor], weight: Tensor, calls: list[Tensor]) -> None:
+    x = make(torch.randn(1, 40).bfloat16())
+    product = linears("native").bind([weight])
+    assert torch.equal(product(x)[0], product(x.clone().contiguous())[0])
+    assert not calls
+
+
+def test_many_rows_or_none_are_torch_s(weight: Tensor, calls: list[Tensor]) -> None:
+    products = (
+        linears("native").bind([weight, weight]),
+        linears("native").bind_gated(weight, weight, "gelu"),
+    )
+    assert products[0].most_rows == products[1].most_rows == MOST_ROWS
+    for rows in (0, MOST_ROWS + 1):
+        x = torch.randn(rows, 40).bfloat16()
+        want = functional.linear(x, weight)
+        del calls[:]
+        assert all(torch.equal(out, want) for out in products[0](x))
+        assert torch.equal(products[1](x), ACTIVATIONS["gelu"](want) * want)
+        assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiles", "isa", "most"),
+    [
+        ("bf16", True, {"amx": True}, 128),
+        ("bf16", False, {"bf16_convert": True}, 16),
+        ("bf16", False, {"bf16_convert": False}, 64),
+        ("f16", False, {"features": "+avx512f,+avx512fp16"}, 16),
+        ("f16", False, {"features": "+avx2,-avx512fp16"}, 64),
+        ("f32", False, {"registers": 32}, 16),
+        ("f32", False, {"registers": 8}, 8),
+    ],
+)
+def test_from_how_many_rows_on_torch_is_faster(
+    kind: str, tiles: bool, isa: dict[str, Any], most: int
+) -> None:
+    """As measured: a rule of the CPU and the dtype, so that the same call always goes one way."""
+    wide = replace(isa_or_skip("sse"), registers=32)
+    assert ProductShape(kind=kind, tiles=tiles).most_rows(replace(wide, **isa)) == most
+
+
+def test_gradients_are_torch_s(weight: Tensor, calls: list[Tensor]) -> None:
+    parameter, x = nn.Parameter(weight), torch.randn(3, 40).bfloat16()
+    product = linears("native").bind([parameter])
+    (out,) = product(x)
+    assert out.requires_grad
+    assert len(calls) == 1
+    with torch.inference_mode():
+        product(x)
+    assert len(calls) == 1
+
+
+def test_another_dtype_or_width_fails_as_torch_does(weight: Tensor) -> None:
+    product = linears("native").bind([weight])
+    with pytest.raises(RuntimeError, match="dtype"):
+        product(torch.randn(3, 40))
+    with pytest.raises(RuntimeError, match="shapes"):
+        product(torch.randn(3, 41).bfloat16())
+
+
+def test_weights_may_move_between_calls(weight: Tensor) -> None:
+    parameter = nn.Parameter(weight, requires_grad=False)
+    product, x = linears("native").bind([parameter]), torch.randn(3, 40).bfloat16()
+    first = product(x)[0]
+    parameter.data = -weight
+    assert torch.equal(product(x)[0], -first)
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([torch.zeros(48, 40, dtype=torch.int8)], "no kernel for torch.int8"),
+        ([torch.zeros(48, 40, dtype=torch.float64)], "no kernel for torch.float64"),
+        ([torch.zeros(48, 40, device="meta")], "not of meta"),
+        ([torch.zeros(48, 40), torch.zeros(48, 40).half()], "one dtype"),
+        ([torch.zeros(48)], "matrices"),
+        ([torch.zeros(48, 40), torch.zeros(48, 41)], "40 and of 41 inputs"),
+        ([torch.zeros(BLOCK - 1, 40)], "outputs at a time, of 31"),
+        ([torch.zeros(48, 0)], "no inputs"),
+        ([torch.zeros(40, 48).T], "side by side"),
+    ],
+)
+def test_what_has_no_kernel_says_so(weights: list[Tensor], reason: str) -> None:
+    assert reason in str(linears("native").unsupported(weights))
+    with pytest.raises(ValueError, match=reason):
+        linears("native").bind(weights)
+
+
+def test_biases_and_gates_must_fit(weight: Tensor) -> None:
+    own = linears("native")
+    with pytest.raises(ValueError, match=r"a bias is \[47\]"):
+        own.bind([weight], [torch.zeros(47).bfloat16()])
+    with pytest.raises(ValueError, match="a bias is"):
+        own.bind([weight], [torch.zeros(48)])
+    with pytest.raises(ValueError, match="1 biases for 2 weights"):
+        own.bind([weight, weight], [None])
+    with pytest.raises(ValueError, match="relu"):
+        own.bind_gated(weight, weight, "relu")
+    with pytest.raises(ValueError, match="up is"):
+        own.bind_gated(weight, weight[:40], "silu")
+
+
+def test_threads_of_a_program_do_not_disturb_each_other() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(800, 128, generator=generator).bfloat16()
+    inputs = [torch.randn(n, 128, generator=generator).bfloat16() for n in (1, 5, 40, 90) * 8]
+    product = linears("native").bind([weight])
+    want = [product(x)[0] for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda x: product(x)[0], inputs))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_it_follows_torch_s_number_of_threads(use_threads: Use) -> None:
+    """Enough work for several, and the items are cut anew."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=generator).bfloat16() for s in ((4, 256), (1000, 256)))
+    product = linears("native").bind([weight])
+    found = []
+    for threads in (3, 1, 2, 64):
+        use_threads(threads)
+        found.append(product(x)[0])
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.parametrize("widths", [(32,), (33, 100), (1024, 512, 512), (8192,)])
+@pytest.mark.parametrize("threads", [1, 2, 64])
+def test_items_hold_every_output_once(widths: tuple[int, ...], threads: int) -> None:
+    items = items_of(widths, 2048, threads).tolist()
+    for matrix, width in enumerate(widths):
+        own = [(start, stop) for m, start, stop in items if m == matrix]
+        assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])]
+        assert own[-1][1] == width
+        assert all(start % BLOCK == 0 for start, _ in own)
+    blocks = sum(-(-width // BLOCK) for width in widths)
+    assert len(items) >= min(blocks, 4 * threads)
