@@ -415,6 +415,21 @@ class StrategyMachine(RuleBasedStateMachine):
                 expected = np.array(held.ids[start:], np.int64)
                 table = self.accounting.table(index, seq_id)
                 self.store.read(index, table, slots, start, expected)
+        self.check_packed()
+
+    def check_packed(self) -> None:
+        """All sequences at once are what each of them is."""
+        seq_ids = list(self.held)
+        stops = [len(held.ids) for held in self.held.values()]
+        for index, group in enumerate(self.accounting.groups):
+            starts = [group.live_range(held.base).start for held in self.held.values()]
+            tables, slots = self.accounting.packed(index, seq_ids, starts, stops)
+            each = list(zip(seq_ids, starts, stops, strict=True))
+            several = [self.accounting.slots(index, *chunk) for chunk in each]
+            assert slots.tolist() == [slot for own in several for slot in own.tolist()]
+            for row, seq_id in zip(tables.tolist(), seq_ids, strict=True):
+                table = self.accounting.table(index, seq_id).tolist()
+                assert row == table + [-1] * (len(row) - len(table))
 
     def check_usage(self) -> None:
         usage = self.accounting.usage()

@@ -465,7 +465,7 @@ def generated(llm: LLM) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_texts_are_those_of_paged(name: str) -> None:
     with LLM(model_of(name), cache="virtual", attention_backend="sdpa", **OPTIONS) as llm:
-        assert isinstance(llm._accounting, SharedVirtualAccounting)
+        assert isinstance(llm._kv.accounting, SharedVirtualAccounting)
         assert generated(llm) == by_paged(name)
         again = llm.generate([prompts()[1][1]], GREEDY)
         assert again[0].num_cached_tokens >= SIZE
@@ -477,7 +477,7 @@ def test_what_cannot_share_says_so_and_goes_on(caplog: pytest.LogCaptureFixture)
         caplog.at_level(logging.WARNING, "quire.engine.sizing"),
         LLM(model_of("llama"), cache="virtual", provider=provider, **OPTIONS) as llm,
     ):
-        assert isinstance(llm._accounting, VirtualAccounting)
+        assert isinstance(llm._kv.accounting, VirtualAccounting)
         assert generated(llm) == by_paged("llama")
     (record,) = (r for r in caplog.records if "virtual shares no pages" in r.message)
     assert str(provider.cannot_share) in record.message
@@ -486,7 +486,7 @@ def test_what_cannot_share_says_so_and_goes_on(caplog: pytest.LogCaptureFixture)
 def test_at_the_limit_of_mappings_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.sizing.spare_mappings", lambda: 20)
     with LLM(model_of("gemma3"), cache="virtual", **OPTIONS) as llm:
-        windows = llm._accounting._windows  # type: ignore[attr-defined]
+        windows = llm._kv.accounting._windows  # type: ignore[attr-defined]
         several, seen = prompts()[1], []
         llm.generate(several, GREEDY, observe=lambda _: seen.append(windows.num_mappings))
         assert 0 < max(seen) <= 20
@@ -495,4 +495,4 @@ def test_at_the_limit_of_mappings_sequences_wait(monkeypatch: pytest.MonkeyPatch
 
 def test_without_prefix_caching_ranges_are_private() -> None:
     with LLM(model_of("llama"), cache="virtual", enable_prefix_caching=False, **OPTIONS) as llm:
-        assert isinstance(llm._accounting, VirtualAccounting)
+        assert isinstance(llm._kv.accounting, VirtualAccounting)

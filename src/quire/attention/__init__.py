@@ -1,6 +1,6 @@
 """Tensors: a packed batch of chunks attends to what its sequences hold."""
 
-from quire.attention.base import AttentionBackend, AttentionBatch, make_batch
+from quire.attention.base import AttentionBackend, AttentionBatch, make_batch, packed_tokens
 from quire.attention.choose import BACKENDS, choose_backend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
@@ -13,4 +13,5 @@ __all__ = [
     "SdpaAttention",
     "choose_backend",
     "make_batch",
+    "packed_tokens",
 ]

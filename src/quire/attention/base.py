@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.spec import AttentionSpec
 from quire.strategies import Accounting, LayerView, MakeWriter
+from quire.strategies.packed import packed_positions
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 
@@ -83,16 +84,20 @@ def make_batch(
     accounting: Accounting, group: int, chunks: list[tuple[int, int, int]]
 ) -> AttentionBatch:
     """A step's batch for one group. ``chunks``: (sequence id, start, stop) of what is computed."""
-    bounds = np.array([chunk[1:] for chunk in chunks], np.int64)
-    tables = [accounting.table(group, seq_id) for seq_id, _, _ in chunks]
-    padded: npt.NDArray[np.int64] = np.full((len(chunks), max(map(len, tables))), -1, np.int64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    slots = np.concatenate([accounting.slots(group, *chunk) for chunk in chunks])
+    seq_ids, starts, stops = zip(*chunks, strict=True)
+    tables, slots = accounting.packed(group, seq_ids, starts, stops)
+    query_starts = np.zeros(len(chunks) + 1, np.int64)
+    np.subtract(stops, starts, out=query_starts[1:])
     return AttentionBatch(
-        query_starts=np.concatenate([[0], np.cumsum(bounds[:, 1] - bounds[:, 0])]),
-        context_lens=bounds[:, 1].copy(),
-        tables=torch.from_numpy(padded),
+        query_starts=query_starts.cumsum(),
+        context_lens=np.array(stops, np.int64),
+        tables=torch.from_numpy(tables),
         slots=torch.from_numpy(slots),
         block_size=accounting.block_size(group),
     )
+
+
+def packed_tokens(chunks: list[tuple[int, int, int]]) -> Tensor:
+    """The positions (i64[T]) of a step's tokens, each in its own sequence."""
+    _, starts, stops = zip(*chunks, strict=True)
+    return torch.from_numpy(packed_positions(starts, stops)[1])

@@ -72,12 +72,15 @@ def start_of(
     first = group.live_start(begin) // block_size
     source = column[num_whole:] if first <= num_whole else column[:0]
     there = source[source != NO_BLOCK]  # a window may have lost what no token here will read
+    sound = num_whole + 1 if len(there) < len(source) else 0
+    if group.live_start(begin) > max(hit.num_tokens, first * block_size):
+        sound = first + 1  # what comes from outside begins in the middle of this block
     return Start(
         first=min(first, num_whole),
         blocks=column[first:num_whole],
         source=there,
         num_slots=num_slots,
-        sound=num_whole + 1 if len(there) < len(source) else 0,
+        sound=sound,
     )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Slots: TypeAlias = npt.NDArray[np.int64]
+Counts: TypeAlias = npt.NDArray[np.int64]
 
 
 # -- what a strategy is built from ---------------------------------------------------------------
@@ -150,6 +151,18 @@ class Accounting(Protocol):
     @property
     def shares_blocks(self) -> bool:
         """Whether ``fork`` shares what is held instead of copying it."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Committed bytes that sequences hold; what is only cached is not among them."""
+        ...
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        """What a sequence takes by itself when it has become so long, or a little more.
+
+        ``max_tokens``: as in ``add``. Shapes: i64[...] and what broadcasts to it → i64[...].
+        """
         ...
 
     def num_slots(self, group: int) -> int:
@@ -278,6 +291,12 @@ class Accounting(Protocol):
         """The slots (i64[stop - start]) of a sequence's tokens [start, stop)."""
         ...
 
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        """The tables (i64[S, P], -1 behind an end) and slots (i64[T]) of several, packed."""
+        ...
+
     def drain(self) -> list[Change]:
         """End the step: its changes, in order. Storage applies them before anyone writes.
 
@@ -356,6 +375,17 @@ class Storage(Protocol):
 
         Shapes: slots i64[*S] → k [K, *S, D], v [K, *S, Dv].
         """
+        ...
+
+    def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
+        """Copy entries out as they are stored, codes and scales, to host memory.
+
+        Shapes: slots i64[T]; ``bytes_per_token`` of the layer for each, in a few tensors.
+        """
+        ...
+
+    def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
+        """Put back what ``save`` gave, or an equal part of each token's: the same bits."""
         ...
 
     def view(self, layer: int) -> LayerView: ...

@@ -31,11 +31,13 @@ from quire.blocks import (
 from quire.spec import Group
 from quire.strategies.base import (
     CacheConfig,
+    Counts,
     Slots,
     Usage,
     one_by_one,
 )
 from quire.strategies.layout import common_page_tokens
+from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
 
 
@@ -67,6 +69,16 @@ class ContiguousAccounting:
         self._num_slots = max(num_slots + past_end, longest)
         self._ranges: dict[int, _Range] = {}
         self._changes: list[Change] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_slots * self._token_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        whole = self._config.reserve == "max_model_len"
+        longest = np.minimum(self._config.max_model_len, max_tokens if not whole else 2**60)
+        steps: Counts = -(-longest // self._align)
+        return 0 * num_tokens + steps * (self._align * self._token_bytes)
 
     def num_slots(self, group: int) -> int:
         return self._num_slots
@@ -174,6 +186,12 @@ class ContiguousAccounting:
         first = self._ranges[seq_id].start
         assert first is not None or start == stop, f"sequence {seq_id} holds nothing"
         return (first or 0) + np.arange(start, stop)
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        held = (self._ranges[seq_id].start for seq_id in seq_ids)
+        return packed_ranges((-1 if first is None else first for first in held), starts, stops)
 
     def drain(self) -> list[Change]:
         changes, self._changes = self._changes, []

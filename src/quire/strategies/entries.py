@@ -82,6 +82,14 @@ class RangeLayer:
         index = (slice(None), slots)
         return self._keys.read(index), self._values.read(index)
 
+    def save(self, slots: "Tensor") -> "list[Tensor]":
+        """Each part, tokens first: [T, K, D] and [T, K]."""
+        return [part[:, slots].transpose(0, 1).contiguous().cpu() for part in self.parts]
+
+    def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:
+        for held, part in zip(self.parts, parts, strict=True):
+            held.index_copy_(1, slots, part.transpose(0, 1).to(held.device))
+
 
 def _from_every_slot(held: Entries, longest: int) -> Entries:
     """[K, slots, D] → [slots - longest + 1, K, longest, D]: row i is the range from slot i on."""

@@ -35,12 +35,14 @@ from quire.blocks import (
 from quire.spec import Group
 from quire.strategies.base import (
     CacheConfig,
+    Counts,
     Growth,
     Slots,
     Usage,
     one_by_one,
 )
 from quire.strategies.layout import page_tokens
+from quire.strategies.packed import packed_ranges
 from quire.units import align_up
 
 NextCapacity = Callable[[int, int, int, int], int]
@@ -99,8 +101,19 @@ class GrowingAccounting:
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._sequences: dict[int, _Buffers] = {}
         self._committed_bytes = 0
+        # What some lengths take; of those between, the next one is near enough.
+        longest = config.max_model_len
+        self._lengths = np.unique(np.linspace(0, longest, min(longest, 256) + 1).astype(np.int64))
+        self._bytes_at = np.array([self._fresh_bytes(n) for n in self._lengths.tolist()], np.int64)
         self._step = 0  # calls of drain so far
         self._changes: list[Change] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self._committed_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        return self._bytes_at[np.searchsorted(self._lengths, num_tokens)]
 
     def num_slots(self, group: int) -> int:
         return 2 * self._config.max_num_seqs * self._place_slots[group]
@@ -224,6 +237,13 @@ class GrowingAccounting:
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
         first = self._first_slot(group, self._sequences[seq_id])
         return np.arange(first + start, first + stop)
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        several = [self._sequences[seq_id] for seq_id in seq_ids]
+        first = (self._first_slot(group, held) if held.row >= 0 else -1 for held in several)
+        return packed_ranges(first, starts, stops)
 
     def drain(self) -> list[Change]:
         for held in self._unread():

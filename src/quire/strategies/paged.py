@@ -32,8 +32,9 @@ from quire.blocks import (
 )
 from quire.errors import ConfigError
 from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
-from quire.strategies.base import CacheConfig, Slots, Usage
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.layout import granule_blocks
+from quire.strategies.packed import packed_positions
 from quire.units import align_down, align_up, ceil_div
 
 
@@ -71,6 +72,13 @@ class PagedAccounting:
             config.max_model_len,
             granule_units=[size.granule_blocks for size in self._sizes],
         )
+
+    @property
+    def held_bytes(self) -> int:
+        return self.blocks.pools.held_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        return self._peaks[num_tokens]
 
     def num_slots(self, group: int) -> int:
         return self._sizes[group].num_ids * self._sizes[group].slots
@@ -174,6 +182,18 @@ class PagedAccounting:
         blocks = self.table(group, seq_id)[positions // size]
         assert (blocks >= 0).all(), f"sequence {seq_id}: a window has passed token {start}"
         return blocks * size + positions % size
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        tables, size = self.blocks.tables, self._config.block_size
+        rows = tables.rows_of(seq_ids)
+        num_blocks = int(tables.ends[group, rows].max(initial=0))
+        ids = tables.ids[group][rows, :num_blocks].astype(np.int64)
+        owners, positions = packed_positions(starts, stops)
+        blocks = ids[owners, positions // size]
+        assert (blocks >= 0).all(), "a window has passed a token that is asked for"
+        return ids, blocks * size + positions % size
 
     def drain(self) -> list[Change]:
         changes, self.blocks.pools.changes = self.blocks.pools.changes, []

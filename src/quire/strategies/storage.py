@@ -41,6 +41,11 @@ class _Blocks:
     values: Entries
     write: EntryWriter | None  # None: torch does it
 
+    @property
+    def parts(self) -> "list[Tensor]":
+        """All that a slot has: [N, K, B, D] and [N, K, B]."""
+        return [*self.keys.parts, *self.values.parts]
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -95,6 +100,12 @@ class RangeStorage:
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
         return self._layers[layer].layer.gather(slots)
+
+    def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
+        return self._layers[layer].layer.save(slots)
+
+    def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
+        self._layers[layer].layer.load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].layer.view
@@ -186,6 +197,15 @@ class BlockStorage:
         # [*S, K, D] → [K, *S, D]
         return held.keys.read(index).movedim(-2, 0), held.values.read(index).movedim(-2, 0)
 
+    def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
+        block, offset = slots // self._block_size, slots % self._block_size
+        return [part[block, :, offset].cpu() for part in self._layers[layer].parts]
+
+    def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
+        block, offset = slots // self._block_size, slots % self._block_size
+        for held, part in zip(self._layers[layer].parts, parts, strict=True):
+            held[block, :, offset] = part.to(held.device)
+
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
 
@@ -218,7 +238,7 @@ class BlockStorage:
         source, start = divmod(change.source, self._block_size)
         target, goal = divmod(change.target, self._block_size)
         assert max(start, goal) + change.num_slots <= self._block_size, "a copy across blocks"
-        for blocks in (*held.keys.parts, *held.values.parts):
+        for blocks in held.parts:
             blocks[target, :, goal : goal + change.num_slots] = blocks[
                 source, :, start : start + change.num_slots
             ]

@@ -35,11 +35,13 @@ from quire.blocks import (
 from quire.spec import Group
 from quire.strategies.base import (
     CacheConfig,
+    Counts,
     Slots,
     Usage,
     one_by_one,
 )
 from quire.strategies.layout import page_tokens
+from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
 
 
@@ -71,6 +73,13 @@ class VirtualAccounting:
         self._rows: dict[int, _Row] = {}
         self._committed_bytes = 0
         self._changes: list[Change] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self._committed_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        return self._peaks[num_tokens]
 
     def num_slots(self, group: int) -> int:
         return self._config.max_num_seqs * self._row_slots[group]
@@ -132,7 +141,7 @@ class VirtualAccounting:
         if not (promised_tokens or kept_bytes) and self._is_backed(held, room):
             held.num_tokens = num_tokens
             return FITS
-        backed = self._backed_for(held, room)
+        backed = self._backed_for(held, held.num_tokens + external_tokens, room)
         if self._grown_bytes(self._nothing, backed) > self.ceiling.capacity_bytes:
             return self._never(num_tokens)
         if promised_tokens > room:
@@ -183,6 +192,13 @@ class VirtualAccounting:
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
         first = self._first_slot(group, self._rows[seq_id])
         return np.arange(first + start, first + stop)
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        several = [self._rows[seq_id] for seq_id in seq_ids]
+        first = (self._first_slot(group, held) if held.row >= 0 else -1 for held in several)
+        return packed_ranges(first, starts, stops)
 
     def drain(self) -> list[Change]:
         changes, self._changes = self._changes, []
@@ -244,7 +260,7 @@ class VirtualAccounting:
         held.num_tokens = num_tokens
         return FITS
 
-    def _backed_for(self, held: _Row, num_tokens: int) -> list[range]:
+    def _backed_for(self, held: _Row, begin: int, num_tokens: int) -> list[range]:
         """Pages from the first token that the *first* new token reads, to the last new token.
 
         So a step never frees what its own tokens read, and undoing the step never misses a token.
@@ -252,7 +268,7 @@ class VirtualAccounting:
         ranges: list[range] = []
         for group, backed in zip(self.groups, held.backed, strict=True):
             step = self._page_tokens[len(ranges)]
-            live = group.live_range(held.num_tokens)
+            live = group.live_range(begin)
             first = max(backed.start, align_down(live.start, step))
             ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
         return ranges

@@ -28,8 +28,9 @@ from quire.blocks import (
     start_of,
 )
 from quire.spec import Group
-from quire.strategies.base import CacheConfig, Slots, Usage
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.layout import stacked_block_size, stacks
+from quire.strategies.packed import packed_ranges
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.windows import Table, Windows
 from quire.units import align_up, ceil_div
@@ -63,6 +64,13 @@ class SharedVirtualAccounting:
         self._rows: dict[int, int] = {}  # windows, by sequence
         self._sequences: dict[int, int] = {}  # … of each row of the block tables …
         self._changed = self.pool.blocks.tables.changed = set[int]()  # … and which have changed
+
+    @property
+    def held_bytes(self) -> int:
+        return self.pool.held_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        return self.pool.bytes_alone(num_tokens, max_tokens)
 
     # -- what storage asks -----------------------------------------------------------------------
 
@@ -202,6 +210,13 @@ class SharedVirtualAccounting:
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
         first = self._windows.first_slot(self._rows[seq_id])
         return np.arange(first + start, first + stop)
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        rows = (self._rows[seq_id] for seq_id in seq_ids)
+        first = (self._windows.first_slot(row) if row >= 0 else -1 for row in rows)
+        return packed_ranges(first, starts, stops)
 
     def drain(self) -> list[Change]:
         """Nothing is shown that is released, and nothing that is not committed."""

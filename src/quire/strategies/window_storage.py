@@ -85,6 +85,12 @@ class WindowStorage:
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
         return self._layers[layer].gather(slots)
 
+    def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
+        return self._layers[layer].save(slots)
+
+    def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
+        self._layers[layer].load(slots, parts)
+
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
 
