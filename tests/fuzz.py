@@ -1,13 +1,16 @@
 """Use the state machines at random for as long as asked, with a new seed each round.
 
     python tests/fuzz.py --minutes 10 [--seed N] [--only NAME] [--shrink]
+    python tests/fuzz.py --world N
 
 Progress is a line a round. The first failure is printed as it was found, with the command that
 replays it, and ends the run with exit code 1. A replay is exact as long as the tests are the same;
-with --shrink it looks for a smaller example of the same failure, which may take minutes.
+with --shrink it looks for a smaller example of the same failure, which may take minutes. Between
+the machines whole engines run (``engine.simulation``), each from a seed of its own: --world.
 """
 
 import argparse
+import logging
 import sys
 import time
 import traceback
@@ -22,6 +25,7 @@ from conformance.sharing_model import SHARING_KINDS
 from conformance.strategy_cases import KINDS, OPTIONS
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from engine.scheduler_machine import SchedulerMachine
+from engine.simulation import replay
 from quire.strategies import Accounting, CacheConfig
 
 SETTINGS = settings(
@@ -70,6 +74,10 @@ MACHINES: Mapping[str, tuple[type[RuleBasedStateMachine], Callable[[type], Any]]
 }
 
 
+WORLDS = "worlds"  # beside the machines: so many whole engines a round
+NUM_WORLDS = 100
+
+
 class Counter:
     """Steps that machines have made."""
 
@@ -93,6 +101,10 @@ def fuzz(names: list[str], first_seed: int, seconds: float, *, shrink: bool = Fa
     print(f"{len(names)} machines, {seconds / 60:g} minutes, from seed {first_seed}", flush=True)
     while True:
         for name in names:
+            if name == WORLDS:
+                if failed := first_failing(range(number * NUM_WORLDS, (number + 1) * NUM_WORLDS)):
+                    return failed
+                continue
             machine, make = MACHINES[name]
             counted = counter.counted(machine)
             try:
@@ -121,6 +133,18 @@ def fuzz(names: list[str], first_seed: int, seconds: float, *, shrink: bool = Fa
         number += 1
 
 
+def first_failing(worlds: range) -> int:
+    """Run whole engines. Returns: the exit code."""
+    for world in worlds:
+        try:
+            replay(world)
+        except AssertionError as error:
+            traceback.print_exception(error)
+            print(f"\nA world fails. To replay:\n  {sys.executable} {sys.argv[0]} --world {world}")
+            return 1
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=10, help="0: one round (default: 10)")
@@ -129,11 +153,16 @@ def main() -> int:
         "--only", action="append", metavar="NAME", help="this machine, or those that begin so"
     )
     parser.add_argument("--shrink", action="store_true", help="make what fails smaller")
+    parser.add_argument("--world", type=int, metavar="N", help="only this one whole engine")
     options = parser.parse_args()
-    exact = [name for name in options.only or () if name in MACHINES]
-    names = exact or [n for n in MACHINES if n.startswith(tuple(options.only or [""]))]
+    logging.disable(logging.CRITICAL)  # thousands of faults on purpose
+    if options.world is not None:
+        return first_failing(range(options.world, options.world + 1))
+    known = [*MACHINES, WORLDS]
+    exact = [name for name in options.only or () if name in known]
+    names = exact or [n for n in known if n.startswith(tuple(options.only or [""]))]
     if not names:
-        parser.error(f"no machine begins with {options.only}; there are: {', '.join(MACHINES)}")
+        parser.error(f"no machine begins with {options.only}; there are: {', '.join(known)}")
     first_seed = options.seed if options.seed is not None else int(time.time())
     return fuzz(names, first_seed, 60 * options.minutes, shrink=options.shrink)
 

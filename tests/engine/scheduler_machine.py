@@ -6,12 +6,15 @@ it promises, progress above all:
 - A step computes at least one token or ends a sequence, or else it took everybody's room away, and
   then the next one does. So of any two steps in a row one gets on with the work.
 - Computing again what was lost is work too, so that is not enough: within ``max_model_len + 2``
-  steps a token is computed that its sequence never had before, or a sequence ends. For the oldest
-  running sequence is served first, and loses its room only when it runs alone; it begins anew with
-  room for all that it had, so that it comes at least one token further.
+  steps a token is computed that its sequence never had before, or a sequence ends. For the first
+  running sequence is served first, and loses its room only when it runs alone, or to one of a
+  better grade; it begins anew with room for all that it had, so that it comes at least one token
+  further.
+- What swap brings back is what the sequence had, and nobody has swap space who needs none.
 
-``SchedulerMachine`` adds what happens around a scheduler: requests of all sizes, aborts, memory
-that others hold, and a budget that shrinks and grows under running sequences.
+``SchedulerMachine`` adds what happens around a scheduler: policies, requests of all sizes and of
+several continuations, guesses, swap that fails, aborts, memory that others hold, and a budget that
+shrinks and grows under running sequences.
 """
 
 from collections import Counter
@@ -25,14 +28,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
-from quire.blocks import POLICIES
-from quire.engine.scheduler import Chunk, Scheduler, StepPlan
-from quire.engine.sequence import Request, SamplingParams, Sequence
+from quire.blocks import POLICIES as EVICTION_POLICIES
+from quire.engine.params import SamplingParams
+from quire.engine.plan import Chunk, Sampled, StepPlan
+from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
+from quire.engine.scheduling.policy import POLICIES
+from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKeys
 from quire.strategies.paged import PagedAccounting
 
 EOS = 0
+NextToken = Callable[[Sequence], int]
 TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
 
 
@@ -49,19 +57,29 @@ class Watch:
         watermark_bytes: int = 0,
         skips: bool = True,
         staggered: bool = False,
+        policy: str = "fcfs",
+        headroom: bool = True,
+        swap_bytes: int = 0,
     ) -> None:
         self.make, self.accounting = make, make()
         self.max_model_len, self.max_num_seqs, self.budget = max_model_len, max_num_seqs, budget
         self.skips = skips  # a prefix that is known need not be computed
         self.staggered = staggered  # what it takes ahead depends on where it began
+        self.policy = POLICIES[policy]
         self.scheduler = Scheduler(
             self.accounting,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            eos_token_ids=frozenset([EOS]),
-            watermark_bytes=watermark_bytes,
+            Limits(
+                policy=policy,
+                headroom=headroom,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                eos_token_ids=frozenset([EOS]),
+                watermark_bytes=watermark_bytes,
+            ),
+            swap=SwapSpace(swap_bytes),
         )
+        self.saved: dict[int, tuple[int, list[int]]] = {}  # tokens, and from which on, by group
         self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
         self.alone = True  # nobody else holds memory, so that Never must mean it
         self.num_steps = 0
@@ -82,16 +100,16 @@ class Watch:
         length = len(request.prompt_token_ids)
         longest = min(request.max_tokens, self.max_model_len)
         if isinstance(self.accounting.could_hold(length, max_tokens=longest), Fits):
-            sequence = self.scheduler.add(request)
-            self.sequences.append(sequence)
+            sequences = self.scheduler.add(request)
+            self.sequences += sequences
             self.scheduler.check()
-            return sequence
+            self.forgive()  # who runs may have to make room for it
+            return sequences[0]
         before = self.accounting.usage(), self.scheduler.num_waiting, self.scheduler.has_unfinished
         with pytest.raises(RequestTooLong, match=f"prompt of {length} tokens can never.*raise "):
             self.scheduler.add(request)
         after = self.accounting.usage(), self.scheduler.num_waiting, self.scheduler.has_unfinished
         assert after == before, "a refusal has changed something"
-        self.assert_unknown(request.request_id)
         self.scheduler.check()
         return None
 
@@ -108,16 +126,20 @@ class Watch:
         """Something happened from outside: who is behind may need as many steps as ever again."""
         self._steps_without_news = 0
 
-    def step(self, next_token: Callable[[Sequence], int]) -> None:
+    def step(self, next_token: NextToken, drafts: Drafts = NO_DRAFTS) -> None:
         unfinished, lost = self.unfinished, self.scheduler.num_preemptions
-        oldest = unfinished[0] if self.scheduler.num_running else None
-        lost_by_oldest = oldest.num_preemptions if oldest else 0
-        plan = self.scheduler.plan()
+        running = self.running
+        first = running[0] if running else None
+        lost_by_first = first.num_preemptions if first else 0
+        plan = self.scheduler.plan(drafts)
+        self.swap_out(plan)
         self.accounting.drain()
         self.scheduler.check()
         ended = [s for s in unfinished if s.finish_reason is not None]
-        if oldest and oldest.num_preemptions > lost_by_oldest:
-            assert not self.scheduler.num_running, "the oldest made room for somebody else"
+        if first and first.num_preemptions > lost_by_first:
+            better = [s for s in unfinished if self.policy.grade(s) < self.policy.grade(first)]
+            alone = not self.scheduler.num_running  # all others had to make room before it did
+            assert alone or better, "the first made room for somebody else"
         self.check_plan(plan)
         for sequence in ended:
             self.check_lack_of_room(sequence)
@@ -127,14 +149,23 @@ class Watch:
         self._was_idle = is_idle
         self._steps_without_news += bool(unfinished)
 
-        sampling = plan.sampling  # as it is now: update appends to the sequences
-        lengths = [s.num_tokens for s in sampling]
-        outputs = self.scheduler.update(plan, [next_token(s) for s in sampling])
+        # Some guesses hold, others do not.
+        kept = [draw.drafts[: draw.sequence.num_tokens % 3] for draw in plan.draws]
+        lengths = [draw.sequence.num_tokens for draw in plan.draws]
+        results = [(*ids, next_token(d.sequence)) for ids, d in zip(kept, plan.draws, strict=True)]
+        outputs = self.scheduler.update(plan, [Sampled(token_ids=ids) for ids in results])
         self.accounting.drain()
+        sampling = [draw.sequence for draw in plan.draws]
         assert {o.sequence.seq_id for o in outputs} == {s.seq_id for s in [*sampling, *ended]}
-        assert [s.num_tokens for s in sampling] == [n + 1 for n in lengths]
+        for sequence, length, ids in zip(sampling, lengths, results, strict=True):
+            assert sequence.token_ids[length:] == list(ids)
+        num_kept = {s.seq_id: len(ids) for s, ids in zip(sampling, kept, strict=True)}
         for chunk in plan.chunks:
-            self.note_computed(chunk)
+            self.note_computed(chunk, num_kept.get(chunk.sequence.seq_id, 0))
+        for sequence in self.unfinished:
+            if sequence.num_computed_tokens and sequence.seq_id not in self._texts:  # a fork
+                computed = sequence.token_ids[: sequence.num_computed_tokens]
+                self._texts[sequence.seq_id] = computed
         for output in outputs:
             if output.finish_reason is not None:
                 self._steps_without_news = 0
@@ -142,9 +173,40 @@ class Watch:
         most = self.max_model_len + 2
         assert self._steps_without_news <= most or not self.unfinished, "nothing new is computed"
         self.scheduler.check()
+        stats = self.scheduler.stats
+        assert stats.num_recomputed_tokens == self.num_recomputed.total()
+        for seq_id in self.scheduler.swap.drain():
+            self.saved.pop(seq_id, None)
         self.num_steps += 1
 
-    def drain(self, next_token: Callable[[Sequence], int]) -> None:
+    @property
+    def running(self) -> list[Sequence]:
+        """By rank: those that hold something."""
+        some = [s for s in self.unfinished if self.holds(s)]
+        return sorted(some, key=self.policy.rank)
+
+    def holds(self, sequence: Sequence) -> bool:
+        try:
+            return self.accounting.num_tokens(sequence.seq_id) > 0
+        except KeyError:  # it waits for a sibling's prompt
+            return False
+
+    def swap_out(self, plan: StepPlan) -> None:
+        """As an engine would: save what lies in these slots, before anything changes."""
+        for save in plan.saves:
+            sequence = save.sequence
+            num_saved = sequence.num_saved_tokens
+            assert 0 < num_saved <= len(self._texts[sequence.seq_id])
+            sizes = zip(save.slots, self.accounting.groups, strict=True)
+            assert save.num_bytes == sum(len(slots) * g.bytes_per_token for slots, g in sizes)
+            firsts = [num_saved - len(slots) for slots in save.slots]
+            self.saved[sequence.seq_id] = num_saved, firsts
+        for save in plan.saves:
+            if save.sequence.num_tokens % 7 == 0:  # the disk is full
+                self.scheduler.lose(save.sequence)
+                del self.saved[save.sequence.seq_id]
+
+    def drain(self, next_token: NextToken) -> None:
         """To the end. Each step without news is bounded, so all of them are."""
         limit = self.num_steps + (self.max_model_len + 3) * sum(
             self.max_model_len + 1 - len(self._texts.get(s.seq_id, [])) for s in self.unfinished
@@ -162,16 +224,24 @@ class Watch:
         assert len(plan.chunks) <= self.max_num_seqs
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            assert 0 <= chunk.start < chunk.stop <= sequence.num_tokens
-            assert chunk.samples == (chunk.stop == sequence.num_tokens)
+            stop = chunk.stop - len(chunk.drafts)
+            assert 0 <= chunk.start < stop <= sequence.num_tokens
+            assert chunk.samples == (stop == sequence.num_tokens)
+            assert not chunk.drafts or chunk.stop < self.scheduler.limits.longest(sequence.request)
             assert self.accounting.num_tokens(sequence.seq_id) >= chunk.stop
             num_preemptions, reached = self._reached.get(sequence.seq_id, (-1, 0))
             if num_preemptions == sequence.num_preemptions:
                 assert chunk.start == reached, "it does not go on where it was"
             else:
                 self.check_skipped(chunk)
-        # First come, first served: those in the plan are the oldest that have not ended.
-        assert [c.sequence for c in plan.chunks] == self.unfinished[: len(plan.chunks)]
+        # Who runs and is not served comes after all others of its grade: the budget is used up.
+        served = {chunk.sequence.seq_id for chunk in plan.chunks}
+        unserved = [s for s in self.running if s.seq_id not in served]
+        assert not unserved or plan.num_tokens == self.budget
+        for sequence in unserved:
+            alike = [s for s in self.running if self.policy.grade(s) == self.policy.grade(sequence)]
+            later = alike[alike.index(sequence) :]
+            assert not served & {s.seq_id for s in later}, "a later one is served before it"
 
     def check_skipped(self, chunk: Chunk) -> None:
         """A sequence that begins, or begins anew, skips only what somebody like it has computed."""
@@ -179,21 +249,34 @@ class Watch:
         alike = [s for s in self.sequences if s.request.keys == sequence.request.keys]
         texts = [self._texts.get(s.seq_id, [])[: chunk.start] for s in alike]
         assert skipped in texts, "it skips what nobody has computed"
-        assert self.skips or not skipped
-        if not sequence.num_preemptions:
+        assert self.skips or len(skipped) == chunk.num_restored or sequence.index
+        if not sequence.num_preemptions and not sequence.index:
             assert sequence.num_cached_tokens == chunk.start
+        if chunk.num_restored:
+            num_saved, firsts = self.saved[sequence.seq_id]
+            assert num_saved == chunk.start, "it goes on elsewhere than where it was"
+            begin = chunk.start - chunk.num_restored
+            for number, (group, first) in enumerate(
+                zip(self.accounting.groups, firsts, strict=True)
+            ):
+                # What is brought back was saved, and there is room for it.
+                wanted = max(begin, group.live_start(chunk.start))
+                assert first <= wanted
+                slots = self.accounting.slots(number, sequence.seq_id, wanted, chunk.start)
+                assert (slots >= 0).all()
 
-    def note_computed(self, chunk: Chunk) -> None:
+    def note_computed(self, chunk: Chunk, num_kept: int) -> None:
         sequence, seq_id = chunk.sequence, chunk.sequence.seq_id
-        assert sequence.num_computed_tokens == chunk.stop
+        stop = chunk.stop - len(chunk.drafts) + num_kept
+        assert sequence.num_computed_tokens == stop
         if self._reached.get(seq_id, (-1, 0))[0] != sequence.num_preemptions:
             self.num_skipped[seq_id] += chunk.start
-        self._reached[seq_id] = sequence.num_preemptions, chunk.stop
+        self._reached[seq_id] = sequence.num_preemptions, stop
         most = len(self._texts.get(seq_id, []))
-        self.num_computed[seq_id] += chunk.stop - chunk.start
-        self.num_recomputed[seq_id] += max(0, min(chunk.stop, most) - chunk.start)
-        if chunk.stop > most:
-            self._texts[seq_id] = sequence.token_ids[: chunk.stop]
+        self.num_computed[seq_id] += stop - chunk.start
+        self.num_recomputed[seq_id] += max(0, min(stop, most) - chunk.start)
+        if stop > most:
+            self._texts[seq_id] = sequence.token_ids[:stop]
             self._steps_without_news = 0
 
     def check_end(self, sequence: Sequence) -> None:
@@ -201,7 +284,10 @@ class Watch:
         if sequence.finish_reason == "capacity":
             return
         # The last token's entry is never needed; the others were each computed or skipped.
-        assert self._reached[sequence.seq_id][1] == sequence.num_tokens - 1
+        first_token_of_a_sibling = sequence.index > 0 and sequence.num_output_tokens == 1
+        reached = self._reached.get(sequence.seq_id, (-1, sequence.num_tokens - 1))
+        assert reached[1] == sequence.num_tokens - 1
+        assert sequence.seq_id in self._reached or first_token_of_a_sibling
         if sequence.finish_reason == "stop":
             assert sequence.token_ids[-1] == EOS
         else:
@@ -279,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             capacity_bytes=capacity,
             page_bytes=page_bytes,
             enable_prefix_caching=draw(st.sampled_from([True] * 4 + [False])),
-            eviction_policy=draw(st.sampled_from(sorted(POLICIES))),
+            eviction_policy=draw(st.sampled_from(sorted(EVICTION_POLICIES))),
             max_capacity_bytes=self.most,
             **changed,
         )
@@ -292,6 +378,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark_bytes=draw(st.sampled_from([0, 0, 1, 3, 20])) * token_bytes,
             skips=make(self.groups, config).shares_blocks and config.enable_prefix_caching,
             staggered=changed.get("growth") == "staggered",
+            policy=draw(st.sampled_from(sorted(POLICIES))),
+            headroom=draw(st.booleans()),
+            swap_bytes=draw(st.sampled_from([0, 0, self.longest, 3 * self.longest])) * token_bytes,
         )
         self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS
         self.texts: list[list[int]] = [[]]
@@ -322,7 +411,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 Request(
                     request_id=self.next_seq,
                     prompt_token_ids=tuple(ids),
-                    params=SamplingParams(max_tokens=max_tokens),
+                    params=SamplingParams(max_tokens=max_tokens, n=1 + tail // 7 % 3),
                     keys=keys,
                     priority=tail % 3,
                 )
@@ -330,11 +419,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.next_seq += 1
 
     @precondition(lambda self: self.watch.unfinished)
-    @rule(num_steps=st.integers(1, 8) | st.integers(4, 20))
-    def step(self, num_steps: int) -> None:
+    @rule(
+        num_steps=st.integers(1, 8) | st.integers(4, 20),
+        num_drafts=st.sampled_from([0, 0, 1, 3]),
+    )
+    def step(self, num_steps: int, num_drafts: int) -> None:
         for _ in range(num_steps):
             if self.watch.scheduler.has_unfinished:
-                self.watch.step(self.next_token)
+                drafts = {s.seq_id: (1,) * num_drafts for s in self.watch.scheduler.decoding}
+                self.watch.step(self.next_token, drafts if num_drafts else NO_DRAFTS)
 
     @precondition(lambda self: self.watch.unfinished)
     @rule(which=st.integers(0, 7))
@@ -361,8 +454,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7))
     def fork(self, which: int) -> None:
         unfinished = self.watch.unfinished
-        seq_id = unfinished[which % len(unfinished)].seq_id
-        if isinstance(self.watch.accounting.fork(seq_id, -self.next_seq - 1), Fits):
+        sequence = unfinished[which % len(unfinished)]
+        seq_id = sequence.seq_id
+        if self.watch.holds(sequence) and isinstance(
+            self.watch.accounting.fork(seq_id, -self.next_seq - 1), Fits
+        ):
             self.disturb([*self.outside, -self.next_seq - 1])
 
     @precondition(lambda self: self.outside)
@@ -397,7 +493,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.watch.accounting.blocks
 
     def next_token(self, sequence: Sequence) -> int:
-        if sequence.num_output_tokens + 1 == self.ends[sequence.seq_id]:
+        if sequence.num_output_tokens + 1 == self.ends[sequence.request.request_id]:
             return EOS
         return 1 + sum(sequence.token_ids[-3:]) % 2
 

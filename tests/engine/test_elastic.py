@@ -359,7 +359,7 @@ class SmallHost(HostGauge):
 
 def fill(llm: LLM, num_bytes: int) -> None:
     """Cached-only blocks with content, without computing them."""
-    accounting, length = llm._accounting, llm.max_model_len
+    accounting, length = llm._kv.accounting, llm.max_model_len
     for number in range(num_bytes // (length * llm.spec.bytes_per_token)):
         seq_id = -2 - number
         accounting.add(seq_id)
@@ -368,7 +368,7 @@ def fill(llm: LLM, num_bytes: int) -> None:
         text = np.arange(length, dtype=np.int32) + number * length
         accounting.mark_computed([seq_id], [length], text)
         accounting.free(seq_id)
-        llm._storage.apply(accounting.drain())
+        llm._kv.carry_out()
 
 
 def test_a_real_neighbour_gets_the_memory() -> None:

@@ -14,13 +14,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from engine.scheduler_machine import SchedulerMachine, Watch
 from quire.blocks import Coordinator
+from quire.engine import scheduler
+from quire.engine.params import SamplingParams
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Request, SamplingParams, Sequence
+from quire.engine.scheduling.outcome import mark_computed
+from quire.engine.scheduling.room import Room
+from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.sequence import Request, Sequence
 from quire.spec import Group
 from quire.strategies import STRATEGIES, CacheConfig
 from quire.strategies.paged import PagedAccounting
 
-SETTINGS = settings(max_examples=45, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
 FULL = model_spec(layers_of("full", "bfloat16", wide=False)).groups
 WINDOW = model_spec(layers_of("full+sliding", "bfloat16", wide=False)).groups
 
@@ -35,41 +40,49 @@ def test_somebody_always_gets_on(option: str) -> None:
 
 def _wait_for_ever(self: Scheduler, sequence: Sequence, *_: Any) -> None:
     """Who finds no room in an empty cache is not ended."""
-    if sequence in self._running:
-        _preempt(self, sequence)
+    if sequence in self._queues.running:
+        _preempt(self, sequence, "nobody")
 
 
-def _to_the_tail(self: Scheduler, sequence: Sequence) -> None:
-    _preempt(self, sequence)
-    self._waiting.append(self._waiting.popleft())
+def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
+    _preempt(self, *arguments, **options)
+    self._queues.waiting.append(self._queues.waiting.pop(0))
 
 
-def _the_oldest_first(self: Scheduler, *arguments: Any, **options: Any) -> Any:
-    self._running.reverse()
-    chunk = _extend(self, *arguments, **options)
-    self._running.reverse()
-    return chunk
+def _the_first_makes_room(self: Scheduler, *arguments: Any, **options: Any) -> None:
+    self._queues.running.reverse()
+    _extend(self, *arguments, **options)
+    self._queues.running.reverse()
 
 
-def _a_token_too_far(self: Scheduler, chunks: Any) -> None:
-    _mark_computed(self, chunks)
-    for chunk in chunks[:1]:
+def _a_token_too_far(*arguments: Any) -> None:
+    mark_computed(*arguments)
+    for chunk in arguments[2][:1]:
         chunk.sequence.num_computed_tokens += not chunk.samples
 
 
-_preempt, _extend, _mark_computed = Scheduler._preempt, Scheduler._extend, Scheduler._mark_computed
-MUTATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "who never fits waits for ever": ("_end_for_lack_of_room", _wait_for_ever),
-    "who made room is served last": ("_preempt", _to_the_tail),
-    "the oldest makes room": ("_extend", _the_oldest_first),
-    "a token is skipped": ("_mark_computed", _a_token_too_far),
+def _a_token_more(self: Room, sequence: Sequence, *arguments: Any) -> Any:
+    """Swap is said to hold more than was saved."""
+    attempt = _first(self, sequence, *arguments)
+    if attempt.num_restored and attempt.stop > attempt.start + 1:
+        attempt.start, attempt.num_restored = attempt.start + 1, attempt.num_restored + 1
+    return attempt
+
+
+_preempt, _extend, _first = Scheduler._preempt, Scheduler._extend, Room._first
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "who never fits waits for ever": (Scheduler, "_end_for_lack_of_room", _wait_for_ever),
+    "who made room is served last": (Scheduler, "_preempt", _to_the_tail),
+    "the first makes room": (Scheduler, "_extend", _the_first_makes_room),
+    "a token is skipped": (scheduler, "mark_computed", _a_token_too_far),
+    "a token is restored that was not saved": (Room, "_first", _a_token_more),
+    "swap space is not given back": (SwapSpace, "release", lambda *_: None),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_scheduler_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, broken = MUTATIONS[mutation]
-    monkeypatch.setattr(Scheduler, name, broken)
+    monkeypatch.setattr(*MUTATIONS[mutation])
     one_failure = settings(
         SETTINGS,
         max_examples=300,
@@ -95,6 +108,8 @@ def watch(
     budget: int = 64,
     block_size: int = 4,
     page_bytes: int = 128,
+    policy: str = "fcfs",
+    headroom: bool = True,
 ) -> Watch:
     config = CacheConfig(
         max_model_len=max_model_len,
@@ -111,6 +126,8 @@ def watch(
         max_num_seqs=max_num_seqs,
         budget=budget,
         skips=strategy == "paged",
+        policy=policy,
+        headroom=headroom,
     )
 
 
@@ -233,7 +250,9 @@ def test_sequences_go_on_in_a_pool_that_shrinks_under_them() -> None:
 
 def test_thrash_is_bounded() -> None:
     """16 requests of 64 + 128 tokens in a pool of 1,024: vLLM computes 43.6 % of them again."""
-    one = watch(1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16)
+    one = watch(
+        1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16, headroom=False
+    )
     sequences = added(one, *[(64, 128)] * 16)
     one.drain(five)
     assert {s.finish_reason for s in sequences} == {"length"}

@@ -16,8 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, Watch
+from quire.engine.params import SamplingParams
+from quire.engine.plan import Sampled
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Request, SamplingParams, Sequence
+from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.spec import FullAttention, Group, SlidingWindow
 from quire.strategies import STRATEGIES, Accounting, CacheConfig
@@ -54,6 +56,9 @@ class Workload:
     growth_tokens: int = 8
     reserve: str = "max_model_len"
     caching: bool = True
+    headroom: bool = False
+    policy: str = "fcfs"
+    swap_tokens: int = 0
 
     def accounting(self) -> Accounting:
         groups = GROUPS[self.groups]
@@ -105,15 +110,21 @@ workloads = st.builds(
     growth_tokens=st.integers(1, 20),
     reserve=st.sampled_from(["max_model_len", "request"]),
     caching=st.sampled_from([True, True, False]),
+    headroom=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority", "shortest"]),
+    swap_tokens=st.sampled_from([0, 0, 30, 200]),
 )
 
 
-def request(seq_id: int, num_prompt_tokens: int, max_tokens: int, text: int = 0) -> Request:
+def request(
+    seq_id: int, num_prompt_tokens: int, max_tokens: int, text: int = 0, priority: int = 0
+) -> Request:
     first = 100 * text + 1
     return Request(
         request_id=seq_id,
         prompt_token_ids=tuple(range(first, first + num_prompt_tokens)),
         params=SamplingParams(max_tokens=max_tokens),
+        priority=priority,
     )
 
 
@@ -128,6 +139,9 @@ class Run(Watch):
             budget=workload.budget,
             skips=workload.strategy in ("paged", SHARED) and workload.caching,
             staggered=(workload.strategy, workload.growth) == ("growing", "staggered"),
+            headroom=workload.headroom,
+            policy=workload.policy,
+            swap_bytes=workload.swap_tokens * sum(g.bytes_per_token for g in GROUPS["hybrid"]),
         )
         self.arrivals = workload.arrivals
         self.num_arrived = 0
@@ -141,7 +155,7 @@ class Run(Watch):
             ):
                 self.arrive(self.arrivals[self.num_arrived])
             for sequence in self.sequences:
-                if self.arrivals[sequence.seq_id].abort_step == self.num_steps:
+                if self.arrivals[sequence.request.request_id].abort_step == self.num_steps:
                     self.abort(sequence)
             self.advance()
         assert all(s.finish_reason for s in self.sequences)
@@ -155,7 +169,8 @@ class Run(Watch):
 
     def arrive(self, arrival: Arrival) -> None:
         length = arrival.num_prompt_tokens
-        self.add(request(self.num_arrived, length, arrival.max_tokens, arrival.text))
+        priority = arrival.max_tokens % 3
+        self.add(request(self.num_arrived, length, arrival.max_tokens, arrival.text, priority))
         self.num_arrived += 1
 
     def advance(self) -> None:
@@ -166,7 +181,7 @@ class Run(Watch):
         self.assert_empty()
 
     def next_token(self, sequence: Sequence) -> int:
-        arrival = self.arrivals[sequence.seq_id]
+        arrival = self.arrivals[sequence.request.request_id]
         return EOS if sequence.num_output_tokens + 1 == arrival.eos_after else 5
 
 
@@ -306,7 +321,7 @@ def chunks_of_steps(scheduler: Scheduler) -> Iterator[list[tuple[int, int, int]]
     while scheduler.has_unfinished:
         plan = scheduler.plan()
         yield [(c.sequence.seq_id, c.start, c.stop) for c in plan.chunks]
-        scheduler.update(plan, [5] * len(plan.sampling))
+        scheduler.update(plan, [Sampled(token_ids=(5,))] * len(plan.draws))
         scheduler.check()
 
 
@@ -325,9 +340,9 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
 
 def test_a_prompt_begins_where_the_computed_tokens_of_another_end() -> None:
     scheduler = paged(capacity_tokens=100, budget=16).scheduler
-    first = scheduler.add(request(0, 20, 2))
-    second = scheduler.add(request(1, 20, 2))  # all but the last token can be skipped …
-    third = scheduler.add(request(2, 20, 1, text=1))  # … and nothing of another text
+    (first,) = scheduler.add(request(0, 20, 2))
+    (second,) = scheduler.add(request(1, 20, 2))  # all but the last token can be skipped …
+    (third,) = scheduler.add(request(2, 20, 1, text=1))  # … and nothing of another text
     assert list(chunks_of_steps(scheduler)) == [
         [(0, 0, 16)],
         [(0, 16, 20), (1, 16, 20)],
@@ -336,7 +351,7 @@ def test_a_prompt_begins_where_the_computed_tokens_of_another_end() -> None:
         [(2, 16, 20)],
     ]
     assert [s.num_cached_tokens for s in (first, second, third)] == [0, 16, 0]
-    fourth = scheduler.add(request(3, 20, 1))
+    (fourth,) = scheduler.add(request(3, 20, 1))
     assert list(chunks_of_steps(scheduler)) == [[(3, 19, 20)]]
     assert fourth.num_cached_tokens == 19
 

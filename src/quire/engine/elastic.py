@@ -12,13 +12,13 @@ import threading
 import weakref
 from dataclasses import dataclass
 
+from quire.engine.kv_cache import KVCache
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
 from quire.memory.governor import Decision, Governor, Reading
 from quire.memory.host.allocator import trim_allocator
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Resident
-from quire.strategies import Accounting, Storage
 
 _INTERVAL_S = 0.2
 
@@ -40,8 +40,7 @@ class Elastic:
 
     def __init__(
         self,
-        accounting: Accounting,
-        storage: Storage,
+        kv: KVCache,
         resident: Resident,
         scheduler: Scheduler,
         governor: Governor,
@@ -49,7 +48,7 @@ class Elastic:
     ) -> None:
         self.lock = threading.RLock()
         self._resident = resident
-        self._accounting, self._storage, self._scheduler = accounting, storage, scheduler
+        self._kv, self._scheduler = kv, scheduler
         self._governor, self._gauge = governor, gauge
         self._due_s = -math.inf  # when to look at the machine next
         self._busy_s = gauge.now_s()  # when there was something to do
@@ -62,8 +61,8 @@ class Elastic:
     @property
     def state(self) -> Elasticity:
         return Elasticity(
-            capacity_bytes=self._accounting.ceiling.capacity_bytes,
-            ceiling_bytes=self._accounting.ceiling.now_bytes,
+            capacity_bytes=self._kv.accounting.ceiling.capacity_bytes,
+            ceiling_bytes=self._kv.accounting.ceiling.now_bytes,
             num_shrinks=self._num_shrinks,
             returned_bytes=self._returned_bytes,
             num_preemptions=self._num_preemptions,
@@ -93,8 +92,8 @@ class Elastic:
             total_bytes=memory.total_bytes,
             available_bytes=memory.available_bytes,
             stalled_s=memory.stalled_s,
-            capacity_bytes=self._accounting.ceiling.capacity_bytes,
-            ceiling_bytes=self._accounting.ceiling.now_bytes,
+            capacity_bytes=self._kv.accounting.ceiling.capacity_bytes,
+            ceiling_bytes=self._kv.accounting.ceiling.now_bytes,
             committed_bytes=taken,
             idle_s=now_s - self._busy_s,
         )
@@ -129,7 +128,7 @@ class Elastic:
 
     def _carry_out(self, decision: Decision, before: int) -> None:
         if decision.drop_cached:
-            self._accounting.resize(0, for_now=True)
+            self._kv.accounting.resize(0, for_now=True)
         self._lower(decision.ceiling_bytes, preempt=decision.event == "pressure")
         if decision.event == "idle":
             trim_allocator()
@@ -141,12 +140,12 @@ class Elastic:
         if asked is None:
             return
         before = self._carried_out_bytes()
-        while self._accounting.resize(asked) > asked and self._preempt(spare_oldest=False):
+        while self._kv.accounting.resize(asked) > asked and self._preempt(spare_oldest=False):
             pass
         self._count(before, "the capacity was changed")
 
     def _lower(self, ceiling_bytes: int, *, preempt: bool) -> None:
-        while self._accounting.resize(ceiling_bytes, for_now=True) > ceiling_bytes and preempt:
+        while self._kv.accounting.resize(ceiling_bytes, for_now=True) > ceiling_bytes and preempt:
             preempt = self._preempt(spare_oldest=True)
 
     def _preempt(self, *, spare_oldest: bool) -> bool:
@@ -163,9 +162,9 @@ class Elastic:
 
     def _carried_out_bytes(self) -> int:
         """What is committed or kept when storage has done all that accounting has decided."""
-        self._storage.apply(self._accounting.drain())
-        self._resident.follow(self._accounting.ceiling.now_bytes)
-        return self._storage.memory.committed_bytes + self._resident.kept_bytes
+        self._kv.carry_out()
+        self._resident.follow(self._kv.accounting.ceiling.now_bytes)
+        return self._kv.memory.committed_bytes + self._resident.kept_bytes
 
 
 def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:

@@ -1,33 +1,186 @@
 """The loop: plan, run, sample, update. Read ``Engine.step`` first."""
 
+import logging
+import time
+from typing import Protocol
+
+from quire.engine.kv_cache import KVCache
+from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.runner import Runner
-from quire.engine.sampler import Sampler
-from quire.engine.scheduler import Scheduler, TokenOutput
+from quire.engine.sampling import Sampler
+from quire.engine.scheduler import NO_DRAFTS, Drafts, Scheduler
+from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import FinishReason, Sequence
+from quire.engine.swap_store import SwapStore
+from quire.errors import MemoryUnavailable
+from quire.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_NOTHING = StepPlan.of([])
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. A wrong guess costs the time to look at it, and nothing else."""
+
+    def propose(self, sequences: list[Sequence]) -> Drafts:
+        """Some tokens that may follow the last one, for some of these sequences, by id."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
 
 
 class Engine:
     """Sequences in, tokens out."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVCache,
+        runner: Runner,
+        sampler: Sampler,
+        drafter: Drafter | None = None,
+        swap: SwapStore | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         self.scheduler = scheduler
+        self._kv = kv
         self._runner = runner
         self._sampler = sampler
+        self.drafter = drafter
+        self._swap, self._clock = swap, clock
+        self._has_failed = False  # the last step
+        self._refused_at = (-1, 0)  # who was alone when there were no pages, and its tokens
 
     def step(self) -> list[TokenOutput]:
-        """One forward pass over whatever is due; what it did for each sequence that it served."""
-        plan = self.scheduler.plan()
-        tokens: list[int] = []
-        if plan.chunks:
-            logits = self._runner.run(plan)
-            tokens = self._sampler.sample(logits, plan.sampling)
-        outputs = self.scheduler.update(plan, tokens)
+        """One forward pass over whatever is due; what it did for each sequence that it served.
+
+        A sequence that cannot be computed ends with an error, and the others go on. Where the
+        system refuses pages that accounting counts on, or a step fails half-way, all begin anew in
+        an empty cache.
+
+        Raises: MemoryUnavailable if there is not even an address for that; whatever fails twice in
+        a row.
+        """
+        try:
+            outputs = self._step()
+            self._has_failed = False
+        except Exception as error:
+            if self._has_failed or isinstance(error, MemoryUnavailable):
+                raise
+            self._has_failed = True
+            log.exception("a step failed: every sequence begins anew")
+            self._begin_anew()
+            outputs = self.scheduler.update(_NOTHING, [])  # what is to be reported all the same
         for output in outputs:
             if output.finish_reason is not None:
-                self._sampler.forget(output.sequence)
+                self._forget(output.sequence)
+        self._drop_saved()
+        # Now, so that what the next plan has saved is where accounting says, and what ended is not
+        # held for another step.
+        self._kv.carry_out()
         return outputs
+
+    def _step(self) -> list[TokenOutput]:
+        if self._kv.refusal is not None:  # of what was decided since the last step
+            self._begin_with_less(_NOTHING, self._kv.refusal)
+        drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
+        plan = self.scheduler.plan(drafts)
+        self._swap_out(plan)
+        self._kv.carry_out()
+        if self._kv.refusal is not None:
+            self._begin_with_less(plan, self._kv.refusal)
+            plan = _NOTHING
+        plan = self._swap_in(plan)
+        started_s = self._clock()
+        try:
+            sampled = self._compute(plan)
+        except Exception as error:
+            log.warning("a step failed (%r): each of its sequences is computed alone", error)
+            plan, sampled = self._compute_one_by_one(plan)
+        self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), self._clock() - started_s)
+        return self.scheduler.update(plan, sampled)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """End a sequence between two steps. Does nothing if it has ended."""
         self.scheduler.finish(sequence, reason, detail)
+        self._forget(sequence)
+        self._drop_saved()
+
+    def close(self) -> None:
+        """Give back what is held outside of the cache."""
+        self._runner.forget_all()
+        if self._swap is not None:
+            self._swap.close()
+
+    def _compute(self, plan: StepPlan) -> list[Sampled]:
+        """What came of each draw. Done twice, it gives the same."""
+        if not plan.chunks:
+            return []
+        logits = self._runner.run(plan)
+        return self._sampler.sample(logits, plan)
+
+    def _compute_one_by_one(self, plan: StepPlan) -> tuple[StepPlan, list[Sampled]]:
+        """The part of a plan that can be computed; the scheduler hears of the rest."""
+        done: list[Chunk] = []
+        sampled: list[Sampled] = []
+        for chunk in plan.chunks:
+            try:
+                sampled += self._compute(StepPlan.of([chunk]))
+            except Exception as error:
+                log.exception("sequence %d cannot be computed", chunk.sequence.seq_id)
+                self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")
+            else:
+                done.append(chunk)
+        return StepPlan.of(done), sampled
+
+    def _begin_with_less(self, plan: StepPlan, error: Exception) -> None:
+        """Empty the cache, and let it become as large as it was: so much the system has.
+
+        Raises: MemoryUnavailable.
+        """
+        given = self._kv.memory.committed_bytes
+        log.warning("%s: every sequence begins anew, in %s", error, format_bytes(given))
+        if len(plan.chunks) == 1:
+            alone = plan.chunks[0].sequence
+            point = alone.seq_id, alone.num_tokens
+            if point == self._refused_at:  # it would come to the same point for ever
+                self.scheduler.fail(alone, str(error), "capacity")
+            self._refused_at = point
+        self._begin_anew()
+        self._kv.accounting.resize(given, for_now=True)
+
+    def _begin_anew(self) -> None:
+        """Everybody keeps its text and computes it again. Raises: MemoryUnavailable."""
+        self._kv.restart()
+        self.scheduler.restart(self._kv.accounting)
+
+    def _forget(self, sequence: Sequence) -> None:
         self._sampler.forget(sequence)
+        self._runner.forget(sequence)
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def _swap_out(self, plan: StepPlan) -> None:
+        """Save what preempted sequences have, before storage changes anything."""
+        if self._swap is not None:
+            for sequence in self._swap.save(plan.saves):
+                self.scheduler.lose(sequence)
+
+    def _swap_in(self, plan: StepPlan) -> StepPlan:
+        """Bring back what the plan counts on. Who cannot have it begins anew, in a later plan."""
+        back = [chunk for chunk in plan.chunks if chunk.num_restored]
+        lost = [chunk for chunk in back if self._swap is None or not self._swap.load(chunk)]
+        for chunk in lost:
+            self.scheduler.lose(chunk.sequence)
+        return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
+
+    def _drop_saved(self) -> None:
+        if self._swap is not None:
+            self._swap.forget(self.scheduler.swap.drain())

@@ -3,349 +3,396 @@
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and each
 step hands out tokens so that computed catches up. A sequence that has caught up gets its next token
 sampled. Room is taken while planning, so a plan can always be carried out.
+
+Who goes first is a ``policy``; who may come beside others, ``admission``; how room is asked for,
+``room``; who makes room for whom and how it comes back, ``preemption``.
 """
 
-from collections import deque
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Sequence as Several
 
-import numpy as np
-
+from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
+from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.outcome import append, mark_computed
+from quire.engine.scheduling.policy import POLICIES
+from quire.engine.scheduling.preemption import Preemption, SchedulerStats
+from quire.engine.scheduling.queues import Queues
+from quire.engine.scheduling.room import NoRoom, Room
+from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
+from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
-from quire.errors import RequestTooLong
-from quire.strategies import Accounting, Fits, Never, NotNow
+from quire.strategies import Accounting, Fits
 from quire.units import format_count
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Tokens [start, stop) of one sequence, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    samples: bool  # the step brings the sequence up to date, so that its next token is due
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One forward pass."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def sampling(self) -> list[Sequence]:
-        """Whose next token is due, in the order of the rows of logits."""
-        return [chunk.sequence for chunk in self.chunks if chunk.samples]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
-    """What a step did for one sequence: a token, or the news that it has ended, or both."""
-
-    sequence: Sequence
-    token_id: int | None
-    finish_reason: FinishReason | None
+__all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
 
 
 class Scheduler:
-    """First come, first served; the youngest makes room and recomputes later."""
+    """Serves sequences in the order of its policy; the last of them make room and go on later."""
 
     def __init__(
         self,
         accounting: Accounting,
+        limits: Limits,
         *,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        watermark_bytes: int = 0,
+        swap: SwapSpace | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        self.num_preemptions = 0
-        self._watermark_bytes = watermark_bytes
-        self._accounting = accounting
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._eos_token_ids = eos_token_ids
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in order of arrival
-        self._ended: list[Sequence] = []  # while planning: to be reported by update
+        self.num_draft_tokens = 0  # guesses that were computed …
+        self.num_accepted_tokens = 0  # … and that came true
+        self.limits = limits
+        self.swap = swap or SwapSpace()
+        policy = POLICIES[limits.policy]
+        self._grade = policy.grade
+        self._queues = Queues(policy)
+        self._room = Room(accounting, self.swap, limits)
+        self.costs = costs or Costs()
+        self._preemption = Preemption(policy, self.swap, self.costs)
+        self._admission = Admission(limits)
+        self._num_sequences = 0  # that have ever come
+        self._ended: list[Sequence] = []  # since the last update, to be reported by the next one
+        self._outputs: list[TokenOutput] = []  # of an update that has not come to its end
+        self._made_room: set[int] = set()  # in this plan
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._queues.num_waiting
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._preemption.stats.num_preemptions
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._preemption.stats
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running or self._ended)
+        queues = self._queues
+        return bool(queues.waiting or queues.running or self._ended or self._outputs)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences of which only the last token is to be computed, each by itself."""
+        return [
+            s
+            for s in self._queues.running
+            if s.num_computed_tokens == s.num_tokens - 1 and s.goes_its_own_way
+        ]
 
     def check_request(self, request: Request) -> None:
-        """Raises: RequestTooLong for a prompt that can never run.
+        """Raises: RequestTooLong for a prompt that can never run."""
+        self.limits.check_request(request, self._accounting)
 
-        It leaves no room for a token in max_model_len, or an empty cache could not hold it.
-        """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens >= self._max_model_len:
-            raise RequestTooLong(
-                f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
-                f"{format_count(self._max_model_len)}, with at least one to generate: shorten the "
-                f"prompt or raise max_model_len"
-            )
-        longest = self._longest(request)
-        verdict = self._accounting.could_hold(num_prompt_tokens, max_tokens=longest)
-        if isinstance(verdict, Never):
-            raise RequestTooLong(
-                f"the prompt of {format_count(num_prompt_tokens)} tokens can never run: {verdict}"
-            )
-
-    def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises: RequestTooLong."""
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request's continuations. Raises: RequestTooLong."""
         self.check_request(request)
-        sequence = Sequence(request)
-        self._announce(sequence)
-        self._waiting.append(sequence)
-        return sequence
+        first = self._num_sequences
+        self._num_sequences += request.params.n
+        leader, *siblings = (
+            Sequence(request, seq_id=first + index, index=index)
+            for index in range(request.params.n)
+        )
+        self._lead(leader, siblings)
+        return [leader, *siblings]
 
-    def plan(self) -> StepPlan:
-        """The next step. Its room is already taken; it may be empty if sequences only ended."""
-        budget = self._max_num_batched_tokens
-        chunks: list[Chunk] = []
-        preemptions_before = self.num_preemptions
-        index = 0
-        while budget and index < len(self._running):
-            chunks_due = self._chunks_due(index, budget)
-            fitting = self._accounting.try_extend_each(
-                [chunk.sequence.seq_id for chunk in chunks_due],
-                [chunk.stop for chunk in chunks_due],
-            )
-            chunks += chunks_due[:fitting]
-            budget -= sum(chunk.stop - chunk.start for chunk in chunks_due[:fitting])
-            index += fitting
-            if fitting == len(chunks_due):
-                break
-            chunk = self._extend(self._running[index], budget, may_preempt=True)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
-                index += 1
-            # Otherwise it has left the running ones, and the next has its index now.
-        # Room that somebody was just preempted for is not a newcomer's.
-        admitting = self.num_preemptions == preemptions_before
-        while admitting and budget and self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            chunk = self._extend(sequence, budget, may_preempt=False)
-            if chunk is not None:
-                self._running.append(self._waiting.popleft())
-                chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
-            elif sequence.finish_reason is None:
-                break
-        return StepPlan(chunks=tuple(chunks))
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
+        """The next step. Its room is already taken; it may be empty if sequences only ended.
 
-    def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenOutput]:
-        """Append the sampled tokens (one for each of ``plan.sampling``), free what has ended."""
-        self._mark_computed(plan.chunks)
-        outputs = [
+        ``drafts``: guesses at what comes next, by sequence id. They are left out where there is no
+        room for them.
+        """
+        step = Step(self.limits, drafts, self.limits.max_num_batched_tokens)
+        self._made_room.clear()
+        while step.budget and (newcomer := self._queues.first_to_come):
+            if newcomer.seq_id in self._made_room:
+                break
+            # First those who would not make room for it.
+            lost = self.num_preemptions
+            self._serve(step, at_most=self._grade(newcomer))
+            # Room that somebody was just preempted for is not a newcomer's.
+            if self.num_preemptions > lost or not step.budget or not self._admit(step, newcomer):
+                break
+        self._serve(step)
+        if not step.chunks and self._give_way():
+            return self.plan()
+        return StepPlan.of(step.chunks, saves=self._preemption.drain())
+
+    def update(self, plan: StepPlan, sampled: Several[Sampled]) -> list[TokenOutput]:
+        """Append the sampled tokens (of each of ``plan.draws``), free what has ended."""
+        draws = list(zip(plan.draws, sampled, strict=True))
+        num_kept = {
+            draw.sequence.seq_id: len(result.token_ids) - 1
+            for draw, result in draws
+            if draw.drafts and not result.error
+        }
+        self.num_draft_tokens += sum(len(draw.drafts) for draw in plan.draws)
+        self.num_accepted_tokens += sum(num_kept.values())
+        for draw, result in draws:
+            if result.error:
+                self.fail(draw.sequence, result.error)
+        mark_computed(self._accounting, self._preemption, plan.chunks, num_kept)
+        for draw, _ in draws:
+            self._part(draw.sequence)
+        self._outputs += [
             TokenOutput(sequence=ended, token_id=None, finish_reason=ended.finish_reason)
             for ended in self._ended
         ]
         self._ended.clear()
-        for sequence, token_id in zip(plan.sampling, token_ids, strict=True):
-            sequence.token_ids.append(token_id)
-            reason = self._finish_reason(sequence, token_id)
-            if reason is not None:
-                self.finish(sequence, reason)
-            outputs.append(TokenOutput(sequence=sequence, token_id=token_id, finish_reason=reason))
+        for draw, result in draws:
+            if draw.sequence.finish_reason is not None:
+                continue
+            appended = append(draw.sequence, result, self.limits)
+            self._outputs += appended
+            if appended and (reason := appended[-1].finish_reason) is not None:
+                self.finish(draw.sequence, reason)
+        outputs, self._outputs = self._outputs, []
         return outputs
+
+    def choose(self, sequence: Sequence, token_id: int) -> None:
+        """Go on with a token that was chosen outside."""
+        sequence.token_ids.append(token_id)
+        sequence.awaits_choice = False
+
+    def replace(self, sequence: Sequence, parent: Sequence) -> None:
+        """Drop a continuation and go on from where another one is, sharing what that one holds.
+
+        Between two steps. Both await a choice then.
+        """
+        self._queues.leave(sequence)
+        self._accounting.free(sequence.seq_id)
+        self.swap.release(sequence)
+        sequence.token_ids = list(parent.token_ids)
+        sequence.awaits_choice = parent.awaits_choice
+        self._branch(parent, sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """End a sequence, wherever it is, and free what it holds. A second call does nothing."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason, sequence.finish_detail = reason, detail
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+        if reason in ("stop", "length"):
+            self._admission.note_ended(sequence.num_output_tokens, reason)
+        if not self._queues.end(sequence):
+            return
+        if sequence.siblings:
+            heir, *others = self._queues.part(sequence)
+            self._lead(heir, others)
+        self.swap.release(sequence)
         self._accounting.free(sequence.seq_id)
+
+    def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
+        """End a sequence that cannot be computed; the next update reports it."""
+        if sequence.finish_reason is None:
+            self._ended.append(sequence)
+            self.finish(sequence, reason, detail)
 
     def finish_all(self, reason: FinishReason, detail: str = "") -> None:
         """End every sequence; there is nothing left to report."""
-        for sequence in [*self._running, *self._waiting]:
-            self.finish(sequence, reason, detail)
+        while everybody := self._queues.everybody:  # a leader that ends leaves an heir
+            for sequence in everybody:
+                self.finish(sequence, reason, detail)
         self._ended.clear()
 
     def preempt_youngest(self, *, spare_oldest: bool) -> bool:
         """Take a running sequence's room away between two steps; False if there is none to take.
 
-        With ``spare_oldest`` one goes on, so that somebody always does.
+        With ``spare_oldest`` one goes on, so that somebody always does. Nothing is saved of it:
+        that would take memory, where it is memory that is lacking.
         """
-        if len(self._running) <= spare_oldest:
+        running = self._queues.running
+        if len(running) <= spare_oldest:
             return False
         # The last one begins anew in one piece, or ends if it is too long for that now.
-        self._running[-1].needs_room_at_once = len(self._running) == 1
-        self._preempt(self._running[-1])
+        running[-1].needs_room_at_once = len(running) == 1
+        self._preempt(running[-1], "the machine", may_swap=False)
         return True
+
+    def lose(self, sequence: Sequence) -> None:
+        """What was saved of a sequence cannot be read: it has nothing computed, and goes back."""
+        self.swap.release(sequence)
+        if sequence in self._queues.running:
+            self._send_back(sequence)
+
+    def restart(self, accounting: Accounting) -> None:
+        """Everybody begins anew, in an empty cache; what is swapped out stays there."""
+        self._room.accounting = accounting
+        for save in self._preemption.drain():
+            self.swap.release(save.sequence)
+        for sequence in self._queues.all_wait():
+            self._announce(sequence)
 
     def check(self) -> None:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
-        for sequence in self._running:
+        self._queues.check()
+        for sequence in self._queues.running:
             held = self._accounting.num_tokens(sequence.seq_id)
             assert held >= sequence.num_computed_tokens, "a computed token is held nowhere"
-        for sequence in self._waiting:
+        for sequence in self._queues.waiting:
             assert not self._accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
-        assert len(self._running) <= self._max_num_seqs
+        self.swap.check(self._queues.everybody)
+        assert self.num_running <= self.limits.max_num_seqs
 
-    def _chunks_due(self, index: int, budget: int) -> list[Chunk]:
-        """What running sequences from ``index`` on have to compute, as far as the budget goes."""
-        chunks: list[Chunk] = []
-        for sequence in self._running[index:]:
-            start = sequence.num_computed_tokens
-            stop = min(sequence.num_tokens, start + budget)
-            chunks.append(_chunk(sequence, start, stop))
-            budget -= stop - start
-            if not budget:
-                break
-        return chunks
+    @property
+    def _accounting(self) -> Accounting:
+        return self._room.accounting
 
-    def _mark_computed(self, chunks: tuple[Chunk, ...]) -> None:
-        """These tokens are computed: full blocks of them may be shared from now on."""
-        if not chunks:
-            return
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens = chunk.stop
-        tokens = chain.from_iterable(c.sequence.token_ids[c.start : c.stop] for c in chunks)
-        self._accounting.mark_computed(
-            [chunk.sequence.seq_id for chunk in chunks],
-            [chunk.stop - chunk.start for chunk in chunks],
-            np.fromiter(tokens, np.int32),
-        )
+    # -- queues ----------------------------------------------------------------------------------
 
-    def _extend(self, sequence: Sequence, budget: int, *, may_preempt: bool) -> Chunk | None:
-        """Take room for the next chunk. None: the sequence waits, was preempted or has ended."""
-        hit = None
-        if not sequence.num_computed_tokens:
-            token_ids = np.array(sequence.token_ids, np.int32)
-            hit = self._accounting.match_prefix(sequence.seq_id, token_ids)
-        start = hit.num_tokens if hit else sequence.num_computed_tokens
-        stop = min(sequence.num_tokens, start + budget)
-        # Who comes anew beside others must find room for all that is already there to compute, or
-        # the others would soon have to make it; alone it may go as far as it can.
-        anew = hit is not None and bool(self._running)
-        while True:
-            room = sequence.num_tokens if sequence.needs_room_at_once else stop
-            verdict = self._accounting.try_extend(
-                sequence.seq_id,
-                room,
-                hit=hit,
-                promised_tokens=sequence.num_tokens if anew else 0,
-                kept_bytes=self._watermark_bytes if anew else 0,
-            )
-            if isinstance(verdict, Fits):
-                sequence.needs_room_at_once = False
-                sequence.num_computed_tokens = start
-                if hit and not sequence.num_preemptions:
-                    sequence.num_cached_tokens = hit.num_tokens
-                return _chunk(sequence, start, stop)
-            if self._running in ([], [sequence]) and self._lift_ceiling(verdict):
-                continue
-            if isinstance(verdict, Never) or not self._running:
-                # Nobody will make room. A window that moves in smaller steps holds less at once;
-                # what a hit holds may lie scattered over pages, so that less fits than would anew.
-                # If nothing helps, that is the end.
-                if room > start + 1 and not sequence.needs_room_at_once:
-                    stop = start + (stop - start) // 2
-                elif hit is not None and start:
-                    hit, start, stop = None, 0, min(sequence.num_tokens, budget)
-                elif sequence.needs_room_at_once and self._may_begin_again(sequence):
-                    sequence.needs_room_at_once = False
-                    sequence.began_again_at = sequence.num_tokens
-                else:
-                    self._end_for_lack_of_room(sequence, room, verdict)
-                    return None
-            elif not may_preempt:
-                return None
-            else:
-                victim = self._running[-1]
-                # Alone and yet without room: growing in place takes more than there is, as a copy
-                # into a larger buffer does. Begun anew in one piece it fits, or else never will.
-                victim.needs_room_at_once = len(self._running) == 1
-                self._preempt(victim)
-                if victim is sequence:
-                    return None
+    def _lead(self, leader: Sequence, siblings: list[Sequence]) -> None:
+        """Queue a sequence whose prompt others wait for."""
+        self._announce(leader)
+        self._queues.follow(leader, siblings)
+        self._queues.wait(leader)
 
-    def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
-        """Who is alone need not wait for the machine: a lowered ceiling gives way to it.
+    def _part(self, leader: Sequence) -> None:
+        """The prompt is computed: its siblings share it from now on, and go their own ways."""
+        for sibling in self._queues.part(leader):
+            sibling.num_cached_tokens = leader.num_cached_tokens
+            sibling.prompt_logprobs = leader.prompt_logprobs
+            self._branch(leader, sibling)
 
-        So somebody always gets on, and nobody ends for a shortage that will pass.
-        """
-        ceiling = self._accounting.ceiling
-        if isinstance(verdict, Never) or ceiling.now_bytes == ceiling.capacity_bytes:
-            return False
-        lacking = verdict.need_bytes + verdict.kept_bytes - verdict.free_bytes
-        if lacking > 0:
-            self._accounting.resize(ceiling.now_bytes + lacking, for_now=True)
-        return lacking > 0
+    def _branch(self, parent: Sequence, sequence: Sequence) -> None:
+        """Share what ``parent`` holds with a sequence of the same tokens; else it computes them."""
+        has_seat = parent in self._queues.running and self.num_running < self.limits.max_num_seqs
+        can_fork = self.limits.can_fork and has_seat
+        if can_fork and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
+            sequence.num_computed_tokens = parent.num_computed_tokens
+            sequence.most_computed_tokens = parent.num_computed_tokens
+            self._queues.run(sequence)
+        else:
+            self._begin(sequence)
 
-    def _may_begin_again(self, sequence: Sequence) -> bool:
-        """Whether it could come so far in chunks, and has not failed to at this very length."""
-        verdict = self._accounting.could_hold(
-            sequence.num_tokens, max_tokens=self._longest(sequence.request)
-        )
-        return isinstance(verdict, Fits) and sequence.began_again_at < sequence.num_tokens
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's room away. It goes to the head of the queue and recomputes."""
-        self.num_preemptions += 1
-        sequence.num_preemptions += 1
-        sequence.num_computed_tokens = 0
-        self._running.remove(sequence)
-        self._accounting.free(sequence.seq_id)
+    def _begin(self, sequence: Sequence) -> None:
+        """Let a sequence that holds nothing wait."""
         self._announce(sequence)
-        self._waiting.appendleft(sequence)
+        self._queues.wait(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
+        sequence.num_computed_tokens = 0
         self._accounting.add(
             sequence.seq_id,
-            max_tokens=self._longest(sequence.request),
+            max_tokens=self.limits.longest(sequence.request),
             keys=sequence.request.keys,
             priority=sequence.request.priority,
         )
 
-    def _longest(self, request: Request) -> int:
-        return min(request.max_tokens, self._max_model_len)
+    # -- a plan ----------------------------------------------------------------------------------
 
-    def _end_for_lack_of_room(
-        self, sequence: Sequence, num_tokens: int, verdict: Never | NotNow
-    ) -> None:
+    def _serve(self, step: Step, *, at_most: int | None = None) -> None:
+        """What running sequences have to compute, of grades up to ``at_most``."""
+        due = [
+            s
+            for s in self._queues.running
+            if s.seq_id not in step.served
+            and not s.awaits_choice
+            and (at_most is None or self._grade(s) <= at_most)
+        ]
+        while step.budget and due:
+            chunks = step.chunks_due(due)
+            fitting = self._accounting.try_extend_each(
+                [chunk.sequence.seq_id for chunk in chunks], [chunk.stop for chunk in chunks]
+            )
+            step.add(chunks[:fitting])
+            if fitting == len(chunks):
+                break
+            step.withdraw_drafts(self._accounting)  # before anybody makes room for what is certain
+            self._extend(step, due[fitting])
+            due = [s for s in due[fitting + 1 :] if s.seq_id not in self._made_room]
+
+    def _extend(self, step: Step, sequence: Sequence) -> None:
+        """Take room for a running sequence's next chunk; others make room for it, or it does."""
+        running = self._queues.running
+        while True:
+            answer = self._room.take(
+                sequence, step.budget, is_running=True, num_others=len(running) - 1, kept_bytes=0
+            )
+            if isinstance(answer, Chunk):
+                step.add([answer])
+                return
+            if answer.final:
+                self._end_for_lack_of_room(sequence, answer)
+                return
+            alone, place = len(running) == 1, running.index(sequence)
+            # The first one makes room for nobody, so that somebody always gets on.
+            victim = self._preemption.victim(running if alone else running[max(1, place) :])
+            # Alone and yet without room: growing in place takes more than there is, as a copy
+            # into a larger buffer does. Begun anew in one piece it fits, or else never will.
+            victim.needs_room_at_once = alone
+            self._preempt(victim, f"sequence {sequence.seq_id}")
+            if victim is sequence:
+                return
+
+    def _admit(self, step: Step, newcomer: Sequence) -> bool:
+        """Let one come that waits; those of a worse grade make room for it. False: it waits."""
+        running, grade = self._queues.running, self._grade(newcomer)
+        displaces = None
+        while True:
+            worse = [s for s in running if self._grade(s) > grade]
+            kept_bytes = self._admission.kept_bytes(
+                self._accounting,
+                newcomer,
+                running[: len(running) - len(worse)],
+                self._preemption.spare_bytes,
+            )
+            if self.num_running < self.limits.max_num_seqs:
+                answer = self._room.take(
+                    newcomer,
+                    step.budget,
+                    is_running=False,
+                    num_others=self.num_running,
+                    kept_bytes=kept_bytes,
+                )
+                if isinstance(answer, Chunk):
+                    newcomer.came_back = newcomer.num_preemptions > 0
+                    self._queues.leave(newcomer)
+                    self._queues.run(newcomer)
+                    step.add([answer])
+                    return True
+                if answer.final:
+                    self._end_for_lack_of_room(newcomer, answer)
+                    return True
+            if displaces is None:  # only if it comes in the end
+                displaces = bool(worse) and self._admission.could_displace(
+                    self._accounting, newcomer, worse, kept_bytes
+                )
+            if not worse or not displaces:
+                return False
+            step.withdraw_drafts(self._accounting)
+            self._preempt(self._preemption.victim(worse), f"sequence {newcomer.seq_id}")
+
+    def _give_way(self) -> bool:
+        """Nobody can be computed: one who awaits a choice makes room for one that it waits for.
+
+        False if nobody does both, wait and await nothing.
+        """
+        if not self._queues.running or self._queues.first_to_come is None:
+            return False
+        self._preempt(self._queues.running[-1], "one that it waits for")
+        return True
+
+    def _preempt(self, victim: Sequence, why: str, *, may_swap: bool = True) -> None:
+        """Take a sequence's room away. It goes back to the queue, and comes back later."""
+        self._preemption.take(victim, self._accounting, why, may_swap=may_swap)
+        self._made_room.add(victim.seq_id)
+        self._send_back(victim)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """From the running to the waiting ones, with nothing computed."""
+        self._queues.leave(sequence)
+        if sequence.lacks_prompt_logprobs:
+            sequence.prompt_logprobs = []
+        self._accounting.free(sequence.seq_id)
+        self._begin(sequence)
+
+    def _end_for_lack_of_room(self, sequence: Sequence, refusal: NoRoom) -> None:
         detail = (
-            f"no room for {format_count(num_tokens)} tokens, of "
-            f"{format_count(self._longest(sequence.request))} at most: {verdict}"
+            f"no room for {format_count(refusal.num_tokens)} tokens, of "
+            f"{format_count(self.limits.longest(sequence.request))} at most: {refusal.verdict}"
         )
-        self.finish(sequence, "capacity", detail)
-        self._ended.append(sequence)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        if token_id in self._eos_token_ids and not params.ignore_eos:
-            return "stop"
-        if sequence.num_output_tokens >= params.max_tokens:
-            return "length"
-        if sequence.num_tokens >= self._max_model_len:
-            return "length"
-        return None
-
-
-def _chunk(sequence: Sequence, start: int, stop: int) -> Chunk:
-    due = stop == sequence.num_tokens
-    return Chunk(sequence=sequence, start=start, stop=stop, samples=due)
+        self.fail(sequence, detail, "capacity")

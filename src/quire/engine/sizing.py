@@ -3,6 +3,7 @@
 import logging
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig
+from quire.engine.speculation.build import needs_with_draft
 from quire.errors import ConfigError
 from quire.memory import MemoryProvider
 from quire.memory.budget import make_ledger
@@ -11,9 +12,10 @@ from quire.memory.machine import Machine, read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import Footprint, footprint
 from quire.models.loader import LoadedModel
+from quire.models.recurrent import KEPT_STATES
 from quire.spec import ModelSpec, RecurrentState
 from quire.strategies import CacheConfig
-from quire.units import format_count
+from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +25,18 @@ _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
 _LATER_ADDRESS_BYTES = 512 * 2**20
 
 
-def kv_ledger(config: EngineConfig, loaded: LoadedModel, page_bytes: int) -> Ledger:
+def kv_ledger(
+    config: EngineConfig, loaded: LoadedModel, page_bytes: int, draft: LoadedModel | None = None
+) -> Ledger:
     """What the chosen rule allows on this machine, now that the model is loaded.
+
+    With a ``draft`` model it is for the KV memory of both.
 
     Raises: ConfigError for longer sequences than the model's.
     """
     needs = kv_needs(config, loaded.name, loaded.spec, footprint(loaded.model), page_bytes)
+    if draft is not None:
+        needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
     return ledger_for(config, needs, read_machine())
 
 
@@ -42,6 +50,21 @@ def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
         mode=config.memory_mode,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
+
+
+def token_bytes(config: EngineConfig, ledger: Ledger) -> int:
+    """What the states of recurrent layers leave of the KV memory.
+
+    Raises: ConfigError if that is nothing, or there is no KV memory at all.
+    """
+    left = ledger.require() - ledger.state_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"{format_bytes(ledger.kv_bytes)} of KV memory cannot hold the states of "
+            f"{config.max_num_seqs} sequences, {format_bytes(ledger.state_bytes)}: raise "
+            f"kv_cache_memory_bytes or lower max_num_seqs"
+        )
+    return left
 
 
 def kv_needs(
@@ -61,6 +84,7 @@ def kv_needs(
     whole = config.cache == "contiguous" and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
     num_groups = sum(not isinstance(group.spec, RecurrentState) for group in spec.groups) or 1
+    state_bytes = config.max_num_seqs * KEPT_STATES * spec.state_bytes
     num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
     return Needs(
         weights_bytes=own.weights_bytes,
@@ -70,8 +94,9 @@ def kv_needs(
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if config.cache == "virtual" else 1) * num_groups,
         context_tokens=longest,
-        least_bytes=least_tokens * spec.bytes_per_token,
-        most_bytes=_most_bytes(config, spec, longest, page_bytes),
+        least_bytes=least_tokens * spec.bytes_per_token + state_bytes,
+        most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
+        state_bytes=state_bytes,
     )
 
 

@@ -24,6 +24,7 @@ class Needs:
     addresses_per_byte: int = 1  # of KV: each group of layers reserves for the whole of it
     least_bytes: int  # of KV, below which nothing useful runs
     most_bytes: int | None = None  # of KV, above which nothing more can be used
+    state_bytes: int = 0  # of KV, for what recurrent layers keep: the same at any length
 
     @property
     def weights_to_come_bytes(self) -> int:
@@ -60,6 +61,7 @@ class Ledger:
     bound: str  # what decided: a limit of the machine, or an option
     room_bytes: int  # the most that KV memory could take here, by any rule
     room_source: str  # which limit of the machine says so
+    state_bytes: int = 0  # of KV memory, for recurrent states
     unused_bytes: int = 0  # that the rule would give above what can ever be used
     committed_whole: bool = False  # taken at the start, not as tokens come
     refusal: str | None = None
@@ -74,6 +76,8 @@ class Ledger:
         """The terms as text, a line each."""
         rows = [(term.label, term.num_bytes, term.source) for term in self.terms]
         rows.append((f"KV memory ({self.rule})", self.kv_bytes, self.bound))
+        if self.state_bytes:
+            rows.append(("of it for states", self.state_bytes, "recurrent layers × max_num_seqs"))
         rows.append(("the most that fits", max(0, self.room_bytes), self.room_source))
         width = max(len(label) for label, *_ in rows)
         return "\n".join(

@@ -114,6 +114,7 @@ def make_ledger(
         rule=rule,
         terms=terms,
         bound=bound,
+        state_bytes=needs.state_bytes,
         unused_bytes=unused,
         room_bytes=case.room_bytes,
         room_source=case.room[1].source,
@@ -208,7 +209,7 @@ def _mistralrs(case: _Case) -> _Offer:
 def _llamacpp(case: _Case) -> _Offer:
     """the context that was asked for, whole, if hint − allocated has it"""
     needs, (hint, source) = case.needs, case.machine.hint
-    asked = needs.context_tokens * needs.bytes_per_token
+    asked = needs.context_tokens * needs.bytes_per_token + needs.state_bytes
     allocated = max(case.machine.process_bytes, needs.counted_weights_bytes)
     terms = (
         Term(label="hint", num_bytes=hint, source=source),
@@ -218,8 +219,10 @@ def _llamacpp(case: _Case) -> _Offer:
     left = sum(term.num_bytes for term in terms)
     words = f"max_model_len={format_count(needs.context_tokens)} tokens, committed whole"
     label = "not asked for" if left >= asked else "asked for beyond"
-    shorter = min(left, case.lasting_bytes) // needs.bytes_per_token
-    helps = shorter >= 2 and shorter * needs.bytes_per_token >= needs.least_bytes
+    for_tokens = min(left, case.lasting_bytes) - needs.state_bytes
+    shorter = for_tokens // needs.bytes_per_token
+    least_bytes = needs.least_bytes - needs.state_bytes
+    helps = shorter >= 2 and shorter * needs.bytes_per_token >= least_bytes
     return _Offer(
         terms=(*terms, Term(label=label, num_bytes=asked - left, source=words)),
         bound="max_model_len",

@@ -1,0 +1,60 @@
+"""One accounting and its storage: the pair that decides and that carries out.
+
+Whoever needs both holds this, so that the pair can be replaced where storage could not follow.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from quire.memory import CountedMemory
+from quire.strategies import Accounting, Storage
+
+MakePair: TypeAlias = Callable[[], tuple[Accounting, Storage]]
+
+
+@final
+class KVCache:
+    """``refusal`` is why storage could not follow, if so: all that is left to do is ``restart``.
+
+    Raises: MemoryUnavailable if no addresses can be reserved.
+    """
+
+    def __init__(self, make: MakePair) -> None:
+        self._make = make
+        self.accounting, self.storage = make()
+        self.refusal: Exception | None = None
+
+    @property
+    def memory(self) -> CountedMemory:
+        """Bytes reserved, committed, at peak and given back, since the last restart."""
+        return self.storage.memory
+
+    def carry_out(self) -> None:
+        """End the accounting's step: storage does what was decided, or else there is a refusal."""
+        if self.refusal is None:
+            try:
+                self.storage.apply(self.accounting.drain())
+            except Exception as error:  # what it was, is lost
+                self.refusal = error
+
+    def require(self) -> None:
+        """Raises: what kept storage from following, MemoryUnavailable most of all."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    def restart(self) -> None:
+        """Give every page back and begin again with an empty pair.
+
+        The ceiling is where it was. Raises: MemoryUnavailable; then there is no storage any more.
+        """
+        ceiling = self.accounting.ceiling
+        self.storage.close()
+        self.accounting, self.storage = self._make()
+        self.refusal = None
+        self.accounting.resize(ceiling.capacity_bytes)
+        self.accounting.resize(ceiling.now_bytes, for_now=True)
+
+    def close(self) -> None:
+        """Give every page back, whatever is still to be done."""
+        self.accounting.drain()
+        self.storage.close()

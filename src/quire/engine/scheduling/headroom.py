@@ -1,0 +1,112 @@
+"""How much the running sequences will still grow, learned from the outputs that have ended.
+
+A newcomer is admitted only if, as far as can be told, everybody can run to the end beside it. So
+the question is how many bytes all of them together will hold at their peak: some grow while others
+end. How long an output becomes is told by those before it (Kaplan and Meier's estimate: what was
+cut off at its limit, or still runs, counts as *at least* so long), given how long it is already.
+
+Nothing here decides; a wrong guess costs a preemption, or a newcomer's wait.
+
+Source: the estimate of future need is that of LightLLM's past-future scheduler (Gong et al. 2025),
+with expectation and spread in place of drawn lengths.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+Shares: TypeAlias = npt.NDArray[np.float64]
+BytesAt: TypeAlias = Callable[[Counts], Counts]
+
+# Before anything is known, and for ever a little: a few outputs of very different lengths.
+_PRIOR_TOKENS = (32, 128, 512, 2048)
+_PRIOR_WEIGHT = 0.25  # of each
+_ENDLESS_WEIGHT = 0.25  # something is always longer than all that was seen
+_KEPT = 256  # outputs that are remembered …
+_DECAY = 0.99  # … each for so much less with every one that ends after it
+_SPREADS = 1.0  # standard deviations that are kept free beyond the expectation
+_NUM_MOMENTS = 32  # at which the need is looked at, besides those at which a limit is reached
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """The share of outputs that are longer than a number of tokens."""
+
+    lengths: Counts  # i64[N], ascending, unlike
+    shares: Shares  # f64[N + 1]: of outputs longer than those before the i-th length
+
+    def __call__(self, num_tokens: Counts) -> Shares:
+        """Beyond all that is known, as long again is as likely as not."""
+        longest = self.lengths[-1]
+        share = self.shares[np.searchsorted(self.lengths, num_tokens, "right")]
+        result: Shares = share * (longest / np.maximum(num_tokens, longest))
+        return result
+
+
+class OutputLengths:
+    """The outputs that have ended, the latest ones weighing most."""
+
+    def __init__(self) -> None:
+        self._lengths = np.zeros(_KEPT, np.int64)
+        self._ended = np.zeros(_KEPT, bool)  # by itself; otherwise it was cut off there
+        self._count = 0
+
+    def note(self, num_tokens: int, *, cut_off: bool) -> None:
+        place = self._count % _KEPT
+        self._lengths[place], self._ended[place] = num_tokens, not cut_off
+        self._count += 1
+
+    def survival(self, running: Counts) -> Survival:
+        """As it looks now; ``running``: i64[S], how long outputs are that have not ended."""
+        known = min(self._count, _KEPT)
+        ages = (self._count - 1 - np.arange(known)) % _KEPT
+        lengths = np.concatenate([_PRIOR_TOKENS, self._lengths[:known], running])
+        ended = np.concatenate([np.ones(4, bool), self._ended[:known], np.zeros(len(running))])
+        weights = np.concatenate([np.full(4, _PRIOR_WEIGHT), _DECAY**ages, np.ones(len(running))])
+        distinct, which = np.unique(lengths, return_inverse=True)
+        there = np.bincount(which, weights)
+        at_least = np.cumsum(there[::-1])[::-1] + _ENDLESS_WEIGHT
+        ends = np.bincount(which, weights * ended) / at_least
+        return Survival(distinct, np.concatenate([[1.0], np.cumprod(1 - ends)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospects:
+    """Sequences side by side, an entry each: i64[S]."""
+
+    num_tokens: Counts  # that each has, and will hold at the end of this step
+    num_output: Counts  # … of them generated
+    most_output: Counts  # … that it may generate at most
+    sure: npt.NDArray[np.bool_]  # nothing but that limit ends it
+    has_room: npt.NDArray[np.bool_]  # it runs; the others are still to come
+    held_bytes: Counts  # what it holds now, by itself, or when it has come …
+    freed_bytes: Counts  # … and what of that goes back if it ends, since nobody shares it
+
+
+def growth_bytes(prospects: Prospects, survival: Survival, bytes_at: BytesAt) -> int:
+    """Bytes by which these sequences together will exceed what they hold now, at their peak.
+
+    Each gets one token a step. ``bytes_at`` maps i64[S, T] tokens to bytes.
+    """
+    output = prospects.num_output[:, None]  # [S, 1]
+    left = prospects.most_output - prospects.num_output - 1  # steps after this one, at most
+    moments = _moments(left)  # [T]
+    there = survival(output + moments) / survival(output)
+    there = np.where(prospects.sure[:, None], 1.0, there) * (moments <= left[:, None])
+    tokens = prospects.num_tokens[:, None] + np.minimum(moments, left.clip(0)[:, None])
+    more = bytes_at(tokens) - prospects.held_bytes[:, None]
+    freed = prospects.freed_bytes[:, None]
+    expected = (there * (more + freed) - freed).sum(axis=0)
+    spread = np.sqrt((there * (1 - there) * (more + freed) ** 2.0).sum(axis=0))  # no i64 holds it
+    return max(0, int((expected + _SPREADS * spread).max()))
+
+
+def _moments(left: Counts) -> Counts:
+    """Steps from now on at which the need may be greatest: before a limit, and some between."""
+    horizon = max(1, int(left.max()))
+    between = np.geomspace(1, horizon, _NUM_MOMENTS).astype(np.int64)
+    return np.unique(np.concatenate([[0], left.clip(0), between]))

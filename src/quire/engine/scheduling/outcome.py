@@ -1,0 +1,72 @@
+"""What came of a step: which tokens are in the cache now, and which were appended."""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+import numpy as np
+
+from quire.engine.plan import Chunk, Sampled, TokenOutput
+from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.preemption import Preemption
+from quire.engine.sequence import Sequence
+from quire.strategies import Accounting
+
+
+def mark_computed(
+    accounting: Accounting,
+    preemption: Preemption,
+    chunks: Iterable[Chunk],
+    num_kept: Mapping[int, int],
+) -> None:
+    """These tokens are computed: full blocks of them may be shared from now on.
+
+    ``num_kept``: how many of a chunk's drafts hold, by sequence id.
+    """
+    going_on = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
+    if not going_on:
+        return
+    counts: list[int] = []
+    for chunk in going_on:
+        sequence, stop = chunk.sequence, chunk.stop
+        if chunk.drafts:
+            stop += num_kept[sequence.seq_id] - len(chunk.drafts)
+            if stop < chunk.stop:
+                accounting.trim(sequence.seq_id, stop)
+        sequence.num_computed_tokens = stop
+        preemption.note_computed(chunk, stop, accounting.groups)
+        counts.append(stop - chunk.start + chunk.num_restored)
+    tokens = chain.from_iterable(
+        chunk.new_token_ids[:count] for chunk, count in zip(going_on, counts, strict=True)
+    )
+    accounting.mark_computed(
+        [chunk.sequence.seq_id for chunk in going_on], counts, np.fromiter(tokens, np.int32)
+    )
+
+
+def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOutput]:
+    """Append what was sampled, as far as the sequence goes on; the last output says if it ends."""
+    if sequence.request.chosen_outside:
+        sequence.awaits_choice = True
+        seen = TokenOutput(
+            sequence=sequence, token_id=None, finish_reason=None, logprobs=result.logprobs[0]
+        )
+        return [seen]
+    outputs: list[TokenOutput] = []
+    for place, token_id in enumerate(result.token_ids):
+        sequence.token_ids.append(token_id)
+        reason = limits.finish_reason(sequence, token_id)
+        is_text = reason != "stop"
+        if reason is None and result.ends and place == len(result.token_ids) - 1:
+            reason = "stop"
+        outputs.append(
+            TokenOutput(
+                sequence=sequence,
+                token_id=token_id,
+                is_text=is_text,
+                finish_reason=reason,
+                logprobs=result.logprobs[place] if result.logprobs else None,
+            )
+        )
+        if reason is not None:
+            break
+    return outputs

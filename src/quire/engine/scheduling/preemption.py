@@ -1,0 +1,127 @@
+"""Whose room is taken, how it is to come back, and what that costs.
+
+The last one by rank makes room, with one exception: who has just come back is spared while there is
+another choice, or it would be computed again and again. Its entries are lost, or saved if that is
+the cheaper way; every victim is logged with its cost.
+"""
+
+import logging
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+
+from quire.engine.plan import Chunk, Save
+from quire.engine.scheduling.policy import Policy
+from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.sequence import Sequence
+from quire.spec import Group, RecurrentState
+from quire.strategies import Accounting
+from quire.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """What making room has cost since the start, and how much swap space is in use."""
+
+    num_preemptions: int = 0
+    num_swaps: int = 0  # of them by saving the entries
+    num_recomputed_tokens: int = 0  # computed before, lost, and computed again
+    saved_bytes: int = 0  # swapped out …
+    loaded_bytes: int = 0  # … and in
+    swap_used_bytes: int = 0  # now
+
+
+class Preemption:
+    """Chooses victims and keeps the books. Queues and room are the scheduler's."""
+
+    def __init__(self, policy: Policy, swap: SwapSpace, costs: Costs) -> None:
+        self.swap, self.costs = swap, costs
+        self._policy = policy
+        self._stats = SchedulerStats()
+        self._saves: list[Save] = []  # since ``drain``
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return replace(self._stats, swap_used_bytes=self.swap.used_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Room elsewhere for who lacks it here, if going there is cheaper than computing again."""
+        return self.swap.free_bytes if self.costs.swap_pays else 0
+
+    def victim(self, candidates: Several[Sequence]) -> Sequence:
+        """Who makes room, of these in their order."""
+        worst = self._policy.grade(candidates[-1])
+        choice = [s for s in candidates if self._policy.grade(s) == worst]
+        victim = next((s for s in reversed(choice) if not s.came_back), choice[-1])
+        for sequence in choice:  # it has been spared once
+            sequence.came_back = False
+        return victim
+
+    def take(self, victim: Sequence, accounting: Accounting, why: str, *, may_swap: bool) -> None:
+        """Note that a sequence loses its room; the caller takes it. Says how it comes back."""
+        num_tokens = victim.num_computed_tokens
+        tokens = readable_tokens(accounting.groups, 0, num_tokens)
+        size = num_bytes(accounting.groups, tokens)
+        swap_s, recompute_s = self.costs.swap_s(size), self.costs.recompute_s(num_tokens)
+        swaps = (
+            may_swap
+            and 0 < size <= self.swap.free_bytes
+            and swap_s < recompute_s
+            and not victim.lacks_prompt_logprobs  # for which its tokens are computed again anyway
+            and not any(isinstance(group.spec, RecurrentState) for group in accounting.groups)
+        )
+        log.info(
+            "sequence %d makes room for %s: %d tokens, %s; %s, %.3g s (to recompute them: %.3g s, "
+            "to swap: %.3g s with %s of swap space free)",
+            victim.seq_id,
+            why,
+            num_tokens,
+            format_bytes(size),
+            "swap" if swaps else "recompute",
+            swap_s if swaps else recompute_s,
+            recompute_s,
+            swap_s,
+            format_bytes(self.swap.free_bytes),
+        )
+        victim.num_preemptions += 1
+        self._add(num_preemptions=1, num_swaps=int(swaps), saved_bytes=swaps * size)
+        if swaps:
+            self.swap.take(victim, size)
+            slots = tuple(
+                accounting.slots(group, victim.seq_id, of.start, of.stop)
+                for group, of in enumerate(tokens)
+            )
+            self._saves.append(Save(sequence=victim, slots=slots, num_bytes=size))
+
+    def note_computed(self, chunk: Chunk, stop: int, groups: tuple[Group, ...]) -> None:
+        """A chunk is computed up to ``stop``, perhaps not for the first time."""
+        sequence, most = chunk.sequence, chunk.sequence.most_computed_tokens
+        if chunk.start < most:
+            self._add(num_recomputed_tokens=min(stop, most) - chunk.start)
+        sequence.most_computed_tokens = max(stop, most)
+        if chunk.num_restored:
+            readable = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
+            self._add(loaded_bytes=num_bytes(groups, readable))
+            self.swap.release(sequence)
+
+    def drain(self) -> tuple[Save, ...]:
+        """What is to be saved before storage changes anything."""
+        saves, self._saves = tuple(self._saves), []
+        return saves
+
+    def _add(self, **more: int) -> None:
+        changed = {name: getattr(self._stats, name) + count for name, count in more.items()}
+        self._stats = replace(self._stats, **changed)
+
+
+def readable_tokens(groups: tuple[Group, ...], start: int, stop: int) -> list[range]:
+    """Those of the tokens [start, stop) that a later one can still read, in each group."""
+    return [range(max(start, group.live_start(stop)), stop) for group in groups]
+
+
+def num_bytes(groups: tuple[Group, ...], tokens: list[range]) -> int:
+    """Of so many tokens in each group."""
+    pairs = zip(groups, tokens, strict=True)
+    return sum(group.bytes_per_token * len(of) for group, of in pairs)

@@ -1,0 +1,135 @@
+"""Room for what a sequence computes next: how it is asked for, and what helps where it is refused.
+
+Nobody is preempted here; the scheduler does that where ``NoRoom`` leaves it a choice.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.engine.plan import Chunk
+from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.sequence import Sequence
+from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRoom:
+    """A refusal; nothing has changed. ``final``: nobody's room would help."""
+
+    verdict: NotNow | Never
+    num_tokens: int
+    final: bool
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is asked for: tokens up to ``stop``, the first ``start`` of them without computing."""
+
+    start: int
+    stop: int
+    hit: PrefixHit | None = None
+    num_restored: int = 0  # of the first ones, behind the hit, from swap
+
+    def chunk(self, sequence: Sequence) -> Chunk:
+        return Chunk(
+            sequence=sequence,
+            start=self.start,
+            stop=self.stop,
+            num_restored=self.num_restored,
+            samples=self.stop == sequence.num_tokens,
+        )
+
+
+class Room:
+    """Asks the accounting."""
+
+    def __init__(self, accounting: Accounting, swap: SwapSpace, limits: Limits) -> None:
+        self.accounting = accounting
+        self._swap = swap
+        self._limits = limits
+
+    def take(
+        self, sequence: Sequence, budget: int, *, is_running: bool, num_others: int, kept_bytes: int
+    ) -> Chunk | NoRoom:
+        """Room for a sequence's next chunk.
+
+        ``num_others`` run beside it. ``kept_bytes`` stay free if it comes anew.
+        """
+        attempt = self._first(sequence, budget)
+        # Who comes anew beside others must find room for all that is already there to compute, or
+        # the others would soon have to make it; alone it may go as far as it can.
+        anew = not sequence.num_computed_tokens and num_others > 0
+        while True:
+            num_tokens = sequence.num_tokens if sequence.needs_room_at_once else attempt.stop
+            verdict = self.accounting.try_extend(
+                sequence.seq_id,
+                num_tokens,
+                hit=attempt.hit,
+                external_tokens=attempt.num_restored,
+                promised_tokens=sequence.num_tokens if anew else 0,
+                kept_bytes=kept_bytes if anew else 0,
+            )
+            if isinstance(verdict, Fits):
+                return self._taken(sequence, attempt)
+            if not num_others and self._lift_ceiling(verdict):
+                continue
+            nobody_helps = isinstance(verdict, Never) or not (is_running or num_others)
+            if not nobody_helps or not self._ask_for_less(sequence, attempt, budget):
+                return NoRoom(verdict=verdict, num_tokens=num_tokens, final=nobody_helps)
+
+    def _first(self, sequence: Sequence, budget: int) -> _Attempt:
+        start, hit, num_restored = sequence.num_computed_tokens, None, 0
+        if not start and not sequence.lacks_prompt_logprobs:  # which nobody has kept
+            token_ids = np.array(sequence.token_ids, np.int32)
+            hit = self.accounting.match_prefix(sequence.seq_id, token_ids)
+            num_restored = max(0, sequence.num_saved_tokens - hit.num_tokens)
+            start = hit.num_tokens + num_restored
+        return _Attempt(start, min(sequence.num_tokens, start + budget), hit, num_restored)
+
+    def _taken(self, sequence: Sequence, attempt: _Attempt) -> Chunk:
+        sequence.needs_room_at_once = False
+        sequence.num_computed_tokens = attempt.start
+        if attempt.hit and not sequence.num_preemptions:
+            sequence.num_cached_tokens = attempt.hit.num_tokens
+        if not attempt.num_restored:  # what was saved is cached all the same, or of no use
+            self._swap.release(sequence)
+        return attempt.chunk(sequence)
+
+    def _ask_for_less(self, sequence: Sequence, attempt: _Attempt, budget: int) -> bool:
+        """What may still help where nobody will make room; False if nothing does.
+
+        A window that moves in smaller steps holds less at once; what a hit holds may lie scattered
+        over pages, so that less fits than would anew; what was saved comes back in one piece.
+        """
+        if attempt.stop > attempt.start + 1 and not sequence.needs_room_at_once:
+            attempt.stop = attempt.start + (attempt.stop - attempt.start) // 2
+        elif attempt.hit is not None and attempt.start:
+            attempt.hit, attempt.num_restored, attempt.start = None, 0, 0
+            attempt.stop = min(sequence.num_tokens, budget)
+        elif sequence.needs_room_at_once and self._may_begin_again(sequence):
+            sequence.needs_room_at_once = False
+            sequence.began_again_at = sequence.num_tokens
+        else:
+            return False
+        return True
+
+    def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
+        """Who is alone need not wait for the machine: a lowered ceiling gives way to it.
+
+        So somebody always gets on, and nobody ends for a shortage that will pass.
+        """
+        ceiling = self.accounting.ceiling
+        if isinstance(verdict, Never) or ceiling.now_bytes == ceiling.capacity_bytes:
+            return False
+        lacking = verdict.need_bytes + verdict.kept_bytes - verdict.free_bytes
+        if lacking > 0:
+            self.accounting.resize(ceiling.now_bytes + lacking, for_now=True)
+        return lacking > 0
+
+    def _may_begin_again(self, sequence: Sequence) -> bool:
+        """Whether it could come so far in chunks, and has not failed to at this very length."""
+        longest = self._limits.longest(sequence.request)
+        verdict = self.accounting.could_hold(sequence.num_tokens, max_tokens=longest)
+        return isinstance(verdict, Fits) and sequence.began_again_at < sequence.num_tokens

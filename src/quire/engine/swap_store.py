@@ -1,0 +1,242 @@
+"""Where saved entries are while their sequences wait: host memory, or a file.
+
+Entries are kept as they are stored, codes with their scales, so that they come back bit for bit.
+Who is saved, and how much there may be, the scheduler decides (``scheduling.swap``). What fails
+here costs a computation and is logged; it ends nothing.
+"""
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from quire.engine.kv_cache import KVCache
+from quire.engine.plan import Chunk, Save
+from quire.engine.scheduling.preemption import readable_tokens
+from quire.engine.scheduling.swap import Clock, Costs
+from quire.engine.sequence import Sequence
+from quire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_TRIAL_BYTES = 2**20
+Parts: TypeAlias = list[Tensor]  # of one layer, tokens first
+
+
+class Shelf(Protocol):
+    """Keeps the entries of a sequence. Raises: OSError, MemoryError where it cannot."""
+
+    def put(self, seq_id: int, layers: list[Parts]) -> None: ...
+
+    def get(self, seq_id: int) -> list[Parts]: ...
+
+    def drop(self, seq_id: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@final
+class MemoryShelf:
+    """In host memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Parts]] = {}
+
+    def put(self, seq_id: int, layers: list[Parts]) -> None:
+        self._kept[seq_id] = layers
+
+    def get(self, seq_id: int) -> list[Parts]:
+        return self._kept[seq_id]
+
+    def drop(self, seq_id: int) -> None:
+        self._kept.pop(seq_id, None)
+
+    def close(self) -> None:
+        self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where a tensor is in the file, and what it was."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@final
+class FileShelf:
+    """In a file that has no name any more once it is open, so that it never outlives the process.
+
+    It is as large as the most that was saved at once: what is dropped is written over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: OSError."""
+        self._file, path = tempfile.mkstemp(dir=folder, prefix="quire-swap-")
+        os.unlink(path)
+        self._kept: dict[int, list[list[_Piece]]] = {}
+        self._holes: list[range] = []
+        self._end = 0
+
+    def put(self, seq_id: int, layers: list[Parts]) -> None:
+        size = sum(part.nbytes for parts in layers for part in parts)
+        offset = place = self._reserve(size)
+        kept: list[list[_Piece]] = []
+        try:
+            for parts in layers:
+                kept.append([])
+                for part in parts:
+                    self._write(offset, part)
+                    kept[-1].append(_Piece(offset, part.shape, part.dtype))
+                    offset += part.nbytes
+        except OSError:
+            self._give_back(range(place, place + size))
+            raise
+        self._kept[seq_id] = kept
+
+    def get(self, seq_id: int) -> list[Parts]:
+        return [[self._read(piece) for piece in pieces] for pieces in self._kept[seq_id]]
+
+    def drop(self, seq_id: int) -> None:
+        pieces = [piece for pieces in self._kept.pop(seq_id, []) for piece in pieces]
+        if pieces:
+            last = pieces[-1]
+            self._give_back(range(pieces[0].offset, last.offset + last.num_bytes))
+
+    def close(self) -> None:
+        self._kept.clear()
+        os.close(self._file)
+
+    def _write(self, offset: int, part: Tensor) -> None:
+        data = part.contiguous().view(-1).view(torch.uint8).numpy().data
+        while len(data):  # the system may take less at once
+            written = os.pwrite(self._file, data, offset)
+            data, offset = data[written:], offset + written
+
+    def _read(self, piece: _Piece) -> Tensor:
+        data = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        rest, offset = data.numpy().data, piece.offset
+        while len(rest):
+            count = os.preadv(self._file, [rest], offset)
+            if not count:
+                raise OSError("the swap file ends too early")
+            rest, offset = rest[count:], offset + count
+        return data.view(piece.dtype).view(piece.shape)
+
+    def _reserve(self, size: int) -> int:
+        """The first hole that is large enough, or the end."""
+        for place, hole in enumerate(self._holes):
+            if len(hole) >= size:
+                self._holes[place] = range(hole.start + size, hole.stop)
+                return hole.start
+        self._end += size
+        return self._end - size
+
+    def _give_back(self, hole: range) -> None:
+        """Make one hole of it and its neighbours; the file ends before the last one."""
+        holes = sorted([*(h for h in self._holes if h), hole], key=lambda h: h.start)
+        self._holes = []
+        for each in holes:
+            if self._holes and self._holes[-1].stop == each.start:
+                each = range(self._holes.pop().start, each.stop)
+            self._holes.append(each)
+        if self._holes[-1].stop == self._end:
+            self._end = self._holes.pop().start
+            os.ftruncate(self._file, self._end)
+
+
+@final
+class SwapStore:
+    """Moves entries between the cache and a shelf, and measures how long that takes."""
+
+    def __init__(self, kv: KVCache, shelf: Shelf, costs: Costs, clock: Clock) -> None:
+        self._kv, self._shelf, self._costs, self._clock = kv, shelf, costs, clock
+        self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
+        self._measure()
+
+    def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        """Copy these out, before storage changes anything. Returns those that were not saved."""
+        failed: list[Sequence] = []
+        for save in saves:
+            start_s = self._clock()
+            try:
+                layers = [
+                    self._kv.storage.save(layer, torch.from_numpy(slots))
+                    for group, slots in zip(self._kv.accounting.groups, save.slots, strict=True)
+                    for layer in group.layers
+                ]
+                self._shelf.put(save.sequence.seq_id, layers)
+            except (OSError, MemoryError, RuntimeError) as error:
+                log.warning("sequence %d is not swapped out: %s", save.sequence.seq_id, error)
+                failed.append(save.sequence)
+                continue
+            self._costs.note_saved(save.num_bytes, self._clock() - start_s)
+            stop = save.sequence.num_saved_tokens
+            self._firsts[save.sequence.seq_id] = tuple(stop - len(slots) for slots in save.slots)
+        return failed
+
+    def load(self, chunk: Chunk) -> bool:
+        """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
+        seq_id, start_s, size = chunk.sequence.seq_id, self._clock(), 0
+        groups = self._kv.accounting.groups
+        wanted = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
+        try:
+            saved = iter(self._shelf.get(seq_id))
+            for number, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
+                slots = self._kv.accounting.slots(number, seq_id, tokens.start, tokens.stop)
+                skipped = tokens.start - self._firsts[seq_id][number]
+                for layer in group.layers:
+                    parts = [part[skipped:] for part in next(saved)]
+                    self._kv.storage.load(layer, torch.from_numpy(slots), parts)
+                    size += sum(part.nbytes for part in parts)
+        except (OSError, MemoryError, RuntimeError) as error:
+            log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
+            return False
+        if size:
+            self._costs.note_loaded(size, self._clock() - start_s)
+        return True
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Nobody needs what was saved of these."""
+        for seq_id in seq_ids:
+            self._firsts.pop(seq_id, None)
+            self._shelf.drop(seq_id)
+
+    def close(self) -> None:
+        self._shelf.close()
+
+    def _measure(self) -> None:
+        """A first guess at what a byte costs. Raises: OSError."""
+        trial = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8)
+        moments = [self._clock()]
+        self._shelf.put(-1, [[trial.clone()]])
+        moments.append(self._clock())
+        trial.copy_(self._shelf.get(-1)[0][0])
+        moments.append(self._clock())
+        self._shelf.drop(-1)
+        self._costs.note_saved(_TRIAL_BYTES, moments[1] - moments[0])
+        self._costs.note_loaded(_TRIAL_BYTES, moments[2] - moments[1])
+
+
+def make_swap_store(
+    kv: KVCache, swap_path: str | None, costs: Costs, clock: Clock = time.perf_counter
+) -> SwapStore:
+    """Raises: ConfigError if there can be no file in the folder ``swap_path``."""
+    if swap_path is None:
+        return SwapStore(kv, MemoryShelf(), costs, clock)
+    try:
+        return SwapStore(kv, FileShelf(Path(swap_path)), costs, clock)
+    except OSError as error:
+        raise ConfigError(f"swap_path={swap_path!r}: {error}") from error

@@ -1,0 +1,191 @@
+"""What is expected of running sequences, against the same worked out step by step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduler_machine import Watch
+from engine.test_progress import added, five, request, watch
+from quire.engine.params import SamplingParams
+from quire.engine.scheduling.headroom import OutputLengths, Prospects, growth_bytes
+from quire.engine.scheduling.swap import Costs
+from quire.engine.sequence import Request
+
+NOBODY = np.zeros(0, np.int64)
+
+
+def blocks_of_four(num_tokens: np.ndarray) -> np.ndarray:
+    return -(-num_tokens // 4) * 4
+
+
+def prospects(sizes: list[tuple[int, int, int]], *, sure: bool) -> Prospects:
+    """Of each sequence: tokens of its prompt, generated ones, and how many it may generate."""
+    prompt, output, most = np.array(sizes, np.int64).T
+    held = blocks_of_four(prompt + output)
+    return Prospects(
+        num_tokens=prompt + output,
+        num_output=output,
+        most_output=most,
+        sure=np.full(len(sizes), sure),
+        has_room=np.ones(len(sizes), bool),
+        held_bytes=held,
+        freed_bytes=held,
+    )
+
+
+def peak_step_by_step(sizes: list[tuple[int, int, int]]) -> int:
+    """The slow twin for sequences that end at their limits: everybody gets a token a step."""
+    now = sum(-(-(prompt + output) // 4) * 4 for prompt, output, _ in sizes)
+    peak = 0
+    for step in range(max(most - output for _, output, most in sizes)):
+        running = [(p, o + step) for p, o, most in sizes if o + step < most]
+        peak = max(peak, sum(-(-(p + o) // 4) * 4 for p, o in running) - now)
+    return peak
+
+
+sequences = st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 60)).map(
+    lambda size: (size[0], min(size[1], size[2] - 1), size[2])
+)
+
+
+@given(sizes=st.lists(sequences, min_size=1, max_size=6))
+@settings(deadline=None, max_examples=150)
+def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]]) -> None:
+    known = OutputLengths().survival(NOBODY)
+    found = growth_bytes(prospects(sizes, sure=True), known, blocks_of_four)
+    assert found == peak_step_by_step(sizes)
+    # Who may end before its limit needs no more, beyond the spread that is kept.
+    assert growth_bytes(prospects(sizes, sure=False), known, blocks_of_four) >= 0
+
+
+@given(
+    ended=st.lists(st.tuples(st.integers(1, 300), st.booleans()), max_size=300),
+    running=st.lists(st.integers(0, 300), max_size=5),
+)
+@settings(deadline=None, max_examples=60)
+def test_shares_never_rise_and_stay_above_nothing(
+    ended: list[tuple[int, bool]], running: list[int]
+) -> None:
+    lengths = OutputLengths()
+    for num_tokens, cut_off in ended:
+        lengths.note(num_tokens, cut_off=cut_off)
+    shares = lengths.survival(np.array(running, np.int64))(np.arange(5000))
+    assert (np.diff(shares) <= 1e-12).all()
+    assert shares[0] <= 1
+    assert shares[-1] > 0
+
+
+def test_sequences_of_many_gigabytes_are_no_overflow() -> None:
+    """The square of what one of them holds is more than an int64 can."""
+    nothing = np.zeros(2, np.int64)
+    several = prospects([(10, 1, 900), (10, 1, 900)], sure=False)
+    several = replace(several, held_bytes=nothing, freed_bytes=nothing)
+    known = OutputLengths().survival(NOBODY)
+    size = 5_700_000_000  # its square wraps around to less than 0
+    found = growth_bytes(several, known, lambda tokens: np.full_like(tokens, size))
+    assert 2 * size <= found < 4 * size
+
+
+def test_it_learns_and_forgets() -> None:
+    lengths = OutputLengths()
+    for _ in range(200):
+        lengths.note(20, cut_off=False)
+    longer = lengths.survival(NOBODY)(np.array([19, 20, 100]))
+    assert longer[0] > 0.95 > 0.05 > longer[1] >= longer[2]
+    for _ in range(200):
+        lengths.note(400, cut_off=False)
+    assert lengths.survival(NOBODY)(np.array([300]))[0] > 0.8
+
+
+def test_what_was_cut_off_counts_as_at_least_so_long() -> None:
+    lengths = OutputLengths()
+    for _ in range(100):
+        lengths.note(16, cut_off=True)
+    assert lengths.survival(NOBODY)(np.array([16]))[0] > 0.9
+
+
+def test_a_newcomer_waits_for_the_others_growth_and_nobody_makes_room() -> None:
+    one = watch(64, max_model_len=64, max_num_seqs=4)
+    sequences = [
+        Request(
+            request_id=number,
+            prompt_token_ids=tuple(range(100 * number + 1, 100 * number + 9)),
+            params=SamplingParams(max_tokens=24, ignore_eos=True),
+        )
+        for number in range(6)
+    ]
+    for each in sequences:
+        one.add(each)
+    one.step(five)
+    assert one.scheduler.num_running == 2  # 31 tokens each in the end: 8 blocks of 16
+    one.drain(five)
+    assert one.scheduler.num_preemptions == 0
+
+
+def priorities(one: Watch, *values: int) -> None:
+    for value in values:
+        number = len(one.sequences)
+        sized = request(number, 16, 16)
+        one.add(
+            Request(
+                request_id=number,
+                prompt_token_ids=sized.prompt_token_ids,
+                params=sized.params,
+                priority=value,
+            )
+        )
+
+
+@pytest.mark.parametrize("lacking", ["room", "seat"])
+def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> None:
+    capacity, seats = (40, 8) if lacking == "room" else (512, 2)
+    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=False)
+    priorities(one, 1, 1)
+    one.step(five)
+    first, second = one.sequences
+    running = one.scheduler.num_running
+    priorities(one, 1)
+    one.step(five)
+    assert one.scheduler.num_preemptions == 0, "equals never displace each other"
+    priorities(one, 0)
+    best = one.sequences[-1]
+    one.step(five)
+    assert best.num_computed_tokens == 16
+    assert one.scheduler.num_running <= running
+    assert (first.num_preemptions, second.num_preemptions) in ((0, 1), (1, 0))
+    one.drain(five)
+    assert {s.finish_reason for s in one.sequences} == {"length"}
+
+
+def test_who_came_back_is_spared_once() -> None:
+    one = watch(64, max_num_seqs=8, headroom=False)
+    a, b, c = added(one, (16, 30), (12, 30), (8, 30))
+    victim = one.scheduler._preemption.victim
+    assert victim([a, b, c]) is c
+    c.came_back = True
+    assert victim([a, b, c]) is b
+    assert not c.came_back
+    assert victim([a, b, c]) is c
+    b.came_back = c.came_back = True
+    assert victim([b, c]) is c, "there is no other choice"
+    one.drain(five)
+
+
+def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
+    costs = Costs(bytes_per_token=100)
+    assert costs.swap_pays, "nothing is known of computing yet"
+    costs.note_step(num_tokens=100, num_sequences=1, seconds=1.0)
+    costs.note_step(num_tokens=8, num_sequences=8, seconds=9.0)  # tells nothing of new text
+    assert costs.recompute_s(50) == pytest.approx(0.5)
+    costs.note_saved(1000, 0.05)
+    costs.note_loaded(1000, 0.06)
+    assert costs.swap_s(100) == pytest.approx(0.011)
+    assert not costs.swap_pays
+    for _ in range(60):
+        costs.note_saved(1000, 0.01)
+        costs.note_loaded(1000, 0.01)
+    assert costs.swap_s(100) == pytest.approx(0.002, rel=0.01)
+    assert costs.swap_pays

@@ -1,0 +1,217 @@
+"""Swap under a real model: what comes back is what went, in every strategy, and nothing is lost."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_llm import ids, model_of, prompts
+from quire import LLM, SamplingParams
+from quire.engine.swap_store import FileShelf, MemoryShelf, Shelf
+from quire.errors import ConfigError
+
+KIB = 1 << 10  # of a token's keys and values, in these models
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+LENGTHS = (50, 40, 60, 55)
+CACHES: dict[str, dict[str, Any]] = {
+    "growing": dict(cache="growing", growth_tokens=16),
+    "paged": dict(cache="paged"),
+    "paged without prefix caching": dict(cache="paged", enable_prefix_caching=False),
+    "virtual": dict(cache="virtual", enable_prefix_caching=False),
+    "virtual, shared": dict(cache="virtual"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def made(name: str = "llama", num_tokens: int = 256, **options: Any) -> LLM:
+    """Room for two or three of the four sequences; and saving is thought cheaper than computing."""
+    defaults: dict[str, Any] = dict(
+        max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=num_tokens * KIB, swap_space="1MB"
+    )
+    llm = LLM(model_of(name), **{**defaults, **options})
+    llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
+    return llm
+
+
+def outputs(llm: LLM) -> list[tuple[int, ...]]:
+    return ids(llm.generate(prompts(LENGTHS), GREEDY))
+
+
+def undisturbed(name: str, **options: Any) -> list[tuple[int, ...]]:
+    with made(name, 1024, swap_space=0, **options) as llm:
+        texts = outputs(llm)
+        assert not llm.engine.scheduler.num_preemptions
+    return texts
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_preempted_sequences_go_on_with_the_same_tokens(
+    name: str, cache: str, tmp_path: Path
+) -> None:
+    """By swap to memory and to a file nothing is computed twice; by recompute something is."""
+    options = CACHES[cache]
+    expected = undisturbed(name, **options)
+    for swapping in (dict(), dict(swap_path=str(tmp_path)), dict(swap_space=0)):
+        room = 256 if name == "llama" else 160  # windows need less
+        with made(name, room, **{**options, **swapping}) as llm:
+            assert outputs(llm) == expected
+            stats = llm.engine.scheduler.stats
+            assert not list(tmp_path.iterdir()), "a swap file has no name"
+        assert stats.swap_used_bytes == 0
+        if "swap_space" in swapping:
+            assert stats.num_swaps == 0
+        else:
+            assert stats.num_swaps == stats.num_preemptions > 0
+            assert 0 < stats.loaded_bytes <= stats.saved_bytes
+            assert stats.num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("kept_as", ["int8_per_token_head", "fp8", "bfloat16"])
+@pytest.mark.parametrize("cache", ["growing", "paged", "virtual, shared"])
+def test_codes_come_back_with_their_scales(cache: str, kept_as: str) -> None:
+    options = {**CACHES[cache], "kv_cache_dtype": kept_as}
+    with made(num_tokens=1024, **options) as llm:
+        accounting, storage = llm._kv.accounting, llm._kv.storage
+        accounting.add(7, max_tokens=64)
+        accounting.try_extend(7, 40)
+        llm._kv.carry_out()
+        torch.manual_seed(1)
+        for number, group in enumerate(accounting.groups):
+            slots = torch.from_numpy(accounting.slots(number, 7, 0, 40))
+            back = torch.from_numpy(accounting.slots(number, 7, 5, 25))
+            for layer in group.layers:
+                (heads, width), (_, value_width) = group.spec.entry_shapes
+                storage.write(
+                    layer, slots, torch.randn(40, heads, width), torch.randn(40, heads, value_width)
+                )
+                saved = storage.save(layer, slots)
+                assert sum(part.nbytes for part in saved) == 40 * group.spec.bytes_per_token
+                storage.load(layer, back, [part[20:] for part in saved])
+                again = storage.save(layer, back)
+                for part, other in zip(saved, again, strict=True):
+                    assert part[20:].view(torch.uint8).equal(other.view(torch.uint8))
+        accounting.free(7)
+
+
+class FailingShelf:
+    """Keeps nothing, or gives nothing back, now and then."""
+
+    def __init__(self, fails_to: str) -> None:
+        self.shelf: Shelf = MemoryShelf()
+        self.fails_to, self.num_calls = fails_to, 0
+
+    def put(self, seq_id: int, layers: list[Any]) -> None:
+        self._fail("put", seq_id)
+        self.shelf.put(seq_id, layers)
+
+    def get(self, seq_id: int) -> list[Any]:
+        self._fail("get", seq_id)
+        return self.shelf.get(seq_id)
+
+    def drop(self, seq_id: int) -> None:
+        self.shelf.drop(seq_id)
+
+    def close(self) -> None:
+        self.shelf.close()
+
+    def _fail(self, verb: str, seq_id: int) -> None:
+        if verb == self.fails_to:
+            self.num_calls += 1
+            raise OSError(errno.ENOSPC, "no space left")
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize("cache", ["paged without prefix caching", "virtual, shared"])
+def test_what_swap_cannot_do_is_computed_again(
+    cache: str, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = undisturbed("llama", **CACHES[cache])
+    with made(**CACHES[cache]) as llm:
+        shelf = FailingShelf(verb)
+        llm.engine._swap._shelf = shelf  # type: ignore[union-attr]
+        assert outputs(llm) == expected
+        stats = llm.engine.scheduler.stats
+        assert shelf.num_calls > 0
+        assert stats.swap_used_bytes == 0
+        assert stats.num_recomputed_tokens > 0
+    assert "no space left" in caplog.text
+
+
+def test_an_exception_in_a_step_that_brings_something_back_loses_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = undisturbed("llama")
+    with made() as llm:
+        runner = llm.engine._runner
+        run, num_failures = runner.run, 0
+
+        def fail_once(plan: Any) -> Any:
+            nonlocal num_failures
+            if any(chunk.num_restored for chunk in plan.chunks) and len(plan.chunks) > 1:
+                num_failures += 1
+                raise RuntimeError("the step fails")
+            return run(plan)
+
+        monkeypatch.setattr(runner, "run", fail_once)
+        assert outputs(llm) == expected
+        assert num_failures > 0
+        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_who_ends_while_swapped_out_leaves_nothing(to_file: bool, tmp_path: Path) -> None:
+    with made(swap_path=str(tmp_path) if to_file else None) as llm:
+        started = [llm.start(llm.request(p, GREEDY), lambda _: None) for p in prompts(LENGTHS)]
+        space = llm.engine.scheduler.swap
+        while not space.used_bytes:
+            assert llm.step()
+        for sequences in started:
+            llm.abandon(sequences)
+        assert space.used_bytes == 0
+        assert not llm.engine._swap._firsts  # type: ignore[union-attr]
+
+
+def test_a_full_swap_space_recomputes() -> None:
+    expected = undisturbed("llama")
+    with made(num_tokens=160, swap_space=60 * KIB) as llm:  # a short one, and no longer ones
+        assert outputs(llm) == expected
+        stats = llm.engine.scheduler.stats
+    assert 0 <= stats.num_swaps < stats.num_preemptions
+
+
+def test_a_file_shelf_uses_its_holes_again_and_grows_no_larger_than_needed(tmp_path: Path) -> None:
+    shelf = FileShelf(tmp_path)
+    layers = [[[torch.randn(n, 3), torch.arange(n)] for _ in range(2)] for n in (5, 9, 4, 7)]
+    for seq_id, parts in enumerate(layers):
+        shelf.put(seq_id, parts)
+    size = os.fstat(shelf._file).st_size
+    assert size == sum(part.nbytes for each in layers for parts in each for part in parts)
+    shelf.drop(1)
+    shelf.put(4, layers[0])
+    for seq_id, number in ((0, 0), (2, 2), (3, 3), (4, 0)):
+        for parts, kept in zip(layers[number], shelf.get(seq_id), strict=True):
+            assert all(part.equal(other) for part, other in zip(parts, kept, strict=True))
+    assert os.fstat(shelf._file).st_size == size
+    for seq_id in (0, 2, 3, 4):
+        shelf.drop(seq_id)
+    assert os.fstat(shelf._file).st_size == 0
+    shelf.close()
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="swap_path='/nowhere/at/all'"):
+        made(swap_path="/nowhere/at/all")
+    with pytest.raises(ConfigError, match=r"swap_path=.* needs swap_space"):
+        made(swap_path="/tmp", swap_space=0)
