@@ -1,6 +1,7 @@
 """Pieces add up to the text, nothing unfinished is shown, and stop strings never leak."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -8,6 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.engine.detokenizer import Detokenizer
+from quire.engine.outputs import Listener, TextDelta
+from quire.engine.params import SamplingParams
+from quire.engine.plan import TokenOutput
+from quire.engine.sequence import Request, Sequence
 
 CORPUS = [
     "def main(arguments):\n    return [argument for argument in arguments]\n",
@@ -53,9 +58,14 @@ def tokenizer() -> ByteLevel:
     return ByteLevel()
 
 
-def pieces(ids: list[int], *, stop: tuple[str, ...] = (), flush: bool = False) -> list[str]:
+def made(codec: Any = None, **params: Any) -> Detokenizer:
+    """``codec``: what decodes, if not the byte-level tokenizer."""
+    return Detokenizer(codec or tokenizer(), SamplingParams(max_tokens=10_000, **params))
+
+
+def pieces(ids: list[int], *, flush: bool = False, codec: Any = None, **params: Any) -> list[str]:
     """What is shown after each token, up to a stop string; ``flush``: the end brings no token."""
-    detokenizer = Detokenizer(tokenizer(), stop=stop)
+    detokenizer = made(codec, **params)
     shown = []
     for index, token_id in enumerate(ids):
         shown.append(detokenizer.add(token_id, last=not flush and index == len(ids) - 1))
@@ -112,6 +122,7 @@ def test_special_tokens_are_not_text() -> None:
     ids = tokenizer().encode("ab")
     assert "".join(pieces([*ids, 0])) == "ab"
     assert "".join(pieces([0, *ids, 0, *ids])) == "abab"
+    assert "".join(pieces([0, *ids, 0], skip_special_tokens=False)) == "<eos>ab<eos>"
 
 
 @st.composite
@@ -140,7 +151,7 @@ def test_a_stop_string_never_leaks(case: tuple[str, tuple[str, ...]], flush: boo
 @settings(deadline=None, max_examples=100)
 def test_only_what_could_begin_a_stop_string_is_held_back(text: str) -> None:
     stop = ("abab",)
-    detokenizer, shown = Detokenizer(tokenizer(), stop=stop), ""
+    detokenizer, shown = made(stop=stop), ""
     ids = tokenizer().encode(text)
     for index, token_id in enumerate(ids):
         shown += detokenizer.add(token_id)
@@ -153,7 +164,7 @@ def test_only_what_could_begin_a_stop_string_is_held_back(text: str) -> None:
 
 
 def test_nothing_comes_after_the_stop_string() -> None:
-    detokenizer = Detokenizer(tokenizer(), stop=("b",))
+    detokenizer = made(stop=("b",))
     for token_id in tokenizer().encode("abc"):
         detokenizer.add(token_id)
     assert detokenizer.stopped
@@ -161,17 +172,133 @@ def test_nothing_comes_after_the_stop_string() -> None:
     assert detokenizer.flush() == ""
 
 
-@pytest.mark.parametrize("length", [2000])
-def test_a_long_text_costs_no_more_a_token_than_a_short_one(length: int) -> None:
-    """Each token decodes a bounded number of others."""
+@given(case=text_and_stops(), flush=st.booleans())
+@settings(max_examples=100)
+def test_a_stop_string_can_be_part_of_the_text(
+    case: tuple[str, tuple[str, ...]], flush: bool
+) -> None:
+    """What comes after the one that is complete first still does not."""
+    text, stop = case
+    shown = "".join(
+        pieces(tokenizer().encode(text), stop=stop, flush=flush, include_stop_str_in_output=True)
+    )
+    assert text.startswith(shown)
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(stop)]
+    assert len(shown) == min(ends, default=len(text))
+
+
+@given(case=text_and_stops(), min_tokens=st.integers(0, 12))
+@settings(max_examples=200)
+def test_before_min_tokens_no_stop_string_counts(
+    case: tuple[str, tuple[str, ...]], min_tokens: int
+) -> None:
+    """It counts if a later token completes it, even where it began before."""
+    text, stop = case
+    ids = tokenizer().encode(text)
+    shown = "".join(pieces(ids, stop=stop, min_tokens=min_tokens))
+    plain = made()
+    certain = len("".join(plain.add(token_id) for token_id in ids[:min_tokens]))
+    ends = [end for end in range(certain + 1, len(text) + 1) if text[:end].endswith(stop)]
+    if len(ids) <= min_tokens or not ends:
+        assert shown == text
+    else:
+        starts = [ends[0] - len(s) for s in stop if text[: ends[0]].endswith(s)]
+        assert shown == text[: min(starts)]
+
+
+class OneByteEach:
+    """A token a byte, as a tokenizer with byte fallback: no text is half a character."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+SOME_BYTES = (b"a", b"\xff", b"\xe8", b"\x89", "色".encode(), "👍".encode())
+
+
+@given(data=st.lists(st.sampled_from(SOME_BYTES)))
+@example(data=["👍".encode()] * 5 + [b"\xf0\x9f"] * 9)
+@example(data=[b"\xff"] * 40)
+@settings(max_examples=200)
+def test_bytes_that_are_no_text_read_as_in_one_piece(data: list[bytes]) -> None:
+    ids = list(b"".join(data))
+    assert "".join(pieces(ids, codec=OneByteEach())) == bytes(ids).decode(errors="replace")
+
+
+class AcrossCharacters:
+    """A token that is the end of one character and the beginning of the next, so none is whole."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return b"".join([b"\xe8", b"\x89\xb2\xe8", b"\x89\xb2"][i] for i in ids).decode(
+            errors="replace"
+        )
+
+
+def test_text_is_shown_even_where_no_token_ends_with_a_character() -> None:
+    shown = pieces([0, *[1] * 50, 2], codec=AcrossCharacters())
+    assert "".join(shown) == "色" * 51
+    assert max(map(len, shown)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("codec", "ids"),
+    [
+        (ByteLevel(), ByteLevel().encode("ab色👍" * 250)),
+        (OneByteEach(), [0xFF] * 2000),
+        (OneByteEach(), [0xE8] * 2000),
+        (AcrossCharacters(), [1] * 2000),
+    ],
+    ids=["text", "no text", "halves", "across"],
+)
+def test_a_long_text_costs_no_more_a_token_than_a_short_one(codec: Any, ids: list[int]) -> None:
+    """Each token decodes a bounded number of others, a bounded number of times."""
     decoded = []
 
     class Counting:
         def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
             decoded.append(len(ids))
-            return tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
+            text: str = codec.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
 
-    detokenizer = Detokenizer(Counting())
-    for token_id in tokenizer().encode("ab色👍" * (length // 8)):
+    detokenizer = made(Counting())
+    for token_id in ids:
         detokenizer.add(token_id)
     assert max(decoded) < 16
+    assert len(decoded) <= 2 * len(ids)
+
+
+# -- what a listener makes of it ------------------------------------------------------------------
+
+
+def heard(outputs: list[tuple[int | None, bool, str | None]], **params: Any) -> list[TextDelta]:
+    """Pieces of a sequence's text; outputs are (token, whether it is text, why it ends)."""
+    request = Request(request_id=1, prompt_token_ids=(5,), params=SamplingParams(**params))
+    sequence, deltas = Sequence(request, seq_id=1), []
+    listener = Listener(sequence, tokenizer(), 0, deltas.append)
+    for token_id, is_text, reason in outputs:
+        output = TokenOutput(
+            sequence=sequence, token_id=token_id, is_text=is_text, finish_reason=reason
+        )
+        if listener.hear(output):
+            break
+    return deltas
+
+
+def test_a_token_that_only_ends_the_text_is_no_part_of_it() -> None:
+    a, b = tokenizer().encode("a"), tokenizer().encode("b")
+    outputs = [(a[0], True, None), (b[0], False, "stop")]
+    for params, text in (({}, "a"), ({"include_stop_str_in_output": True}, "ab")):
+        deltas = heard(outputs, **params)
+        assert "".join(delta.text for delta in deltas) == text
+        assert [delta.token_id for delta in deltas] == [a[0], b[0]]
+        assert deltas[-1].finish_reason == "stop"
+
+
+def test_what_a_stop_string_held_back_is_shown_when_another_end_comes() -> None:
+    ids = tokenizer().encode("xyab")
+    outputs = [(token_id, True, None) for token_id in ids]
+    for end in ((0, False, "stop"), (None, True, "abort")):
+        assert "".join(d.text for d in heard([*outputs, end], stop="abc")) == "xyab"
+    deltas = heard([*outputs, (tokenizer().encode("c")[0], True, None)], stop="abc")
+    assert "".join(delta.text for delta in deltas) == "xy"
+    assert deltas[-1].finish_reason == "stop"

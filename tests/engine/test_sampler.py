@@ -1,33 +1,83 @@
-"""Which tokens the filters leave, against plain references; and whose randomness is whose."""
+"""What the sampler chooses, against its slow twin; and that nothing else in a batch matters."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from quire.engine.sampler import Sampler, filtered
-from quire.engine.sequence import Request, SamplingParams, Sequence
-from quire.errors import RequestError
+from engine.slow_sampler import Row, number_of
+from quire.engine.params import SamplingParams
+from quire.engine.plan import Chunk, Draw, PromptRows, Sampled, StepPlan
+from quire.engine.sampling import Sampler
+from quire.engine.sampling.draws import (
+    drawn,
+    key_of_seed,
+    key_of_sequence,
+    keys_at,
+    padded,
+    passed,
+    uniforms,
+)
+from quire.engine.sampling.edits import Edits
+from quire.engine.sampling.tally import Tally
+from quire.engine.sequence import Request, Sequence
 
+EOS = frozenset([0, 3])
 VOCAB = 50
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def sequence(seq_id: int = 1, **params: object) -> Sequence:
-    return Sequence(
-        Request(request_id=seq_id, prompt_token_ids=(1,), params=SamplingParams(**params))
+def sequence(
+    prompt: Several[int] = (1,),
+    output: Several[int] = (),
+    *,
+    seq_id: int = 1,
+    index: int = 0,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
+) -> Sequence:
+    request = Request(
+        request_id=seq_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=1000, **params),
+        bad_words=bad_words,
     )
+    made = Sequence(request, seq_id=seq_id, index=index)
+    made.token_ids += output
+    return made
+
+
+def row_of(own: Sequence, logits: Tensor, drafts: Several[int] = ()) -> Row:
+    return Row(
+        logits=logits.double().tolist(),
+        params=own.request.params,
+        prompt=list(own.request.prompt_token_ids),
+        output=[*own.output_token_ids, *drafts],
+        bad_words=own.request.bad_words,
+        eos=EOS,
+        index=own.index,
+    )
+
+
+def plan_of(sequences: Several[Sequence], drafts: Several[tuple[int, ...]] = ()) -> StepPlan:
+    """A draw for each sequence, its rows one after the other."""
+    draws, row = [], 0
+    for own, guesses in zip(sequences, drafts or [()] * len(sequences), strict=True):
+        draws.append(Draw(sequence=own, row=row, drafts=guesses))
+        row += 1 + len(guesses)
+    return StepPlan(chunks=(), draws=tuple(draws), prompt_rows=())
+
+
+def tokens_of(logits: Tensor, sequences: Several[Sequence], seed: int = 0) -> list[int]:
+    results = Sampler(seed, EOS).sample(logits, plan_of(sequences))
+    assert not any(result.error for result in results)
+    return [result.token_ids[0] for result in results]
 
 
 def rows(num_rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.0) -> Tensor:
@@ -35,199 +85,529 @@ def rows(num_rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.0) 
     return torch.randn(num_rows, vocab, generator=generator) * spread
 
 
-def kept_by_reference(logits: list[float], params: SamplingParams) -> set[int]:
-    """The filters one after the other; of equal tokens the lower id comes first."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if params.top_k:
-        order = order[: params.top_k]
-    top = logits[order[0]]
-    weights = [math.exp((logits[token] - top) / params.temperature) for token in order]
-    total = math.fsum(weights)
-    kept, before = set(), 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if params.top_p < 1 and before / total >= params.top_p:
+# -- against the twin -----------------------------------------------------------------------------
+
+
+@st.composite
+def any_params(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
+    """Any of the parameters, each left alone half of the time."""
+    token = st.integers(0, vocab - 1)
+    choices = {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "top_k": st.integers(-1, vocab + 2),
+        "top_p": st.floats(0.05, 0.99),
+        "min_p": st.floats(0.01, 1.0),
+        "repetition_penalty": st.floats(0.5, 2.0),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.dictionaries(token, st.floats(-20, 20), max_size=4),
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(st.integers(0, vocab + 5), max_size=2),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.sampled_from([-1, 0, 1, 3, 1000]),
+    }
+    params = {name: draw(some) for name, some in choices.items() if draw(st.booleans())}
+    return {**params, "seed": draw(st.integers(-5, 2**64))}
+
+
+@st.composite
+def any_batch(draw: st.DrawFn) -> tuple[list[Sequence], list[tuple[int, ...]], Tensor]:
+    """Sequences of all kinds, guesses at what they go on with, and logits on a coarse grid."""
+    vocab = draw(st.sampled_from([4, 7, 40, 127, 128, 129, 300]))
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=6)
+    batch, drafts = [], []
+    for seq_id in range(draw(st.integers(1, 5))):
+        words = draw(st.lists(tokens.filter(bool), max_size=3))
+        own = sequence(
+            draw(tokens.filter(bool)),
+            draw(tokens),
+            seq_id=seq_id,
+            index=draw(st.integers(0, 2)),
+            bad_words=tuple(map(tuple, words)),
+            **draw(any_params(vocab)),
+        )
+        batch.append(own)
+        drafts.append(tuple(draw(tokens)[:3]))
+    num_rows = len(batch) + sum(map(len, drafts))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return batch, drafts, torch.from_numpy(numbers.integers(-16, 17, (num_rows, vocab)) / 4).float()
+
+
+def expected(own: Sequence, drafts: tuple[int, ...], logits: Tensor) -> tuple[Sampled, bool]:
+    """From the twin: what a draw gives, and whether that is certain."""
+    tokens: list[int] = []
+    found = []
+    certain = True
+    for place in range(len(drafts) + 1):
+        row = row_of(own, logits[place], drafts[:place])
+        if max(row.edited()) == -math.inf:
             break
-        if weight >= params.min_p:
-            kept.add(token)
-        before += weight
-    return kept
+        tokens.append(row.token())
+        certain &= row.certain
+        if own.request.params.logprobs is not None:
+            found.append(row.logprobs(tokens[-1], own.request.params.logprobs))
+        if tokens[place : place + 1] != list(drafts[place : place + 1]):
+            break
+    error = "" if tokens else "no token is allowed"
+    return Sampled(token_ids=tuple(tokens), logprobs=tuple(found), error=error), certain
 
 
-def kept(logits: Tensor, params: list[SamplingParams]) -> list[set[int]]:
-    return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in filtered(logits, params)]
+@given(batch=any_batch())
+@settings(max_examples=150)
+def test_every_row_is_what_the_twin_chooses(
+    batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor],
+) -> None:
+    sequences, drafts, logits = batch
+    plan = plan_of(sequences, drafts)
+    results = Sampler(0, EOS).sample(logits, plan)
+    num_certain = 0
+    for draw, result in zip(plan.draws, results, strict=True):
+        want, certain = expected(draw.sequence, draw.drafts, logits[draw.row :])
+        if not certain:
+            continue
+        num_certain += 1
+        assert result.token_ids == want.token_ids
+        assert result.error.startswith(want.error)
+        assert bool(result.error) == bool(want.error)
+        for found, own in zip(result.logprobs, want.logprobs, strict=True):
+            assert (found.token_id, found.rank) == (own.token_id, own.rank)
+            assert found.logprob == pytest.approx(own.logprob, abs=1e-5)
+            assert [t for t, _ in found.top] == [t for t, _ in own.top]
+            assert [p for _, p in found.top] == pytest.approx([p for _, p in own.top], abs=1e-5)
+    assume(num_certain)
 
 
-PARAMS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.3),
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=7),
-    SamplingParams(top_k=VOCAB),
-    SamplingParams(top_k=10 * VOCAB),
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=1e-9),
-    SamplingParams(top_p=0.5, temperature=3.0),
-    SamplingParams(min_p=0.1),
-    SamplingParams(min_p=1.0),
-    SamplingParams(min_p=0.05, temperature=0.5),
-    SamplingParams(top_k=9, top_p=0.8, min_p=0.02, temperature=1.7),
+def same(found: list[Sampled], want: list[Sampled]) -> bool:
+    return repr(found) == repr(want)  # NaN and all
+
+
+@given(batch=any_batch())
+@settings(max_examples=50)
+def test_a_step_done_twice_gives_the_same(
+    batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor],
+) -> None:
+    sequences, drafts, logits = batch
+    plan, sampler = plan_of(sequences, drafts), Sampler(0, EOS)
+    before = logits.clone()
+    first = sampler.sample(logits, plan)
+    assert same(sampler.sample(logits, plan), first)
+    assert torch.equal(logits, before), "the logits were written to"
+    alone = [
+        Sampler(0, EOS).sample(
+            logits[draw.row : draw.row + len(draw.drafts) + 1],
+            plan_of([draw.sequence], [draw.drafts]),
+        )[0]
+        for draw in plan.draws
+    ]
+    assert same(alone, first)
+
+
+@given(batch=any_batch(), drafted=st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_what_is_kept_between_steps_is_what_a_new_sampler_finds(
+    batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor], drafted: Any
+) -> None:
+    """Sequences grow, lose what is remembered of them, and get another text under the same id."""
+    sequences, _, logits = batch
+    vocab, sampler = logits.shape[-1], Sampler(0, EOS)
+    logits = logits[: len(sequences)]
+    for _ in range(6):
+        found = sampler.sample(logits, plan_of(sequences))
+        assert same(found, Sampler(0, EOS).sample(logits, plan_of(sequences)))
+        for own in sequences:
+            own.token_ids.append(drafted.randrange(vocab))
+        chosen = drafted.choice(sequences)
+        if drafted.random() < 0.3:
+            sampler.forget(chosen)
+        elif drafted.random() < 0.3:
+            prompt = list(chosen.request.prompt_token_ids)
+            chosen.token_ids = [*prompt, *drafted.choices(range(vocab), k=chosen.num_output_tokens)]
+
+
+# -- the same text, whatever happens --------------------------------------------------------------
+
+
+def model(token_ids: list[int], vocab: int = VOCAB) -> Tensor:
+    """Logits that depend on the last tokens, so that what was chosen shows in all that follows."""
+    numbers = np.random.default_rng([len(token_ids), *token_ids[-3:]])
+    return torch.from_numpy(numbers.integers(-12, 13, vocab) / 4).float()
+
+
+def text_of(
+    own: Sequence,
+    num_tokens: int = 12,
+    *,
+    company: Several[Sequence] = (),
+    guess: Any = lambda token_ids: (),
+    forgets: bool = False,
+) -> list[int]:
+    """What a sequence becomes, in the middle of others, with guesses at what comes next."""
+    sampler = Sampler(0, EOS)
+    while own.num_output_tokens < num_tokens:
+        batch = [*company[::2], own, *company[1::2]]
+        drafts = [guess(each.token_ids) if each is own else () for each in batch]
+        logits = torch.stack(
+            [
+                model(each.token_ids + list(some[:place]))
+                for each, some in zip(batch, drafts, strict=True)
+                for place in range(len(some) + 1)
+            ]
+        )
+        for each, result in zip(batch, sampler.sample(logits, plan_of(batch, drafts)), strict=True):
+            assert not result.error
+            each.token_ids += result.token_ids
+        if forgets:
+            sampler.forget(own)
+    return own.output_token_ids[:num_tokens]
+
+
+ALL_KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.8},
+    {"top_k": 5, "temperature": 0.7},
+    {"min_p": 0.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "min_tokens": 8, "stop_token_ids": (2, 7)},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    {"logit_bias": {4: 2.0, 9: -3.0}, "bad_words": ((5,), (4, 4), (9, 1, 2)), "min_p": 0.1},
 ]
+kinds = pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: ",".join(kind) or "plain")
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=lambda p: repr(p)[14:90])
-def test_the_filters_keep_exactly_the_reference_set(params: SamplingParams) -> None:
-    logits = rows(40)
-    want = [kept_by_reference(row, params) for row in logits.double().tolist()]
-    assert kept(logits, [params] * 40) == want
+@kinds
+def test_the_text_is_the_same_alone_in_a_batch_forgotten_and_forked(kind: dict[str, Any]) -> None:
+    alone = text_of(sequence(**kind, seed=7))
+    company = [sequence(seq_id=9 + i, **other) for i, other in enumerate(ALL_KINDS)]
+    assert text_of(sequence(**kind, seed=7), company=company) == alone
+    assert text_of(sequence(**kind, seed=7), forgets=True) == alone
+    fork = sequence(output=alone[:5], **kind, seed=7, seq_id=3)
+    assert text_of(fork) == alone
+    if fork.request.params.temperature:
+        assert text_of(sequence(**kind, seed=8)) != alone
 
 
-def test_rows_of_all_kinds_are_filtered_each_by_its_own() -> None:
-    logits = rows(len(PARAMS))
-    alone = torch.cat([filtered(logits[i : i + 1], [p]) for i, p in enumerate(PARAMS)])
-    assert torch.equal(filtered(logits, PARAMS), alone)
+@kinds
+@given(seed=st.integers(0, 2**32), random=st.randoms(use_true_random=False))
+@settings(max_examples=8)
+def test_guesses_change_nothing(kind: dict[str, Any], seed: int, random: Any) -> None:
+    """Right ones, wrong ones, and right ones after a wrong one."""
+    alone = text_of(sequence(**kind, seed=seed), 16)
+
+    def guess(token_ids: list[int]) -> tuple[int, ...]:
+        place = len(token_ids) - 1
+        right = alone[place : place + random.randrange(6)]
+        return tuple(t if random.random() < 0.8 else random.randrange(VOCAB) for t in right)
+
+    assert text_of(sequence(**kind, seed=seed), 16, guess=guess) == alone
 
 
-@given(
-    logits=st.lists(st.integers(-3, 3), min_size=1, max_size=12),
-    top_k=st.integers(0, 15),
-    min_p=st.sampled_from([0.0, 0.2, 1.0]),
-)
-@settings(deadline=None)
-def test_ties_go_to_the_lower_id(logits: list[int], top_k: int, min_p: float) -> None:
-    params = SamplingParams(top_k=top_k, min_p=min_p)
-    want = kept_by_reference([float(x) for x in logits], params)
-    assert kept(torch.tensor([logits]).float(), [params]) == [want]
+def test_right_guesses_are_all_taken_at_once() -> None:
+    alone = text_of(sequence(seed=1), 6)
+    own, drafts = sequence(seed=1), tuple(alone[:5])
+    logits = torch.stack([model([1, *drafts[:place]]) for place in range(6)])
+    (result,) = Sampler().sample(logits, plan_of([own], [drafts]))
+    assert list(result.token_ids) == alone
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=lambda p: repr(p)[14:90])
-def test_what_is_left_keeps_its_proportions(params: SamplingParams) -> None:
-    logits = rows(8)
-    left = filtered(logits, [params] * 8)
-    want = torch.where(left.isfinite(), logits / params.temperature, -torch.inf).softmax(-1)
-    torch.testing.assert_close(left.softmax(-1), want, rtol=1e-5, atol=1e-7)
+def test_continuations_of_one_request_draw_on_their_own() -> None:
+    """From the same row, as siblings do; and a seeded one as a request with the next seed would."""
+    logits = rows(1, seed=4).repeat(3, 1)
+    siblings = [sequence(seq_id=i, index=i, seed=5) for i in range(3)]
+    plan = StepPlan(
+        chunks=(), draws=tuple(Draw(sequence=own, row=0) for own in siblings), prompt_rows=()
+    )
+    found = [result.token_ids[0] for result in Sampler().sample(logits[:1], plan)]
+    assert found == tokens_of(logits, [sequence(seq_id=9 - i, seed=5 + i) for i in range(3)])
+    texts = [text_of(sequence(index=i, seed=5)) for i in range(3)]
+    assert len(set(map(tuple, texts))) == 3
 
 
-def test_a_filter_of_one_row_leaves_the_tail_of_the_others() -> None:
-    """One likely token and a tail below float32's resolution: nobody asked to cut it."""
-    logits = torch.zeros(2, VOCAB)
-    logits[:, 0] = 30.0
-    together = filtered(logits, [SamplingParams(), SamplingParams(top_k=3)])
-    assert torch.equal(together[0], filtered(logits[:1], [SamplingParams()])[0])
-
-
-@pytest.mark.parametrize("temperature", [1e-4, 1e-12, 1e-45, 1e-300])
-def test_a_temperature_close_to_zero_is_greedy(temperature: float) -> None:
-    logits = rows(6) * 40
-    for more in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
-        sequences = [sequence(i, temperature=temperature, **more) for i in range(6)]
-        assert Sampler().sample(logits, sequences) == logits.argmax(-1).tolist()
-
-
-def test_temperature_zero_is_argmax_in_any_company() -> None:
-    logits = rows(6)
-    sequences = [sequence(i, temperature=0.0 if i % 2 else 1.0) for i in range(6)]
-    tokens = Sampler().sample(logits, sequences)
-    assert tokens[1::2] == logits[1::2].argmax(-1).tolist()
-
-
-def test_the_highest_of_equals_is_the_lower_id() -> None:
-    logits = torch.zeros(1, VOCAB)
-    assert Sampler().sample(logits, [sequence(temperature=0.0)]) == [0]
-
-
-def test_no_rows_no_tokens() -> None:
-    assert Sampler().sample(torch.empty(0, VOCAB), []) == []
-
-
-def test_draws_follow_the_weights() -> None:
-    """Each frequency lies within six standard deviations; what is filtered never comes."""
-    num_draws, weights = 20_000, torch.tensor([0.5, 0.25, 0.15, 0.1, 0.0])
-    many = weights.log().expand(num_draws, -1)
-    tokens = Sampler(seed=3).sample(many, [sequence(i) for i in range(num_draws)])
-    counts = torch.bincount(torch.tensor(tokens), minlength=5)
-    deviation = (num_draws * weights * (1 - weights)).sqrt()
-    assert ((counts - num_draws * weights).abs() <= 6 * deviation).all()
-
-
-def continuation(params: dict[str, object], company: int, steps: int = 12) -> list[int]:
-    """What a sequence draws from the same logits, with others in the batch."""
-    sampler = Sampler(seed=0)
-    watched = sequence(99, **params)
-    others = [sequence(i, top_k=i, temperature=1.0 + i) for i in range(company)]
-    drawn = []
-    for step in range(steps):
-        logits = rows(company + 1, seed=step)
-        logits[company // 2] = rows(1, seed=1000 + step)[0]
-        batch = [*others[: company // 2], watched, *others[company // 2 :]]
-        drawn.append(sampler.sample(logits, batch)[company // 2])
-    return drawn
-
-
-@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.4}])
-def test_a_seed_gives_the_same_tokens_in_any_company(params: dict[str, object]) -> None:
-    alone = continuation({**params, "seed": 7}, 0)
-    assert alone == continuation({**params, "seed": 7}, 5)
-    assert alone != continuation({**params, "seed": 8}, 0)
-
-
-def test_a_sequence_without_a_seed_depends_on_the_engines_seed_and_itself_only() -> None:
-    logits = rows(1)[0].expand(2, -1)
-
-    def draw(engine_seed: int) -> list[list[int]]:
-        sampler, two = Sampler(engine_seed), [sequence(1), sequence(2)]
-        return [sampler.sample(logits, two) for _ in range(10)]
-
-    assert draw(0) == draw(0)
-    assert draw(0) != draw(1)
-    assert any(a != b for a, b in draw(0))
-
-
-def test_a_forgotten_sequence_begins_anew() -> None:
-    sampler, logits, one = Sampler(), rows(1), sequence(seed=5)
-    first = [sampler.sample(logits, [one])[0] for _ in range(5)]
-    sampler.forget(one)
-    assert [sampler.sample(logits, [one])[0] for _ in range(5)] == first
+def test_without_a_seed_the_engines_and_the_sequences_own_number_decide() -> None:
+    logits = rows(1).repeat(40, 1)
+    batch = [sequence(seq_id=i) for i in range(40)]
+    assert tokens_of(logits, batch) == tokens_of(logits, batch)
+    assert tokens_of(logits, batch, seed=1) != tokens_of(logits, batch)
+    assert len(set(tokens_of(logits, batch))) > 3
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, 2**70, -(2**70)])
 def test_every_whole_number_is_a_seed(seed: int) -> None:
-    assert len(Sampler().sample(rows(1), [sequence(seed=seed)])) == 1
-    assert len(Sampler(2**63).sample(rows(1), [sequence(2**62)])) == 1
+    own = sequence(seed=seed)
+    assert tokens_of(rows(1), [own]) == [row_of(own, rows(1)[0]).token()]
+    assert tokens_of(rows(1), [sequence(seq_id=2**62)], seed=2**63 - 1)
+
+
+# -- randomness -----------------------------------------------------------------------------------
+
+
+def assert_follows(counts: Any, expected: Any) -> None:
+    """Pearson's statistic lies within five standard deviations of its mean. Seeds are fixed."""
+    counts, expected = np.asarray(counts, float).ravel(), np.asarray(expected, float).ravel()
+    assert not counts[expected == 0].any(), "what has no weight has come"
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert (expected >= 5).all(), "too few draws to say anything"
+    freedom = len(counts) - 1
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("which", ["places of one sequence", "seeds", "sequences", "engine seeds"])
+def test_numbers_are_even_and_neighbours_are_independent(which: str) -> None:
+    num, places = 40_000, np.zeros(40_000, np.int64)
+    match which:
+        case "places of one sequence":
+            keys, places = [key_of_seed(0)] * num, np.arange(num)
+        case "seeds":
+            keys = [key_of_seed(seed) for seed in range(num)]
+        case "sequences":
+            keys = [key_of_sequence(0, seq_id) for seq_id in range(num)]
+        case _:
+            keys = [key_of_sequence(seed, 0) for seed in range(num)]
+    several = uniforms(keys_at(np.array(keys, np.uint64), places), 0, 3)
+    assert ((several > 0) & (several < 1)).all()
+    numbers = several[:, 0]
+    _, second, third = (several * 20).astype(int).T
+    assert_follows(np.bincount(20 * second + third), np.full(400, num / 400))
+    assert_follows(np.bincount((numbers * 100).astype(int)), np.full(100, num / 100))
+    pairs = (numbers * 20).astype(int)
+    assert_follows(np.bincount(20 * pairs[:-1] + pairs[1:]), np.full(400, (num - 1) / 400))
+
+
+@given(seed=st.integers(-(2**70), 2**70), place=st.integers(0, 2**40))
+def test_numbers_are_the_twins(seed: int, place: int) -> None:
+    key = keys_at(np.array([key_of_seed(seed)], np.uint64), np.array([place]))
+    assert uniforms(key, 5, 2).tolist() == [[number_of(seed, place, 5), number_of(seed, place, 6)]]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "kind", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}]
+)
+def test_draws_follow_the_weights(kind: dict[str, Any]) -> None:
+    """Over sequences at one place, and over the places of one seeded sequence."""
+    num_draws, logits = 3_000, rows(1, vocab=12, seed=2, spread=1.0)
+    kept = row_of(sequence(**kind), logits[0]).kept()
+    weights = np.array([kept.get(token, 0.0) for token in range(12)])
+    want = num_draws * weights / weights.sum()
+    many = logits.expand(num_draws, -1)
+    others = tokens_of(many, [sequence(seq_id=i, **kind) for i in range(num_draws)], seed=3)
+    assert_follows(np.bincount(others, minlength=12), want)
+    one = Sequence(sequence(**kind, seed=11).request, seq_id=0)
+    places = [Sequence(one.request, seq_id=i) for i in range(num_draws)]
+    for i, own in enumerate(places):
+        own.token_ids = [1] * (i + 1)
+    assert_follows(np.bincount(tokens_of(many, places), minlength=12), want)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 0.25, 1.0]), min_size=1, max_size=400),
+    number=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2.0**-53])),
+    key=st.integers(0, 2**64 - 1),
+)
+@example(weights=[0.0] * 130 + [1e-30] + [0.0] * 200, number=1 - 2.0**-53, key=0)
+def test_a_token_without_weight_never_comes(weights: list[float], number: float, key: int) -> None:
+    assume(any(weights))
+    room = np.zeros((1, padded(len(weights))), np.float32)
+    room[0, : len(weights)] = weights
+    assert room[0, drawn(room, np.array([key], np.uint64))[0]] > 0
+    token = int(passed(room, np.array([number]))[0])
+    assert room[0, token] > 0
+    sums = np.cumsum(room[0], dtype=np.float64)
+    share = number * sums[-1]
+    assert sums[token] >= share * (1 - 1e-6)
+    assert (sums[token - 1] if token else 0.0) <= share * (1 + 1e-6)
+
+
+def test_weights_that_move_a_little_seldom_change_a_draw() -> None:
+    """As rounding moves them where the same text is computed in other chunks."""
+    num, vocab = 2000, 1000
+    rng = np.random.default_rng(1)
+    logits = 2 * rng.standard_normal((num, vocab))
+    moved = logits + 0.01 * rng.standard_normal((num, vocab))
+    keys = keys_at(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64))
+    pair = []
+    for each in (logits, moved):
+        room = np.zeros((num, padded(vocab)), np.float32)
+        room[:, :vocab] = np.exp(each - each.max(-1, keepdims=True))
+        pair.append(drawn(room, keys))
+    shares = [np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (logits, moved)]
+    moved_share = 0.5 * np.abs(shares[0] - shares[1]).sum(-1).mean()
+    assert (pair[0] != pair[1]).mean() < 4 * moved_share
+
+
+# -- edges ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-12, 1e-45, 1e-300])
+@pytest.mark.parametrize("kind", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_a_temperature_close_to_zero_is_greedy(temperature: float, kind: dict[str, Any]) -> None:
+    logits = rows(6) * 40
+    batch = [sequence(seq_id=i, temperature=temperature, **kind) for i in range(6)]
+    assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
+
+
+def test_the_first_of_equals_is_the_greedy_one_also_with_top_k_1() -> None:
+    batch = [sequence(temperature=0.0), sequence(top_k=1), sequence(temperature=0.0, min_tokens=9)]
+    assert tokens_of(torch.zeros(3, VOCAB), batch) == [0, 0, 1]
+
+
+def test_of_equal_weights_all_stay_or_none() -> None:
+    logits = torch.tensor([2.0, 1, 1, 1, 0]).expand(600, -1)
+    for kind, want in (({"top_k": 2}, {0, 1, 2, 3}), ({"top_p": 0.6}, {0, 1, 2, 3})):
+        batch = [sequence(seq_id=i, **kind) for i in range(600)]
+        assert set(tokens_of(logits, batch)) == want
+
+
+def test_bfloat16_is_read_as_it_is() -> None:
+    logits = rows(4).bfloat16()
+    for kind in ({"temperature": 0.0}, {"seed": 3}, {"temperature": 0.0, "presence_penalty": 1.0}):
+        batch = [sequence(seq_id=i, **kind) for i in range(4)]
+        assert tokens_of(logits, batch) == tokens_of(logits.float(), batch)
+
+
+def test_rows_that_nobody_draws_from_are_not_looked_at() -> None:
+    logits = rows(5)
+    logits[[0, 2, 4]] = math.nan
+    draws = tuple(Draw(sequence=sequence(seq_id=i, seed=i), row=i) for i in (3, 1))
+    found = Sampler().sample(logits, StepPlan(chunks=(), draws=draws, prompt_rows=()))
+    alone = tokens_of(logits[[3, 1]], [draw.sequence for draw in draws])
+    assert [result.token_ids for result in found] == [(token,) for token in alone]
+    assert Sampler().sample(logits, plan_of([])) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
     [
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("max_tokens", None),
-        ("max_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", math.inf),
-        ("temperature", math.nan),
-        ("temperature", "1"),
-        ("top_k", -1),
-        ("top_k", 2.0),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", None),
-        ("seed", "x"),
-        ("seed", 1.5),
-        ("stop", ("",)),
-        ("stop", ""),
-        ("stop", ("a", 3)),
-        ("stop", None),
-        ("stop", 7),
+        ((math.nan,), "NaN"),
+        ((math.nan, math.inf), "NaN"),
+        ((math.inf,), "+inf"),
+        ((-math.inf,) * VOCAB, "all its logits are -inf"),
     ],
 )
-def test_a_parameter_out_of_its_limits_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=rf"^{name}=.* must be "):
-        SamplingParams(**{name: value})
+@kinds
+def test_a_broken_row_says_so_and_the_others_go_on(
+    kind: dict[str, Any], values: tuple[float, ...], cause: str
+) -> None:
+    logits = rows(3)
+    healthy = [sequence(seq_id=0, seed=1, **kind), sequence(seq_id=2, logprobs=1, **kind)]
+    want = Sampler().sample(logits[[0, 2]], plan_of(healthy))
+    logits[1, VOCAB - len(values) :] = torch.tensor(values)
+    broken = sequence(seq_id=1, logprobs=2, **kind)
+    found = Sampler().sample(logits, plan_of([healthy[0], broken, healthy[1]]))
+    assert [found[0], found[2]] == want
+    assert found[1].token_ids == ()
+    assert cause in found[1].error
 
 
-def test_stop_is_kept_as_a_tuple() -> None:
-    assert SamplingParams(stop="ab").stop == ("ab",)
-    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
+def test_a_few_tokens_of_no_weight_at_all_are_no_error() -> None:
+    logits = rows(1)
+    logits[0, 10:] = -math.inf
+    for kind in ALL_KINDS:
+        for seed in range(20):
+            assert tokens_of(logits, [sequence(seed=seed, **kind)])[0] < 10
+
+
+def test_the_repetition_penalty_is_transformers() -> None:
+    own, logits = sequence([1, 4, 4], [7], repetition_penalty=1.7), rows(1, spread=0.7)
+    tally, edits, found = Tally(own, with_prompt=True), Edits(VOCAB), logits.clone().numpy()
+    tally.add(7)
+    edits.penalise(0, tally, own.request.params)
+    edits.make(found)
+    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([own.token_ids]), logits)
+    assert 0 < logits[0, [1, 4, 7]].max() < 1
+    assert logits[0, [1, 4, 7]].min() < 0
+    torch.testing.assert_close(torch.from_numpy(found), want)
+
+
+def test_a_bad_word_that_began_in_the_prompt_is_none() -> None:
+    """As in vLLM: only what was generated counts."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 9.0
+    words = ((4, 5), (1, 4, 5))
+    for output, token in (([], 5), ([4], 0), ([3], 5)):
+        own = sequence([1, 4], output, bad_words=words, temperature=0.0)
+        assert tokens_of(logits, [own]) == [token]
+
+
+def test_where_nothing_is_allowed_the_sequence_ends() -> None:
+    own = sequence(bad_words=tuple((token,) for token in range(VOCAB)))
+    (result,) = Sampler().sample(rows(1), plan_of([own]))
+    assert result.token_ids == ()
+    assert "bad_words" in result.error
+
+
+def test_a_broken_row_after_a_right_guess_waits_for_the_next_step() -> None:
+    """As without guesses: what came before it is text, and then the sequence fails."""
+    logits = rows(3)
+    first = int(logits[0].argmax())
+    logits[1] = math.nan
+    own = sequence(temperature=0.0)
+    (result,) = Sampler().sample(logits, plan_of([own], [(first, 4)]))
+    assert result == Sampled(token_ids=(first,))
+    (result,) = Sampler().sample(logits, plan_of([own], [((first + 1) % VOCAB, 4)]))
+    assert result == Sampled(token_ids=(first,))
+    own.token_ids.append(first)
+    (result,) = Sampler().sample(logits[1:2], plan_of([own]))
+    assert "NaN" in result.error
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, batch = rows(8), [sequence(seq_id=i, temperature=0.0) for i in range(8)]
+
+    def never(*_: Any) -> None:
+        raise AssertionError("more was done")
+
+    for name in ("weights_of", "cut", "drawn", "logprobs_of", "Edits.make"):
+        monkeypatch.setattr(f"quire.engine.sampling.sampler.{name}", never)
+    assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
+
+
+def test_a_token_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the text is: a step adds what came since the last one."""
+    counted: list[int] = []
+    add = "quire.engine.sampling.tally.Tally.add"
+    monkeypatch.setattr(add, lambda _, token_id: counted.append(token_id))
+    own, sampler = sequence(range(40), presence_penalty=1.0), Sampler()
+    for step in range(30):
+        own.token_ids.append(step)
+        sampler.sample(rows(1), plan_of([own]))
+    assert counted == list(range(30))
+
+
+# -- a prompt's own log-probabilities -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_top", [-1, 0, 3])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_prompt_logprobs_are_those_of_each_token_after_the_first(num_top: int, chunk: int) -> None:
+    vocab = 5000  # a few rows at once
+    prompt = [int(token) for token in torch.randint(0, vocab, (90,), generator=torch.Generator())]
+    own = sequence(prompt, prompt_logprobs=num_top, temperature=0.0)
+    logits, sampler = rows(len(prompt), vocab), Sampler()
+    for start in range(0, len(prompt), chunk):
+        stop = min(start + chunk, len(prompt))
+        plan = StepPlan.of(
+            [Chunk(sequence=own, start=start, stop=stop, samples=stop == len(prompt))]
+        )
+        assert own.lacks_prompt_logprobs == bool(plan.prompt_rows) or stop == len(prompt)
+        for _ in range(2):  # done twice, it is the same
+            sampler.sample(logits[start:stop] if plan.prompt_rows else logits[-1:], plan)
+    assert not own.lacks_prompt_logprobs
+    assert len(own.prompt_logprobs) == len(prompt) - 1
+    for place in (0, 1, 63, 64, 88):
+        want = row_of(own, logits[place]).logprobs(prompt[place + 1], num_top)
+        found = own.prompt_logprobs[place]
+        assert (found.token_id, found.rank) == (want.token_id, want.rank)
+        assert found.logprob == pytest.approx(want.logprob, abs=1e-5)
+        assert [t for t, _ in found.top] == [t for t, _ in want.top]
+
+
+def test_prompt_logprobs_of_a_broken_row_are_no_numbers() -> None:
+    own = sequence([1, 2, 3], prompt_logprobs=1)
+    logits = rows(2)
+    logits[1, 4] = math.nan
+    where = PromptRows(sequence=own, row=0, start=0, num_rows=2)
+    Sampler().sample(logits, StepPlan(chunks=(), draws=(), prompt_rows=(where,)))
+    assert math.isfinite(own.prompt_logprobs[0].logprob)
+    assert math.isnan(own.prompt_logprobs[1].logprob)

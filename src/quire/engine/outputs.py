@@ -1,0 +1,134 @@
+"""From tokens to text, for whoever asked: pieces while a prompt runs, and the whole at the end."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.detokenizer import Detokenizer
+from quire.engine.plan import TokenOutput
+from quire.engine.sequence import FinishReason, Request, Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """A piece of one continuation of one prompt: of one token, or more for a reader who is behind.
+
+    The end may come without a token.
+    """
+
+    index: int  # of the prompt, among those of one call
+    choice: int = 0  # which of its continuations
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+    finish_reason: FinishReason | None  # None while it goes on
+    detail: str = ""  # why it ended early; empty otherwise
+    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
+
+    @property
+    def token_id(self) -> int | None:
+        """The last token."""
+        return self.token_ids[-1] if self.token_ids else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One continuation of a prompt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    detail: str  # why it ended early; empty otherwise
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+    cumulative_logprob: float | None = None  # of all tokens, where a search went by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What came of a prompt: ``choices``, as many as asked for; the first one's fields are here."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all its tokens but the first, if asked for
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def detail(self) -> str:
+        return self.choices[0].detail
+
+
+Deliver = Callable[[TextDelta], None]
+
+
+class Listener:
+    """Makes one sequence's tokens into pieces of text and hands them on."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Any, index: int, deliver: Deliver) -> None:
+        self._sequence, self._index, self._deliver = sequence, index, deliver
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, sequence.request.params)
+
+    def hear(self, output: TokenOutput) -> bool:
+        """Hand on what a step did. True: a stop string has come, the sequence is to end with it."""
+        reason, text, stopped = output.finish_reason, "", False
+        if self._detokenizer is not None:
+            includes_stop = self._sequence.request.params.include_stop_str_in_output
+            if output.token_id is None or not (output.is_text or includes_stop):
+                text = self._detokenizer.flush()
+            else:
+                text = self._detokenizer.add(output.token_id, last=reason is not None)
+            if self._detokenizer.stopped:
+                stopped, reason = True, "stop"
+        sequence = self._sequence
+        self._deliver(
+            TextDelta(
+                index=self._index,
+                choice=sequence.index,
+                text=text,
+                token_ids=() if output.token_id is None else (output.token_id,),
+                logprobs=() if output.logprobs is None else (output.logprobs,),
+                finish_reason=reason,
+                detail=sequence.finish_detail,
+                num_cached_tokens=sequence.num_cached_tokens,
+            )
+        )
+        return stopped
+
+
+def completion(
+    request: Request, sequences: Iterable[Sequence], deltas: Iterable[TextDelta]
+) -> Completion:
+    """All the pieces of one prompt's continuations, put together."""
+    several = list(sequences)
+    pieces: list[list[TextDelta]] = [[] for _ in several]
+    for delta in deltas:
+        pieces[delta.choice].append(delta)
+    return Completion(
+        prompt_token_ids=request.prompt_token_ids,
+        choices=tuple(_choice(own) for own in pieces),
+        num_cached_tokens=several[0].num_cached_tokens,
+        prompt_logprobs=tuple(several[0].prompt_logprobs),
+    )
+
+
+def _choice(deltas: list[TextDelta]) -> Choice:
+    return Choice(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        finish_reason=deltas[-1].finish_reason or "stop",
+        detail=deltas[-1].detail,
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+    )

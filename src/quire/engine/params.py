@@ -1,0 +1,200 @@
+"""How tokens are to be chosen. The names and defaults are vLLM's."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.errors import RequestError
+
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What form a text must have: exactly one of these.
+
+    A schema (``json``, as a dict or as text), any JSON object (``json_object``), a regular
+    expression for the whole text, a ``choice`` of strings, or a ``grammar`` in Lark's notation or
+    GBNF. ``disable_any_whitespace`` allows none between JSON's tokens; there may be 40 characters
+    of it at each place otherwise.
+
+    Raises: RequestError naming the parameter, its value and what it must be.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        forms = ("json", "json_object", "regex", "choice", "grammar")
+        given = [name for name in forms if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs takes exactly one of {', '.join(forms)}, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text):
+                raise RequestError(f"{name}={text!r} must be a text that is not empty")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema(self.json))
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not self.choice or not _are_strings(self.choice):
+                raise RequestError(
+                    f"choice={self.choice!r} must be several strings, none of them empty"
+                )
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def source(self) -> tuple[Literal["json", "regex", "choice", "grammar"], str]:
+        """Which of them it is (an object's schema is "json" too), and its text."""
+        if self.json is not None:
+            return "json", str(self.json)
+        if self.json_object:
+            return "json", '{"type": "object"}'
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        return "grammar", str(self.grammar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to end.
+
+    ``n`` continuations share the prompt's blocks. ``temperature`` 0 is greedy. ``top_k`` 0 or -1
+    and ``top_p`` 1 switch those filters off. ``presence_penalty`` and ``frequency_penalty`` count
+    what has been generated, ``repetition_penalty`` the prompt too. ``logprobs`` and
+    ``prompt_logprobs`` ask for that many of the likeliest tokens beside the chosen one, -1 for all.
+    With a ``seed`` a request gives the same text whatever else is in the batch. ``stop`` strings
+    end the text and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never
+    appear. Before ``min_tokens`` nothing ends it.
+
+    Raises: RequestError naming the parameter, its value and its limit.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        for name, (holds, limit) in self._limits().items():
+            if not holds:
+                raise RequestError(f"{name}={getattr(self, name)!r} must be {limit}")
+        for name in ("stop", "bad_words"):  # a list, or one string, as people write it
+            given = getattr(self, name)
+            several = (given,) if isinstance(given, str) else tuple(given)
+            object.__setattr__(self, name, several)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    def _limits(self) -> dict[str, tuple[bool, str]]:
+        """What each parameter must be, and whether it is."""
+        strings = "a string or several, none of them empty"
+        count = "a whole number of 0 or more, -1 for all, or None"
+        penalty = "a number from -2 to 2"
+        return {
+            "n": (_is_int(self.n, 1), "a whole number of at least 1"),
+            "max_tokens": (_is_int(self.max_tokens, 1), "a whole number of at least 1"),
+            "min_tokens": (
+                _is_int(self.min_tokens, 0)
+                and (not _is_int(self.max_tokens) or self.min_tokens <= self.max_tokens),
+                f"a whole number from 0 to max_tokens={self.max_tokens}",
+            ),
+            "temperature": (_is_number(self.temperature, 0, _INFINITY), "a number of 0 or more"),
+            "top_k": (_is_int(self.top_k, -1), "a whole number: 0 or -1 (off), or more"),
+            "top_p": (_is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"),
+            "min_p": (_is_number(self.min_p, 0, 1), "between 0 and 1"),
+            "repetition_penalty": (
+                _is_number(self.repetition_penalty, 0, _INFINITY) and self.repetition_penalty > 0,
+                "a number above 0",
+            ),
+            "presence_penalty": (_is_number(self.presence_penalty, -2, 2), penalty),
+            "frequency_penalty": (_is_number(self.frequency_penalty, -2, 2), penalty),
+            "logit_bias": (_is_bias(self.logit_bias), "token ids with numbers from -100 to 100"),
+            "logprobs": (self.logprobs is None or _is_int(self.logprobs, -1), count),
+            "prompt_logprobs": (
+                self.prompt_logprobs is None or _is_int(self.prompt_logprobs, -1),
+                count,
+            ),
+            "seed": (self.seed is None or _is_int(self.seed), "a whole number, or None"),
+            "stop": (_are_strings(self.stop), strings),
+            "stop_token_ids": (_are_ids(self.stop_token_ids), "token ids"),
+            "bad_words": (_are_strings(self.bad_words), strings),
+            "structured_outputs": (
+                isinstance(self.structured_outputs, StructuredOutputsParams | None),
+                "StructuredOutputsParams, or None",
+            ),
+        }
+
+
+def _schema(given: Any) -> str:
+    """A JSON schema's text. Raises: RequestError."""
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"json={str(given)[:60]!r} must be a JSON schema: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"json={str(given)[:60]!r} must be a JSON schema: an object")
+    return text
+
+
+def _is_int(value: Any, least: int | None = None) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and (least is None or value >= least)
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    """Whether it is in [least, most]; infinity and NaN are not numbers here."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most and value != _INFINITY
+
+
+def _are_strings(value: Any) -> bool:
+    several = [value] if isinstance(value, str) else value
+    return isinstance(several, list | tuple) and all(
+        isinstance(text, str) and bool(text) for text in several
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_int(item, 0) for item in value)
+
+
+def _is_bias(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, Mapping)
+        and all(
+            _is_int(token_id, 0) and _is_number(bias, -100, 100) for token_id, bias in value.items()
+        )
+    )
