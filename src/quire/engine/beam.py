@@ -1,0 +1,270 @@
+"""Beam search: the likeliest whole continuations instead of the likeliest token each time.
+
+Beams are sequences of the scheduler for which it samples nothing: when the log-probabilities of all
+of them are there, the search chooses which go on with which token. A beam that goes on twice is
+forked, so that prompt and common beginning are held once; one that does not gives up its place.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any
+
+from quire.engine.engine import Engine
+from quire.engine.outputs import Choice
+from quire.engine.params import SamplingParams
+from quire.engine.plan import TokenOutput
+from quire.engine.sequence import FinishReason, Sequence, TokenLogprobs
+from quire.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How wide to search and when to end; the names are vLLM's.
+
+    A continuation's score is the sum of its tokens' log-probabilities over the number of its tokens
+    to the power of ``length_penalty``: above 0 longer ones gain, 0 is the sum alone.
+
+    Raises: RequestError naming the parameter, its value and its limit.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.temperature != 0:
+            raise RequestError(
+                f"temperature={self.temperature!r} must be 0: a beam search draws nothing"
+            )
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise RequestError(f"length_penalty={penalty!r} must be a number")
+
+    def sampling(self, eos_token_ids: Iterable[int], vocab_size: int) -> SamplingParams:
+        """What the beams' sequences are run with.
+
+        Enough of the likeliest tokens are asked for that, whatever ends there, ``beam_width`` go
+        on.
+        """
+        num_ends = 0 if self.ignore_eos else len(list(eos_token_ids))
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=0,
+            logprobs=min((1 + max(1, num_ends)) * self.beam_width, vocab_size),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """A continuation that has come to its end, and how good it is."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+    detail: str = ""
+
+    def choice(self, tokenizer: Any) -> Choice:
+        text = ""
+        if tokenizer is not None:
+            text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return Choice(
+            token_ids=self.token_ids,
+            text=text,
+            finish_reason=self.finish_reason,
+            detail=self.detail,
+            logprobs=self.logprobs,
+            cumulative_logprob=self.cumulative_logprob,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Beam:
+    """A continuation under way. ``top`` has come when its next token can be chosen."""
+
+    sequence: Sequence
+    cumulative_logprob: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    top: tuple[tuple[int, float], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    beam: _Beam
+    token: TokenLogprobs
+    cumulative_logprob: float
+
+
+class BeamSearch:
+    """The search for one prompt, over the sequences that were started for it.
+
+    Ends where no beam can become better than the ``beam_width`` that have ended. One ends with an
+    end-of-text token only while it is among the ``beam_width`` best of its step.
+
+    Source: Transformers' ``generate(num_beams=…, early_stopping="never")``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: BeamSearchParams,
+        sequences: list[Sequence],
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._engine, self._params, self._sequences = engine, params, sequences
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        first = sequences[0]
+        longest = engine.scheduler.limits.longest(first.request)
+        self._most_tokens = longest - first.num_prompt_tokens
+        # All begin with the same tokens, so that one of them speaks for all.
+        self._beams = [_Beam(first)]
+        self._ended: list[Hypothesis] = []  # the best ones
+        self._lost: list[Hypothesis] = []  # that something else ended
+
+    @property
+    def is_over(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self._sequences)
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The best first; after them those that came to no end of their own."""
+        return [*self._ended, *self._lost][: self._params.beam_width]
+
+    def hear(self, output: TokenOutput) -> bool:
+        """Take note of what a step did; choose, once it did it for all beams."""
+        for beam in self._beams:
+            if beam.sequence is output.sequence:
+                if output.finish_reason is not None:
+                    self._lose(beam, output.finish_reason)
+                elif beam.sequence.awaits_choice and output.logprobs is not None:
+                    beam.top = output.logprobs.top  # and not what was chosen from already
+                break
+        if self._beams and all(beam.top is not None for beam in self._beams):
+            self._choose()
+        return False
+
+    def _lose(self, beam: _Beam, reason: FinishReason) -> None:
+        """Something outside has ended a beam. While all are alike, another one speaks for all."""
+        self._beams.remove(beam)
+        sequence = beam.sequence
+        others = [s for s in self._sequences if s.finish_reason is None]
+        if not self._beams and not beam.logprobs and others:
+            self._beams = [_Beam(others[0])]
+            return
+        if not self._beams:
+            self._finish(others)
+        self._lost.append(
+            Hypothesis(
+                token_ids=tuple(sequence.output_token_ids),
+                logprobs=beam.logprobs,
+                cumulative_logprob=beam.cumulative_logprob,
+                score=-math.inf,
+                finish_reason=reason,
+                detail=sequence.finish_detail,
+            )
+        )
+
+    def _choose(self) -> None:
+        """Which beams go on with which tokens, and which have ended."""
+        width = self._params.beam_width
+        going_on: list[_Candidate] = []
+        places = [s for s in self._sequences if s.finish_reason is None]
+        num_tokens = self._beams[0].sequence.num_output_tokens + 1
+        for rank, candidate in enumerate(self._candidates()):
+            reason = self._end_of(candidate, num_tokens)
+            if reason is None:
+                if len(going_on) < len(places):
+                    going_on.append(candidate)
+            elif rank < width:
+                self._end(candidate, num_tokens, reason)
+        self._ended = sorted(self._ended, key=lambda own: own.score, reverse=True)[:width]
+        if going_on and self._can_improve(going_on[0], num_tokens):
+            self._go_on(going_on, places)
+        else:
+            self._beams = []
+            self._finish(places)
+
+    def _candidates(self) -> list[_Candidate]:
+        """The best tokens of all beams, the best first."""
+        num_ends = max(1, len(self._eos_token_ids))
+        return nlargest(
+            (1 + num_ends) * self._params.beam_width,
+            (
+                _Candidate(
+                    beam,
+                    TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank),
+                    beam.cumulative_logprob + logprob,
+                )
+                for beam in self._beams
+                for rank, (token_id, logprob) in enumerate(beam.top or (), 1)
+            ),
+            key=lambda candidate: candidate.cumulative_logprob,
+        )
+
+    def _end_of(self, candidate: _Candidate, num_tokens: int) -> FinishReason | None:
+        if candidate.token.token_id in self._eos_token_ids:
+            return "stop"
+        return "length" if num_tokens >= self._most_tokens else None
+
+    def _end(self, candidate: _Candidate, num_tokens: int, reason: FinishReason) -> None:
+        beam, total = candidate.beam, candidate.cumulative_logprob
+        self._ended.append(
+            Hypothesis(
+                token_ids=(*beam.sequence.output_token_ids, candidate.token.token_id),
+                logprobs=(*beam.logprobs, candidate.token),
+                cumulative_logprob=total,
+                score=self._score(total, num_tokens),
+                finish_reason=reason,
+            )
+        )
+
+    def _can_improve(self, best: _Candidate, num_tokens: int) -> bool:
+        """Whether the best that goes on could still be better than the worst that has ended.
+
+        Its sum only falls; where longer ones gain, it may fall slower than its length grows.
+        """
+        if len(self._ended) < self._params.beam_width:
+            return True
+        length = self._most_tokens if self._params.length_penalty > 0 else num_tokens
+        return self._score(best.cumulative_logprob, length) > self._ended[-1].score
+
+    def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        score: float = cumulative_logprob / num_tokens**self._params.length_penalty
+        return score
+
+    def _go_on(self, candidates: list[_Candidate], places: list[Sequence]) -> None:
+        """A beam's first continuation stays in its place.
+
+        More of them take the places of beams that have none.
+        """
+        scheduler = self._engine.scheduler
+        kept = {candidate.beam.sequence for candidate in candidates}
+        vacant = [place for place in places if place not in kept]
+        used: set[Sequence] = set()
+        beams: list[_Beam] = []
+        for candidate in candidates:
+            place = candidate.beam.sequence
+            if place in used:
+                place = vacant.pop()
+                scheduler.replace(place, candidate.beam.sequence)
+            used.add(place)
+            logprobs = (*candidate.beam.logprobs, candidate.token)
+            beams.append(_Beam(place, candidate.cumulative_logprob, logprobs))
+        for beam in beams:
+            scheduler.choose(beam.sequence, beam.logprobs[-1].token_id)
+        self._beams = beams
+
+    def _finish(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._engine.finish(sequence, "stop")
