@@ -68,9 +68,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def tiny_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A model of ``CONFIGS`` in fp32. Its random weights are large enough to make tokens differ."""
+    """A model of ``CONFIGS``, as ``random_model`` makes it."""
+    return random_model(CONFIGS[name](), seed=seed)
+
+
+def random_model(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """A model in fp32. Its random weights are large enough to make tokens differ."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().float()
+    model = AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.memory.machine.probe import mapped_from_files
@@ -46,7 +47,7 @@ class Footprint:
 
 def footprint(model: PreTrainedModel) -> Footprint:
     """Of a model in memory, or on the meta device."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [part for t in (*model.parameters(), *model.buffers()) for part in _parts(t)]
     storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
     on_files = mapped_from_files([s.data_ptr() for s in storages.values() if s.data_ptr()])
     config = model.config.get_text_config()
@@ -86,7 +87,15 @@ def outline(
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
     named = DEMO_MODEL if name is None else source
     dtype_name = str(wanted).removeprefix("torch.")
-    return named, footprint(model), spec.with_kv_dtype(dtype_name)
+    return named, footprint(model), spec.computed_in(dtype_name)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What a tensor is made of: itself, or the codes and scales of a quantized one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def _key(tensor: Tensor) -> int:

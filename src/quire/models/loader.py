@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    TorchAoConfig,
 )
 from transformers.utils import logging as hf_logging
 
@@ -28,6 +29,7 @@ from quire.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
+QUANTIZATIONS = ("int8",)
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -48,11 +50,16 @@ class LoadedModel:
 
 
 def load(
-    name: str | Path | None = None, *, dtype: str = "auto", show_progress: bool = False
+    name: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    show_progress: bool = False,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+    ``quantization`` "int8" keeps the weights of linear layers in eight bits (torchao).
     ``show_progress`` lets Transformers draw its bars on standard error.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
@@ -64,6 +71,7 @@ def load(
         check_weights(folder)
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
+    quantized = _quantized(quantization)
     config, spec = read_config(source, folder)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -73,6 +81,7 @@ def load(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **quantized,
         )
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
@@ -81,8 +90,25 @@ def load(
         name=DEMO_MODEL if name is None else source,
         model=model.eval(),
         tokenizer=_tokenizer(source),
-        spec=spec.with_kv_dtype(_dtype_name(model)),
+        spec=spec.computed_in(_dtype_name(model)),
     )
+
+
+def _quantized(quantization: str | None) -> dict[str, Any]:
+    """What Transformers is told of it. Raises: ConfigError."""
+    if quantization is None:
+        return {}
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization {quantization!r} is unknown; known: {', '.join(QUANTIZATIONS)}"
+        )
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"quantization={quantization} needs torchao ({error}): pip install 'quire[int8]'"
+        ) from error
+    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
 
 
 def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
@@ -96,7 +122,7 @@ def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
         raise ConfigError(f"{name} is in training mode, with dropout: call model.eval()")
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")
     return LoadedModel(
-        name=name, model=model, tokenizer=tokenizer, spec=spec.with_kv_dtype(_dtype_name(model))
+        name=name, model=model, tokenizer=tokenizer, spec=spec.computed_in(_dtype_name(model))
     )
 
 

@@ -5,7 +5,7 @@ nor loads weights. How one layer's bytes are counted is in ``layers``, how a fil
 ``config_json``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,22 @@ class ModelSpec:
         """What one more token costs while nothing is forgotten."""
         return sum(group.bytes_per_token for group in self.groups)
 
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Those that keep a state, whatever else they keep."""
+        return tuple(
+            index
+            for index, layer in enumerate(self.layers)
+            if any(isinstance(kept, RecurrentState) for kept in layer.specs)
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """What all recurrent layers keep of one sequence, whatever its length."""
+        return sum(
+            group.bytes_for(1) for group in self.groups if isinstance(group.spec, RecurrentState)
+        )
+
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that must be kept once ``num_tokens`` are computed and more may follow."""
         return sum(group.bytes_for(num_tokens) for group in self.groups)
@@ -133,10 +149,25 @@ class ModelSpec:
         def stored(spec: LayerSpec) -> LayerSpec:
             return spec if isinstance(spec, RecurrentState) else replace(spec, dtype=dtype)
 
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, specs=tuple(stored(spec) for spec in layer.specs))
-                for layer in self.layers
-            ),
+        return self._with_specs(stored)
+
+    def computed_in(self, dtype: str) -> "ModelSpec":
+        """The same model with its weights in ``dtype``: what it keeps is too, but for its scans.
+
+        Raises: ConfigError for an unknown dtype.
+        """
+
+        def computed(spec: LayerSpec) -> LayerSpec:
+            if not isinstance(spec, RecurrentState):
+                return spec
+            states = (replace(s, dtype=dtype) if s.name == "conv" else s for s in spec.states)
+            return replace(spec, states=tuple(states))
+
+        return self.with_kv_dtype(dtype)._with_specs(computed)
+
+    def _with_specs(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
+        layers = (
+            replace(layer, specs=tuple(change(spec) for spec in layer.specs))
+            for layer in self.layers
         )
+        return replace(self, layers=tuple(layers))
