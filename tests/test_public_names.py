@@ -8,7 +8,16 @@ import pytest
 import quire
 from quire import errors
 
-PUBLIC = ["LLM", "ModelSpec", "SamplingParams", "__version__", "cache"]
+PUBLIC = [
+    "AsyncLLM",
+    "BeamSearchParams",
+    "LLM",
+    "ModelSpec",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "cache",
+]
 ERRORS = [
     "ConfigError",
     "MemoryUnavailable",

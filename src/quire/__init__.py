@@ -13,20 +13,35 @@ from typing import TYPE_CHECKING, Any
 from quire.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.beam import BeamSearchParams
     from quire.engine.llm import LLM
-    from quire.engine.sequence import SamplingParams
+    from quire.engine.params import SamplingParams, StructuredOutputsParams
     from quire.models.drop_in import cache
 
-__all__ = ["LLM", "ModelSpec", "SamplingParams", "__version__", "cache"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "ModelSpec",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "cache",
+]
 __version__ = version("quire")
 
 
 def __getattr__(name: str) -> Any:
     match name:
+        case "AsyncLLM":
+            return import_module("quire.engine.async_llm").AsyncLLM
+        case "BeamSearchParams":
+            return import_module("quire.engine.beam").BeamSearchParams
         case "LLM":
             return import_module("quire.engine.llm").LLM
-        case "SamplingParams":
-            return import_module("quire.engine.sequence").SamplingParams
+        case "SamplingParams" | "StructuredOutputsParams":
+            return getattr(import_module("quire.engine.params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -4,6 +4,7 @@ Names are vLLM's where vLLM has one. A flag or an argument counts before the env
 (``QUIRE_BLOCK_SIZE=32``), and that before the default. No other module touches the environment.
 """
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -51,11 +52,66 @@ def _option(default: Any, help: str, **extra: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead; names are vLLM's.
+
+    ``ngram`` looks up what followed the last time that a sequence's own tokens read like this, over
+    the longest n-gram of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens. ``draft_model``
+    asks a smaller ``model`` of the same vocabulary: a folder, a hub name, or a model in memory.
+
+    Raises: ConfigError naming the option, its value and its limit.
+    """
+
+    method: str | None = None  # None: draft_model where there is a model, else ngram
+    num_speculative_tokens: int = 4  # at most
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
+        _one_of("speculative_config: method", str(self.method), ("ngram", "draft_model"))
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(
+                f"speculative_config: method {self.method} "
+                f"{'needs a' if self.model is None else 'takes no'} model"
+            )
+        for name, least, most in (
+            ("num_speculative_tokens", 1, 64),
+            ("prompt_lookup_min", 1, 64),
+            ("prompt_lookup_max", self.prompt_lookup_min, 64),
+        ):
+            _in_range(f"speculative_config: {name}", getattr(self, name), least, most)
+
+    @classmethod
+    def parse(cls, given: Any) -> "SpeculativeConfig | None":
+        """From a JSON object, as text or as a mapping. Raises: ConfigError."""
+        if given is None or isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"speculative_config {given!r} is not JSON: {error}") from error
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config={given!r} must be a JSON object")
+        known = {option.name for option in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"speculative_config: unknown {name!r}{_nearest(name, known)}")
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
 
     dtype: str = _option(
         "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+    )
+    quantization: str | None = _option(
+        None, "int8 keeps the weights of linear layers in eight bits (needs quire[int8])."
     )
     kv_cache_dtype: str = _option(
         "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
@@ -84,6 +140,21 @@ class EngineConfig:
     )
     watermark: float = _option(
         0.01, "Share of the KV memory that a newcomer leaves free while others run."
+    )
+    scheduling_policy: str = _option(
+        "fcfs",
+        "Who goes first: fcfs (who came first), priority (smaller numbers, which others make room "
+        "for), shortest (what may become the shortest).",
+    )
+    swap_space: int = _option(
+        0,
+        "Memory for sequences that make room, e.g. 4GiB (vLLM counts in GiB). Without, or where it "
+        "takes longer, they compute their tokens again.",
+        flag_type=str,
+        parse=parse_bytes,
+    )
+    swap_path: str | None = _option(
+        None, "A folder for a file of that size instead of memory. It has no name while it is used."
     )
     kv_cache_memory_bytes: int | None = _option(
         None,
@@ -115,9 +186,19 @@ class EngineConfig:
     reserve: Literal["max_model_len", "request"] = _option(
         "max_model_len", "What a sequence reserves (contiguous): the longest, or its own maximum."
     )
+    speculative_config: SpeculativeConfig | None = _option(  # noqa: RUF009 - it makes a field
+        None,
+        "Guess tokens ahead, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4} looks them up in the text so far, '
+        '{"model": "folder"} asks a smaller model.',
+        flag_type=str | None,
+        parse=SpeculativeConfig.parse,
+    )
     seed: int = _option(0, "Seed of requests that bring none.")
 
     def __post_init__(self) -> None:
+        speculative = SpeculativeConfig.parse(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
         _in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
         for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
             _in_range(name, getattr(self, name), 1)
@@ -132,6 +213,10 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
             )
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "shortest"))
+        _in_range("swap_space", self.swap_space, 0, 2**63)
+        if self.swap_path is not None and not self.swap_space:
+            raise ConfigError(f"swap_path={self.swap_path!r} needs swap_space, its size in bytes")
         _one_of("budget", self.budget, tuple(BUDGETS))
         _one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
         _one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
@@ -140,6 +225,8 @@ class EngineConfig:
         _one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         _one_of("reserve", self.reserve, ("max_model_len", "request"))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, ("int8",))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
 
     @classmethod

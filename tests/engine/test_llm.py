@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import quire
 from quire import LLM, SamplingParams
-from quire.engine.llm import Completion, TextDelta
+from quire.engine.outputs import Completion, TextDelta
 from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
 from quire.memory import CountedMemory, FailingMemory, HostMemory
 from quire.models.loader import LoadedModel, load
@@ -179,7 +179,9 @@ def test_prompts_are_text_or_ids_one_or_several() -> None:
 def test_the_pieces_of_a_stream_add_up() -> None:
     texts = ["class Stack:\n", "for é in '色👍':", "def fibonacci(n):\n"]
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=1)
-    with LLM(demo(), max_num_batched_tokens=16) as llm:
+    # What is found computed rounds otherwise in bfloat16, and so may draw otherwise.
+    options: dict[str, Any] = dict(max_num_batched_tokens=16, enable_prefix_caching=False)
+    with LLM(demo(), **options) as llm:
         whole = llm.generate(texts, params)
         deltas = list(llm.stream(texts, params))
     for index, completion in enumerate(whole):
@@ -374,8 +376,6 @@ def test_too_little_memory_for_all_changes_no_token(name: str, strategy: str) ->
         assert llm.memory.peak_committed_bytes <= ceiling
         assert_all_is_given_back(llm)
         scheduler.check()
-        if strategy in ("growing", "paged"):
-            assert scheduler.num_preemptions > 0
         if strategy == "contiguous":  # what is reserved whole need not make room: it waits
             assert scheduler.num_preemptions == 0
 
@@ -436,29 +436,36 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
 
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pages_that_the_system_refuses_close_the_engine(strategy: str, at: int) -> None:
-    """Accounting counts on pages that do not exist: nothing but closing is right any more."""
+def test_pages_that_the_system_refuses_disturb_nobody(strategy: str, at: int) -> None:
+    """Accounting counts on pages that do not exist: the cache begins anew, and everybody in it."""
+    options: dict[str, Any] = dict(cache=strategy, max_model_len=64, growth_tokens=8)
+    counter = FailingMemory(HostMemory(), failing=())
+    with small(**options, provider=counter) as llm:
+        first = counter.num_commits + at
+        want = llm.generate(prompts(), GREEDY)
+    memory = FailingMemory(CountedMemory(HostMemory()), failing={first, first + 2})
+    with small(**options, provider=memory) as llm:
+        assert llm.generate(prompts(), GREEDY) == [replace(w, num_cached_tokens=0) for w in want]
+        assert memory.num_commits > first + 2
+        assert_all_is_given_back(llm)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_system_without_pages_ends_who_is_alone_and_says_so(strategy: str) -> None:
     options: dict[str, Any] = dict(cache=strategy, max_model_len=64, growth_tokens=8)
     counter = FailingMemory(HostMemory(), failing=())
     small(**options, provider=counter).close()
-    at = min(at, counter.num_commits)
-    for first_refused in (at, counter.num_commits + at):  # in the trial, and after it
-        inner = CountedMemory(HostMemory())
-        memory = FailingMemory(inner, failing=range(first_refused, 10**9))
-        if first_refused == at:
-            with pytest.raises(MemoryUnavailable):
-                small(**options, provider=memory)
-        else:
-            llm = small(**options, provider=memory)
-            other = llm.stream(prompts()[0], GREEDY)
-            with pytest.raises(MemoryUnavailable):
-                llm.generate(prompts(), GREEDY)
-            assert list(other) == []
-            assert not llm.engine.scheduler.has_unfinished
-            with pytest.raises(RequestError, match="closed"):
-                llm.generate(prompts(), GREEDY)
-            llm.close()
-        assert inner.committed_bytes == inner.reserved_bytes == 0
+    inner = CountedMemory(HostMemory())
+    with pytest.raises(MemoryUnavailable):  # in the trial
+        small(**options, provider=FailingMemory(inner, failing=range(1, 10**9)))
+    assert inner.committed_bytes == inner.reserved_bytes == 0
+    memory = FailingMemory(inner, failing=range(counter.num_commits + 1, 10**9))
+    with small(**options, provider=memory) as llm:
+        for completion in llm.generate(prompts(), GREEDY):
+            assert completion.finish_reason == "capacity"
+            assert "as it was told to" in completion.detail
+        assert not llm.engine.scheduler.has_unfinished
+    assert inner.committed_bytes == inner.reserved_bytes == 0
 
 
 # -- opening and closing --------------------------------------------------------------------------

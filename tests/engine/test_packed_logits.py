@@ -8,12 +8,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.attention import SdpaAttention
+from quire.engine.kv_cache import KVCache
+from quire.engine.params import SamplingParams
+from quire.engine.plan import Sampled
 from quire.engine.runner import ModelRunner
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Request, SamplingParams, Sequence
+from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.sequence import Request, Sequence
 from quire.memory import HostMemory
 from quire.models.loader import adopt
-from quire.strategies import STRATEGIES, CacheConfig, build_accounting, build_storage
+from quire.strategies import (
+    STRATEGIES,
+    Accounting,
+    CacheConfig,
+    Storage,
+    build_accounting,
+    build_storage,
+)
 from tiny import CONFIGS, VOCAB, tiny_model, tokens
 
 LENGTHS = (40, 9, 61, 23, 33)  # all tokens of a sequence, prompt and what is to follow it
@@ -62,11 +72,16 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
         shares_pages=strategy == SHARED,
     )
     strategy = "virtual" if strategy == SHARED else strategy
-    accounting = build_accounting(strategy, loaded.spec, config)
-    storage = build_storage(strategy, accounting, memory)
-    runner = ModelRunner(loaded, accounting, storage, SdpaAttention())
+
+    def make_pair() -> tuple[Accounting, Storage]:
+        accounting = build_accounting(strategy, loaded.spec, config)
+        return accounting, build_storage(strategy, accounting, memory)
+
+    kv = KVCache(make_pair)
+    runner = ModelRunner(loaded, kv, SdpaAttention())
     scheduler = Scheduler(
-        accounting, max_model_len=64, max_num_seqs=len(LENGTHS), max_num_batched_tokens=BUDGET
+        kv.accounting,
+        Limits(max_model_len=64, max_num_seqs=len(LENGTHS), max_num_batched_tokens=BUDGET),
     )
     sequences: list[Sequence] = []
     rows: list[tuple[int, int, Tensor]] = []
@@ -77,19 +92,21 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
             params = SamplingParams(max_tokens=LENGTHS[index] - PROMPTS[index], ignore_eos=True)
             prompt = tuple(texts()[index][: PROMPTS[index]])
             request = Request(request_id=index, prompt_token_ids=prompt, params=params)
-            sequences.append(scheduler.add(request))
+            sequences += scheduler.add(request)
         plan = scheduler.plan()
+        kv.carry_out()
         logits = runner.run(plan)
-        assert logits.shape == (len(plan.sampling), VOCAB)
+        sampling = [draw.sequence for draw in plan.draws]
+        assert logits.shape == (len(sampling), VOCAB)
         lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
         num_mixed += 1 in lengths and max(lengths) > 1
-        for sequence, row in zip(plan.sampling, logits, strict=True):
+        for sequence, row in zip(sampling, logits, strict=True):
             rows.append((sequence.seq_id, sequence.num_tokens - 1, row))
-        given = [texts()[s.seq_id][s.num_tokens] for s in plan.sampling]
-        scheduler.update(plan, given)
+        given = [texts()[s.seq_id][s.num_tokens] for s in sampling]
+        scheduler.update(plan, [Sampled(token_ids=(token,)) for token in given])
         scheduler.check()
         step += 1
-    storage.close()
+    kv.close()
     return rows, num_mixed
 
 

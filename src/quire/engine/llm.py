@@ -2,70 +2,30 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quire.attention import choose_backend
-from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
-from quire.engine.detokenizer import Detokenizer
-from quire.engine.elastic import Elastic, Elasticity
-from quire.engine.engine import Engine
+from quire.blocks import NO_KEYS, PrefixKeys
+from quire.config import EngineConfig
+from quire.engine.beam import BeamSearch, BeamSearchParams
+from quire.engine.build import build
+from quire.engine.elastic import Elasticity
+from quire.engine.outputs import Completion, Deliver, Listener, TextDelta, completion
+from quire.engine.params import SamplingParams
 from quire.engine.prompts import Prompt, encode, split
-from quire.engine.runner import (
-    ModelRunner,
-    refuse_recurrent,
-    refuse_switching_positions,
-    refuse_too_little,
-)
-from quire.engine.sampler import Sampler
-from quire.engine.scheduler import Scheduler, TokenOutput
-from quire.engine.sequence import FinishReason, Request, SamplingParams, Sequence
-from quire.engine.sizing import cache_config, kv_ledger
+from quire.engine.sequence import Request, Sequence
+from quire.engine.structured import Grammars
+from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
-from quire.memory import MemoryProvider
-from quire.memory.governor import Governor
-from quire.memory.machine.readings import Gauge, HostGauge
-from quire.memory.residency import Residency, Resident, host_memory
+from quire.memory import CountedMemory, MemoryProvider
+from quire.memory.machine.readings import Gauge
 from quire.models.loader import LoadedModel, adopt, load
-from quire.strategies import Usage, build_accounting, build_storage
-from quire.strategies.layout import attention_spec
+from quire.strategies import Usage
 from quire.units import format_bytes, parse_bytes
 
 Observer: TypeAlias = Callable[[Usage], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """A piece of one prompt's continuation."""
-
-    index: int  # of the prompt
-    text: str
-    token_id: int | None
-    finish_reason: FinishReason | None  # None while it goes on
-    detail: str = ""  # why it ended early; empty otherwise
-    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One prompt's continuation."""
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    detail: str  # why it ended early; empty otherwise
-    num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Listener:
-    """Where one sequence's pieces go. The sequences of one call share the queue."""
-
-    index: int
-    detokenizer: Detokenizer | None
-    deltas: deque[TextDelta]
 
 
 class LLM:
@@ -92,58 +52,20 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
-        loaded = _loaded(model, tokenizer, self.config.dtype)
-        refuse_recurrent(loaded.spec)
+        loaded = _loaded(model, tokenizer, self.config)
+        parts = build(self.config, loaded, provider=provider, gauge=gauge)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        kept_as = KV_CACHE_DTYPES[self.config.kv_cache_dtype]
-        self.spec = loaded.spec if kept_as is None else loaded.spec.with_kv_dtype(kept_as)
-        provider = _provider(provider, self.config.residency)
-        self.ledger = kv_ledger(self.config, loaded, provider.page_bytes)
-        sizes = cache_config(self.config, loaded, provider, self.ledger.require())
-        self._resident = Resident(provider, self._residency, sizes.capacity_bytes)
-        self.max_model_len = sizes.max_model_len
-        refuse_switching_positions(loaded, self.max_model_len)
-        self._accounting = build_accounting(self.config.cache, self.spec, sizes)
-        refuse_too_little(self._accounting, self.max_model_len)
-        backend = choose_backend(
-            self.config.attention_backend,
-            [attention_spec(group) for group in self._accounting.groups],
-            loaded.model.device,
-            kernel_dir=kernel_dir(),
-        )
-        self.attention_backend = backend.name
-        self._storage = build_storage(
-            self.config.cache, self._accounting, self._resident.provider, backend.make_writer
-        )
-        self.memory = self._storage.memory
+        self.spec, self.ledger = parts.spec, parts.ledger
+        self.max_model_len, self.attention_backend = parts.max_model_len, parts.attention_backend
+        self.engine, self._kv = parts.engine, parts.kv
+        self._resident, self._elastic = parts.resident, parts.elastic
+        self._most_bytes = parts.most_bytes
         self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
-        scheduler = Scheduler(
-            self._accounting,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            eos_token_ids=_eos_token_ids(loaded),
-            watermark_bytes=int(self.config.watermark * sizes.capacity_bytes),
+        self._grammars = Grammars(
+            self.tokenizer, self._vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
-        try:
-            runner = ModelRunner(loaded, self._accounting, self._storage, backend)
-            runner.try_out(loaded, max_tokens=self.max_model_len)
-            self._resident.prefault()
-        except BaseException:
-            self._storage.close()
-            raise
-        self.engine = Engine(scheduler, runner, Sampler(self.config.seed))
-        self._most_bytes = sizes.most_bytes
-        self._elastic = Elastic(
-            self._accounting,
-            self._storage,
-            self._resident,
-            scheduler,
-            Governor(self.config.memory_mode),
-            HostGauge() if gauge is None else gauge,
-        )
-        self._listeners: dict[int, _Listener] = {}  # of each sequence that has not ended
-        self._next_id = 0
+        self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
+        self._ids = count(1)
         self._closed = False
 
     def generate(
@@ -162,20 +84,11 @@ class LLM:
         MemoryUnavailable where the system has no pages left, and then the LLM is closed.
         """
         requests = self._requests(prompts, params)
+        sequences: list[list[Sequence]] = []
         pieces: list[list[TextDelta]] = [[] for _ in requests]
-        for delta in self._run(requests, observe):
+        for delta in self._run(requests, observe, sequences):
             pieces[delta.index].append(delta)
-        return [
-            Completion(
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=tuple(d.token_id for d in deltas if d.token_id is not None),
-                text="".join(delta.text for delta in deltas),
-                finish_reason=deltas[-1].finish_reason or "stop",
-                detail=deltas[-1].detail,
-                num_cached_tokens=deltas[-1].num_cached_tokens,
-            )
-            for request, deltas in zip(requests, pieces, strict=True)
-        ]
+        return [completion(*each) for each in zip(requests, sequences, pieces, strict=True)]
 
     def stream(
         self,
@@ -188,19 +101,56 @@ class LLM:
 
         Nothing runs before the first piece is asked for. Several streams may be read in turns.
         """
-        return self._run(self._requests(prompts, params), observe)
+        return self._run(self._requests(prompts, params), observe, [])
+
+    def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams
+    ) -> list[Completion]:
+        """The likeliest continuations of every prompt, the best choice first.
+
+        Raises: as ``generate``.
+        """
+        limits = self.engine.scheduler.limits
+        if not limits.can_fork:
+            raise RequestError(
+                f"{self.name} keeps recurrent states, which beams cannot share: use n= instead"
+            )
+        eos_token_ids = limits.eos_token_ids
+        sampling = params.sampling(eos_token_ids, self._vocab_size)
+        requests = [
+            replace(request, chosen_outside=True) for request in self._requests(prompts, sampling)
+        ]
+        searches: list[tuple[list[Sequence], BeamSearch]] = []
+        try:
+            for request in requests:
+                with self._elastic.lock:
+                    sequences = self._queue(request)
+                    search = BeamSearch(self.engine, params, sequences, eos_token_ids)
+                    self._listeners.update((s.seq_id, search) for s in sequences)
+                searches.append((sequences, search))
+            while not all(search.is_over for _, search in searches):
+                self.step()
+        finally:
+            for sequences, _ in searches:
+                self.abandon(sequences)
+        return [
+            Completion(
+                prompt_token_ids=request.prompt_token_ids,
+                choices=tuple(own.choice(self.tokenizer) for own in search.hypotheses),
+                num_cached_tokens=sequences[0].num_cached_tokens,
+            )
+            for request, (sequences, search) in zip(requests, searches, strict=True)
+        ]
 
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted at this moment."""
         with self._elastic.lock:
-            return self._accounting.usage()
+            return self._kv.accounting.usage()
 
     @property
-    def _residency(self) -> Residency:
-        """As asked for; a rule that takes memory at the start asks for it too."""
-        if self.ledger.committed_whole and self.config.residency == "on-demand":
-            return "prefault"
-        return self.config.residency
+    def memory(self) -> CountedMemory:
+        """KV memory as it was taken from the system and given back."""
+        return self._kv.memory
 
     @property
     def elastic(self) -> Elasticity:
@@ -229,8 +179,8 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Give back what is kept for later prompts; False, and nothing is done, while one runs."""
         with self._elastic.lock:
-            done = self._accounting.reset_prefix_cache()
-            self._storage.apply(self._accounting.drain())
+            done = self._kv.accounting.reset_prefix_cache()
+            self._kv.carry_out()
         return done
 
     def close(self) -> None:
@@ -242,14 +192,91 @@ class LLM:
         self._resident.close()
         with self._elastic.lock:
             self.engine.scheduler.finish_all("stop", "the LLM was closed")
-            self._accounting.drain()  # closing gives back all that these would
-            self._storage.close()
+            self.engine.close()
+            if self.engine.drafter is not None:
+                self.engine.drafter.close()
+            self._kv.close()
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        keys: PrefixKeys = NO_KEYS,
+    ) -> Request:
+        """A prompt as a request that can run. Raises: RequestError."""
+        self._refuse_if_closed()
+        params = SamplingParams() if params is None else params
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
+        refuse_unknown_ids(params.logit_bias or (), self._vocab_size, "logit_bias")
+        structured = params.structured_outputs
+        request = Request(
+            request_id=next(self._ids),
+            prompt_token_ids=encode(prompt, self.tokenizer, self._vocab_size),
+            params=params,
+            keys=keys,
+            priority=priority,
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer, self._vocab_size),
+            grammar=None if structured is None else self._grammars.compile(structured),
+        )
+        self.engine.scheduler.check_request(request)
+        return request
+
+    def start(self, request: Request, deliver: Deliver, *, index: int = 0) -> list[Sequence]:
+        """Let a request wait for its turn; ``deliver`` gets its pieces, from within ``step``."""
+        with self._elastic.lock:
+            sequences = self._queue(request)
+            for sequence in sequences:
+                self._listeners[sequence.seq_id] = Listener(
+                    sequence, self.tokenizer, index, deliver
+                )
+        return sequences
+
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
+        """End what still runs of these, and give back what only they hold."""
+        with self._elastic.lock:
+            for sequence in sequences:
+                self.engine.finish(sequence, "abort", "abandoned")
+                self._listeners.pop(sequence.seq_id, None)
+            self._kv.carry_out()
+
+    def step(self) -> bool:
+        """One step for everybody; False if there is nothing to do any more.
+
+        Closes the LLM where the system refuses pages that accounting counts on.
+
+        Raises: MemoryUnavailable.
+        """
+        try:
+            with self._elastic.lock:
+                self._elastic.settle()
+                for output in self.engine.step():
+                    sequence = output.sequence
+                    listener = self._listeners.get(sequence.seq_id)
+                    if listener is None:  # a stop string has come with a token before this one
+                        continue
+                    stopped = listener.hear(output)
+                    if stopped:
+                        self.engine.finish(sequence, "stop")
+                    if stopped or output.finish_reason is not None:
+                        self._listeners.pop(sequence.seq_id, None)
+                return self.engine.scheduler.has_unfinished
+        except MemoryUnavailable:
+            self.close()
+            raise
+
+    def _queue(self, request: Request) -> list[Sequence]:
+        self._elastic.watch()
+        self._resident.watch()
+        return self.engine.scheduler.add(request)
 
     def _requests(
         self,
@@ -259,99 +286,36 @@ class LLM:
         """Every prompt as a request that can run. Raises: RequestError."""
         self._refuse_if_closed()
         several = split(prompts)
-        requests = []
-        for prompt, own in zip(several, _params_for_each(params, len(several)), strict=True):
-            if own.stop and self.tokenizer is None:
-                raise RequestError("this model has no tokenizer: stop strings cannot be found")
-            self._next_id += 1
-            token_ids = encode(prompt, self.tokenizer, self._vocab_size)
-            requests.append(
-                Request(request_id=self._next_id, prompt_token_ids=token_ids, params=own)
-            )
-            self.engine.scheduler.check_request(requests[-1])
-        return requests
+        each = _params_for_each(params, len(several))
+        return [self.request(prompt, own) for prompt, own in zip(several, each, strict=True)]
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise RequestError("this LLM is closed: make a new one")
 
-    def _run(self, requests: list[Request], observe: Observer | None) -> Iterator[TextDelta]:
-        """Step until these have ended; what the steps do for others goes to their own queues."""
+    def _run(
+        self, requests: list[Request], observe: Observer | None, started: list[list[Sequence]]
+    ) -> Iterator[TextDelta]:
+        """Step until these have ended; what the steps do for others goes to their own queues.
+
+        ``started`` gets the sequences of each request.
+        """
         if self._closed:
             return
         deltas: deque[TextDelta] = deque()
-        self._elastic.watch()
-        self._resident.watch()
-        with self._elastic.lock:
-            sequences = [self.engine.scheduler.add(request) for request in requests]
-        for index, sequence in enumerate(sequences):
-            self._listeners[sequence.seq_id] = self._listener(index, sequence, deltas)
+        for index, request in enumerate(requests):
+            started.append(self.start(request, deltas.append, index=index))
+        sequences = [sequence for several in started for sequence in several]
         try:
             while deltas or any(sequence.finish_reason is None for sequence in sequences):
                 if not deltas:
-                    self._step(observe)
+                    self.step()
+                    if observe is not None:
+                        observe(self.usage())
                 while deltas:
                     yield deltas.popleft()
         finally:
-            with self._elastic.lock:
-                for sequence in sequences:
-                    self.engine.finish(sequence, "stop", "abandoned")
-                    del self._listeners[sequence.seq_id]
-                self._storage.apply(self._accounting.drain())
-
-    def _step(self, observe: Observer | None) -> None:
-        """One step. Closes the LLM where the system refuses pages that accounting counts on.
-
-        Raises: MemoryUnavailable.
-        """
-        try:
-            with self._elastic.lock:
-                self._elastic.settle()
-                for output in self.engine.step():
-                    self._deliver(output)
-        except MemoryUnavailable:
-            self.close()
-            raise
-        if observe is not None:
-            observe(self.usage())
-
-    def _listener(self, index: int, sequence: Sequence, deltas: deque[TextDelta]) -> _Listener:
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, stop=sequence.request.params.stop)
-        return _Listener(index=index, detokenizer=detokenizer, deltas=deltas)
-
-    def _deliver(self, output: TokenOutput) -> None:
-        """Put what a step did for a sequence into its queue; end it where a stop string is."""
-        sequence, reason, text = output.sequence, output.finish_reason, ""
-        listener = self._listeners[sequence.seq_id]
-        detokenizer = listener.detokenizer
-        if detokenizer is not None:
-            if output.token_id is None:
-                text = detokenizer.flush()
-            else:
-                text = detokenizer.add(output.token_id, last=reason is not None)
-            if detokenizer.stopped:
-                reason = "stop"
-                self.engine.finish(sequence, reason)
-        listener.deltas.append(
-            TextDelta(
-                index=listener.index,
-                text=text,
-                token_id=output.token_id,
-                finish_reason=reason,
-                detail=sequence.finish_detail,
-                num_cached_tokens=sequence.num_cached_tokens,
-            )
-        )
-
-
-def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:
-    if given is None:
-        return host_memory(residency)
-    if residency == "lock":
-        raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
-    return given
+            self.abandon(sequences)
 
 
 def _params_for_each(
@@ -370,23 +334,16 @@ def _params_for_each(
     return several
 
 
-def _loaded(model: Any, tokenizer: Any, dtype: str) -> LoadedModel:
+def _loaded(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
-        return load(model, dtype=dtype)
+        return load(model, dtype=config.dtype, quantization=config.quantization)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
-    if dtype not in ("auto", loaded.dtype):
+    if config.quantization is not None:
+        raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    if config.dtype not in ("auto", loaded.dtype):
         raise ConfigError(
-            f"dtype={dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
+            f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
         )
     return loaded
-
-
-def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
-    """What ends a text: the generation config's word, else the config's."""
-    for config in (loaded.model.generation_config, loaded.model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

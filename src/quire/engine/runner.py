@@ -1,19 +1,24 @@
 """From a plan to logits: one packed forward pass of a Hugging Face model."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire.attention import AttentionBackend, make_batch
-from quire.engine.scheduler import StepPlan
+from quire.attention import AttentionBackend, make_batch, packed_tokens
+from quire.engine.kv_cache import KVCache
+from quire.engine.plan import StepPlan
+from quire.engine.sequence import Sequence
 from quire.errors import ConfigError, UnsupportedModel
-from quire.models.hooks import forward, make_step
+from quire.models.hooks import PackedModel, make_step
 from quire.models.loader import LoadedModel
+from quire.models.recurrent import RecurrentLayers
 from quire.models.rounded import RoundedCache
-from quire.spec import ModelSpec, RecurrentState
-from quire.strategies import Accounting, Fits, Never, Storage
+from quire.models.stand_ins import StandIns
+from quire.strategies import Accounting, Fits, Never
 from quire.strategies.layout import attention_spec
 from quire.units import format_bytes, format_count
 
@@ -24,10 +29,18 @@ _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, 
 
 
 class Runner(Protocol):
-    """Computes a step. Whoever plans has taken the room already."""
+    """Computes a step whose room is there: what accounting decided has been carried out."""
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Logits [S, vocabulary], a row for each of ``plan.sampling``."""
+        """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        ...
+
+    def forget_all(self) -> None:
+        """Everybody begins anew, or has ended."""
         ...
 
 
@@ -37,58 +50,110 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        accounting: Accounting,
-        storage: Storage,
+        kv: KVCache,
         backend: AttentionBackend,
+        stand_ins: StandIns | None = None,  # of the model
     ) -> None:
-        self._model = loaded.model
-        self._accounting = accounting
-        self._storage = storage
+        self._model = PackedModel(loaded.model, stand_ins)
+        self._kv = kv
         self._backend = backend
+        layers = loaded.spec.recurrent_layers
+        self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
+        self._stateful: dict[Sequence, int] = {}  # whose states are kept, since which preemption
+
+    @property
+    def state_bytes(self) -> int:
+        """What is kept for recurrent layers at this moment."""
+        return 0 if self._recurrent is None else self._recurrent.states.num_bytes
 
     def run(self, plan: StepPlan) -> Tensor:
-        self._storage.apply(self._accounting.drain())
-        chunks = [(c.sequence.seq_id, c.start, c.stop) for c in plan.chunks]
+        chunks: list[tuple[int, int, int]] = []
         token_ids: list[int] = []
-        ends: list[int] = []
+        wanted: list[int] = []  # the packed tokens whose logits are
         for chunk in plan.chunks:
-            token_ids += chunk.sequence.token_ids[chunk.start : chunk.stop]
-            if chunk.samples:
-                ends.append(len(token_ids) - 1)
-        logits, _ = self._forward(chunks, token_ids, ends)
+            chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
+            token_ids += chunk.token_ids
+            wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
+        if self._recurrent is not None:
+            for sequence in [s for s, n in self._stateful.items() if n < s.num_preemptions]:
+                self.forget(sequence)  # it has made room, and begins anew
+            for chunk in plan.chunks:
+                self._stateful[chunk.sequence] = chunk.sequence.num_preemptions
+        logits, _ = self._forward(chunks, token_ids, wanted)
         return logits
 
+    def forget(self, sequence: Sequence) -> None:
+        if self._recurrent is not None:
+            self._recurrent.states.forget(sequence.seq_id)
+            self._stateful.pop(sequence, None)
+
+    def forget_all(self) -> None:
+        for sequence in list(self._stateful):
+            self.forget(sequence)
+
     def try_out(self, loaded: LoadedModel, *, max_tokens: int) -> None:
-        """A trial, in two chunks: the model must give through the hooks what it gives alone.
+        """A trial, chunk by chunk: the model must give through the hooks what it gives alone.
 
         Raises: UnsupportedModel if it does not, naming the layers that never reported.
         """
         name = f"{loaded.name} ({loaded.spec.model_type})"
         token_ids = _trial_tokens(loaded, min(max_tokens, _TRIAL_TOKENS))
-        middle = (len(token_ids) + 1) // 2
+        stops = self._trial_stops(len(token_ids))
         rows: list[Tensor] = []
-        self._accounting.add(_TRIAL_ID, max_tokens=len(token_ids))
-        for start, stop in ((0, middle), (middle, len(token_ids))):
-            if not isinstance(self._accounting.try_extend(_TRIAL_ID, stop), Fits):
+        self._kv.accounting.add(_TRIAL_ID, max_tokens=len(token_ids))
+        for start, stop in pairwise([0, *stops]):
+            if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
                 break  # a few tokens fit, so there is a use for it; each request is told
-            self._storage.apply(self._accounting.drain())
+            self._kv.carry_out()
+            self._kv.require()
             rows.append(self._trial_chunk(name, token_ids, start, stop))
-        self._accounting.free(_TRIAL_ID)
-        self._storage.apply(self._accounting.drain())
-        if len(rows) < 2:
+        self._kv.accounting.free(_TRIAL_ID)
+        self._kv.carry_out()
+        if self._recurrent is not None:
+            self._recurrent.states.forget(_TRIAL_ID)
+        if len(rows) < len(stops):
             return
-        kept_as: torch.dtype = getattr(torch, attention_spec(self._accounting.groups[0]).dtype)
+        kept_as: torch.dtype = getattr(torch, attention_spec(self._kv.accounting.groups[0]).dtype)
         expected = _plain_logits(loaded, token_ids, kept_as)
         deviations = (torch.cat(rows) - expected).abs().amax(-1) / expected.abs().max()
         limit = max(_limit(loaded.model.dtype), _limit(kept_as))
         # In fewer bits a mixture may send a single token to another expert: the median decides.
         exact = limit == _limit(torch.float32)
         deviation = deviations.max() if exact else deviations.median()
+        if self._recurrent is not None:
+            self._refuse_inexact_states(loaded, name, stops)
         if not deviation <= limit:
             raise UnsupportedModel(
                 f"{name} gives other logits packed than alone: {deviation:.1e} of the largest, "
-                f"{limit:.0e} allowed"
+                f"{limit:.0e} allowed{self._way_out}"
             )
+
+    def _refuse_inexact_states(self, loaded: LoadedModel, name: str, stops: list[int]) -> None:
+        """What the rounding of logits would hide. Raises: UnsupportedModel."""
+        assert self._recurrent is not None
+        hidden_size: int = loaded.model.config.get_text_config().hidden_size
+        deviation, limit = self._recurrent.deviation(stops, hidden_size), _limit(torch.float32)
+        if not deviation <= limit:
+            raise UnsupportedModel(
+                f"{name} computes other states chunk by chunk: {deviation:.1e} of the largest "
+                f"output, {limit:.0e} allowed{self._way_out}"
+            )
+
+    @property
+    def _way_out(self) -> str:
+        if self._recurrent is None:
+            return ""
+        return (
+            "; its recurrent layers do not go on from one chunk to the next as this engine needs: "
+            "model.generate(past_key_values=quire.cache(model)) runs it"
+        )
+
+    def _trial_stops(self, num_tokens: int) -> list[int]:
+        """Two chunks; of a model with states, some tokens of the second come one by one."""
+        middle = (num_tokens + 1) // 2
+        if self._recurrent is None:
+            return [middle, num_tokens]
+        return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
     def _trial_chunk(self, name: str, token_ids: list[int], start: int, stop: int) -> Tensor:
         """Logits at each of the tokens [start, stop)."""
@@ -110,27 +175,16 @@ class ModelRunner:
         self, chunks: list[tuple[int, int, int]], token_ids: list[int], logits_at: list[int]
     ) -> tuple[Tensor, list[int]]:
         """Logits at some of the packed tokens, and the layers that did not report."""
-        groups = range(len(self._accounting.groups))
-        batches = [make_batch(self._accounting, group, chunks) for group in groups]
-        step = make_step(self._accounting, self._storage, self._backend, batches)
-        positions = torch.cat([torch.arange(start, stop) for _, start, stop in chunks])
+        groups = range(len(self._kv.accounting.groups))
+        batches = [make_batch(self._kv.accounting, group, chunks) for group in groups]
+        step = make_step(self._kv.accounting, self._kv.storage, self._backend, batches)
+        positions = packed_tokens(chunks)
         wanted = torch.tensor(logits_at, dtype=torch.long)
-        logits = forward(self._model, step, torch.tensor(token_ids), positions, wanted)
+        ids = torch.tensor(token_ids)
+        states = nullcontext() if self._recurrent is None else self._recurrent.in_place(chunks)
+        with states:
+            logits = self._model.forward(step, ids, positions, wanted)
         return logits, step.silent
-
-
-def refuse_recurrent(spec: ModelSpec) -> None:
-    """Raises: UnsupportedModel for a model with recurrent layers, which cannot be packed."""
-    layers = [
-        index
-        for index, layer in enumerate(spec.layers)
-        if any(isinstance(kept, RecurrentState) for kept in layer.specs)
-    ]
-    if layers:
-        raise UnsupportedModel(
-            f"{spec.model_type}: layers {layers} keep a recurrent state and cannot be packed yet; "
-            f"model.generate(past_key_values=quire.cache(model)) runs it"
-        )
 
 
 def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:

@@ -1,0 +1,154 @@
+"""From a model and options to an engine that is ready to step, or to a sentence why not."""
+
+from dataclasses import dataclass
+
+from quire.attention import choose_backend
+from quire.config import EngineConfig, kernel_dir
+from quire.engine.elastic import Elastic
+from quire.engine.engine import Engine
+from quire.engine.kv_cache import KVCache
+from quire.engine.recurrence import fit_options
+from quire.engine.runner import ModelRunner, refuse_switching_positions, refuse_too_little
+from quire.engine.sampling import Sampler
+from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.sizing import cache_config, kv_ledger, stored_spec, token_bytes
+from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
+from quire.engine.swap_store import make_swap_store
+from quire.errors import ConfigError
+from quire.memory import MemoryProvider
+from quire.memory.budget.ledger import Ledger
+from quire.memory.governor import Governor
+from quire.memory.machine.readings import Gauge, HostGauge
+from quire.memory.residency import Residency, Resident, host_memory
+from quire.models.loader import LoadedModel
+from quire.models.stand_ins import StandIns
+from quire.spec import ModelSpec
+from quire.strategies import Accounting, Storage, build_accounting, build_storage
+from quire.strategies.layout import attention_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """One engine and all that belongs to it."""
+
+    spec: ModelSpec  # with keys and values as they are kept
+    ledger: Ledger
+    max_model_len: int
+    most_bytes: int  # of KV memory, ever
+    attention_backend: str
+    engine: Engine
+    kv: KVCache
+    resident: Resident
+    elastic: Elastic
+
+
+def build(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    provider: MemoryProvider | None = None,
+    gauge: Gauge | None = None,
+) -> Machinery:
+    """Size the cache, take its addresses, and try the model out.
+
+    Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
+    """
+    config = fit_options(config, loaded)
+    provider = _provider(provider, config.residency)
+    draft = load_draft(config, loaded)
+    ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
+    for_tokens = token_bytes(config, ledger)
+    for_drafts = draft_bytes(for_tokens, stored_spec(config, loaded.spec), draft)
+    sizes = cache_config(config, loaded, provider, for_tokens - for_drafts)
+    resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
+    refuse_switching_positions(loaded, sizes.max_model_len)
+    spec = stored_spec(config, loaded.spec)
+    empty = build_accounting(config.cache, spec, sizes)
+    refuse_too_little(empty, sizes.max_model_len)
+    backend = choose_backend(
+        config.attention_backend,
+        [attention_spec(group) for group in empty.groups],
+        loaded.model.device,
+        kernel_dir=kernel_dir(),
+    )
+
+    def make_pair() -> tuple[Accounting, Storage]:
+        accounting = build_accounting(config.cache, spec, sizes)
+        return accounting, build_storage(
+            config.cache, accounting, resident.provider, backend.make_writer
+        )
+
+    kv = KVCache(make_pair)
+    limits = Limits(
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=_eos_token_ids(loaded),
+        policy=config.scheduling_policy,
+        can_fork=not spec.recurrent_layers,
+        watermark_bytes=int(config.watermark * sizes.capacity_bytes),
+    )
+    costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
+    scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
+    try:
+        stand_ins = StandIns(loaded.model, kernel_dir())
+        runner = ModelRunner(loaded, kv, backend, stand_ins)
+        runner.try_out(loaded, max_tokens=sizes.max_model_len)
+        resident.prefault()
+        swap = make_swap_store(kv, config.swap_path, costs) if config.swap_space else None
+        drafter = make_drafter(
+            config,
+            draft,
+            loaded,
+            provider,
+            max_model_len=sizes.max_model_len,
+            capacity_bytes=for_drafts,
+        )
+    except BaseException:
+        kv.close()
+        raise
+    return Machinery(
+        spec=spec,
+        ledger=ledger,
+        max_model_len=sizes.max_model_len,
+        most_bytes=sizes.most_bytes,
+        attention_backend=backend.name,
+        engine=Engine(
+            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
+        ),
+        kv=kv,
+        resident=resident,
+        elastic=Elastic(
+            kv,
+            resident,
+            scheduler,
+            Governor(config.memory_mode),
+            HostGauge() if gauge is None else gauge,
+        ),
+    )
+
+
+def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:
+    if given is None:
+        return host_memory(residency)
+    if residency == "lock":
+        raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
+    return given
+
+
+def _residency(config: EngineConfig, ledger: Ledger) -> Residency:
+    """As asked for; a rule that takes memory at the start asks for it too."""
+    if ledger.committed_whole and config.residency == "on-demand":
+        return "prefault"
+    return config.residency
+
+
+def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """What ends a text: the generation config's word, else the config's."""
+    for config in (loaded.model.generation_config, loaded.model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

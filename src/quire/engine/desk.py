@@ -1,0 +1,173 @@
+"""Requests on their way to an engine that a thread of its own steps, and their pieces coming back.
+
+Event loops hand requests in and read mailboxes. All that touches the engine happens in the stepping
+thread, between two steps.
+"""
+
+import logging
+import threading
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar, final
+
+from quire.engine.mailbox import Mailbox
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request, Sequence
+from quire.engine.stepper import Stepper
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM, Observer
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request from the moment that somebody makes it until nobody reads it any more."""
+
+    name: str
+    mailbox: Mailbox
+    sequences: list[Sequence] = field(default_factory=list)
+    over: bool = False  # nothing will come of it that is not in the mailbox
+
+
+@final
+class Desk:
+    """Of one LLM, which nobody else closes. ``observe`` gets its usage after each step."""
+
+    def __init__(self, llm: "LLM", observe: "Observer | None") -> None:
+        self._llm, self._observe = llm, observe
+        self._stepper = Stepper(self._step, self._end)
+        self._lock = threading.Lock()  # of the tickets
+        self._tickets: dict[str, Ticket] = {}
+        self._names = map(str, count(1))
+        # What has come in since the last ``_ring``, by event loop. The stepping thread's own.
+        self._filled: dict[AbstractEventLoop, set[Mailbox]] = {}
+
+    def open(self, name: str | None) -> Ticket:
+        """For a reader in the running event loop.
+
+        Raises: RequestError if the name is in use, or nothing will run any more.
+        """
+        self._stepper.refuse_if_over()
+        with self._lock:
+            if name is None:
+                name = next(own for own in self._names if own not in self._tickets)
+            elif name in self._tickets:
+                raise RequestError(f"request_id {name!r} is in use: give each request its own")
+            ticket = self._tickets[name] = Ticket(name, Mailbox())
+        return ticket
+
+    def start(self, ticket: Ticket, request: Request) -> None:
+        """Let a request join the next step. Raises: RequestError if there is none any more."""
+        self._stepper.post(partial(self._start, ticket, request))
+
+    def leave(self, ticket: Ticket) -> None:
+        """Nobody reads it any more: what still runs of it ends before the next step."""
+        with self._lock:
+            self._tickets.pop(ticket.name, None)
+        if not ticket.over:
+            with suppress(Exception):  # after the end there is nothing to end
+                self._stepper.post(partial(self._abort, [ticket], "nobody reads it any more"))
+
+    def abort(self, names: Iterable[str]) -> "Future[None]":
+        """End these requests before the next step; their readers are told."""
+        with self._lock:
+            tickets = [self._tickets[name] for name in names if name in self._tickets]
+        return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """What a function of the LLM gives between two steps."""
+        return self._stepper.call(function)
+
+    def close(self) -> None:
+        """End what still runs, tell its readers, and close the LLM."""
+        self._stepper.close()
+
+    # -- in the stepping thread ------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        more = self._llm.step()
+        if not more:  # what the last ones held goes back now: there may be no next step for long
+            self._llm.abandon(())
+        self._ring()
+        if self._observe is not None:
+            self._observe(self._llm.usage())
+        return more
+
+    def _start(self, ticket: Ticket, request: Request) -> None:
+        try:
+            ticket.sequences = self._llm.start(request, partial(self._put, ticket))
+        except RequestError as error:
+            self._fail(ticket, error)
+            self._ring()
+            return
+        if ticket.over:  # it was aborted before it could begin
+            self._abort([ticket], "aborted")
+
+    def _abort(self, tickets: list[Ticket], detail: str) -> None:
+        running = [
+            (ticket, sequence)
+            for ticket in tickets
+            for sequence in ticket.sequences
+            if sequence.finish_reason is None
+        ]
+        self._llm.abandon([sequence for _, sequence in running])
+        for ticket, sequence in running:
+            self._put(
+                ticket,
+                TextDelta(
+                    index=0,
+                    choice=sequence.index,
+                    text="",
+                    token_ids=(),
+                    finish_reason="abort",
+                    detail=detail,
+                    num_cached_tokens=sequence.num_cached_tokens,
+                ),
+            )
+        for ticket in tickets:
+            ticket.over = True
+        self._ring()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            tickets = list(self._tickets.values())
+        if error is None:
+            self._abort(tickets, "the LLM was closed")
+        else:
+            log.error("the engine has failed, and every request with it", exc_info=error)
+            for ticket in tickets:
+                self._fail(ticket, self._stepper.reason)
+            self._ring()
+        self._llm.close()
+
+    def _put(self, ticket: Ticket, delta: TextDelta) -> None:
+        ticket.mailbox.put(delta)
+        self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        ticket.over = True
+        ticket.mailbox.fail(error)
+        self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
+
+    def _ring(self) -> None:
+        """Wake the readers of what has come in."""
+        filled, self._filled = self._filled, {}
+        for loop, mailboxes in filled.items():
+            try:
+                loop.call_soon_threadsafe(Mailbox.ring, mailboxes)
+            except RuntimeError:  # the loop is closed, and its readers are gone
+                for ticket in self._tickets_of(loop):
+                    self.leave(ticket)
+
+    def _tickets_of(self, loop: AbstractEventLoop) -> list[Ticket]:
+        with self._lock:
+            return [each for each in self._tickets.values() if each.mailbox.loop is loop]

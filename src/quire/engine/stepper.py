@@ -1,0 +1,135 @@
+"""A thread that steps while there is something to do, sleeps while there is not, and runs jobs.
+
+Jobs run between two steps, in the order in which they came: so whoever is not that thread can have
+something done to what it steps, and waits for no lock that a step holds.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar, final
+
+from quire.errors import MemoryUnavailable, QuireError, RequestError
+
+Job: TypeAlias = Callable[[], None]
+T = TypeVar("T")
+
+
+@final
+class Stepper:
+    """``step`` says whether there is more to do; ``end`` is the last thing that happens.
+
+    ``end`` gets what ``step`` or a job raised, or None when it was closed. The thread is started by
+    the first job; steps, jobs and ``end`` are never under way at the same time.
+    """
+
+    def __init__(
+        self, step: Callable[[], bool], end: Callable[[BaseException | None], None]
+    ) -> None:
+        self._step, self._end = step, end
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Job, Future[Any] | None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._reason: BaseException | None = None  # why, if it was not closed
+        self._pid = os.getpid()
+
+    def post(self, job: Job) -> None:
+        """Have something done before the next step. What it raises ends everything.
+
+        Raises: as ``refuse_if_over``.
+        """
+        self._take(job, None)
+
+    def call(self, function: Callable[[], T], *, fatal: bool = False) -> "Future[T]":
+        """What a function gives or raises between two steps.
+
+        ``fatal``: what it raises ends everything too, as MemoryUnavailable always does.
+
+        Raises: as ``refuse_if_over``.
+        """
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+                if fatal or isinstance(error, MemoryUnavailable):
+                    raise
+
+        self._take(job, future)
+        return future
+
+    def refuse_if_over(self) -> None:
+        """Raises: RequestError after ``close`` or a fork; or what else has ended everything."""
+        if os.getpid() != self._pid:  # the thread is not here, and a lock may be held for ever
+            raise RequestError(
+                "this AsyncLLM belongs to the process that forked this one: make an own one here"
+            )
+        if self._over:
+            raise self.reason
+
+    def close(self) -> None:
+        """Do what was asked for so far, and end; it waits for the step under way.
+
+        A second call does nothing, and so does a forked child's.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            was_over, self._over = self._over, True
+            thread = self._thread
+            self._changed.notify()
+        if thread is None:
+            if not was_over:
+                self._end(None)
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    @property
+    def reason(self) -> Exception:
+        """Why nothing is done any more, as an error to raise."""
+        if self._reason is None:
+            return RequestError("this AsyncLLM is closed: make a new one")
+        if isinstance(self._reason, QuireError):
+            return type(self._reason)(*self._reason.args)
+        return RuntimeError(f"the engine has failed: {self._reason!r}")
+
+    def _take(self, job: Job, future: "Future[Any] | None") -> None:
+        self.refuse_if_over()
+        with self._changed:
+            if self._over:
+                raise self.reason
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-step", daemon=True)
+                self._thread.start()
+            self._jobs.append((job, future))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        more = False
+        try:
+            while self._has_something_to_do(more):
+                for _ in range(len(self._jobs)):
+                    job, _ = self._jobs.popleft()
+                    job()
+                more = not self._over and self._step()
+        except BaseException as error:
+            with self._changed:
+                self._over, self._reason = True, error
+            for _, future in self._jobs:
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_exception(self.reason)
+        self._end(self._reason)
+
+    def _has_something_to_do(self, more: bool) -> bool:
+        """Sleep until there is; False: it was closed, and all jobs are done."""
+        with self._changed:
+            while not (more or self._jobs or self._over):
+                self._changed.wait()
+            return bool(self._jobs) or not self._over

@@ -1,0 +1,29 @@
+"""Greedy tokens in float32 do not depend on who else runs, or on what happened on the way."""
+
+import pytest
+
+from engine.schedules import Result, Schedule
+from quire.strategies import STRATEGIES
+
+
+def run(seeds: range, cache: str | None = None) -> Result:
+    total = Result()
+    for seed in seeds:
+        total.add(Schedule(seed, cache).run())
+    assert not total.faults
+    assert 1000 * len(total.differences) < total.num_sequences or not total.differences
+    return total
+
+
+@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+def test_random_schedules_give_the_tokens_of_generate(cache: str) -> None:
+    total = run(range(4), cache)
+    assert total.num_sequences
+
+
+@pytest.mark.full
+def test_five_hundred_schedules_give_the_tokens_of_generate() -> None:
+    total = run(range(500))
+    assert total.num_preemptions > 500
+    assert total.num_cached_tokens > 5000
+    print(total)
