@@ -1,4 +1,4 @@
-"""The command line: ``quire generate``, ``quire compare`` and ``quire doctor``.
+"""The command line: ``quire generate``, ``compare``, ``bench`` and ``doctor``.
 
 Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
 """
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from quire.cli.bench import bench
 from quire.cli.compare import compare
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
@@ -24,7 +25,7 @@ app = typer.Typer(
     "QUIRE_BUDGET=vllm.",
 )
 
-for _command in (generate, compare, doctor):
+for _command in (generate, compare, bench, doctor):
     app.command()(_command)
 
 

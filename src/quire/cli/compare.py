@@ -17,7 +17,7 @@ from quire.cli.options import (
     with_engine_options,
 )
 from quire.config import EngineConfig
-from quire.engine.sequence import SamplingParams
+from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from quire.cli.options import (
     plain_table,
     with_engine_options,
 )
-from quire.engine.sequence import SamplingParams
+from quire.engine.params import SamplingParams
 from quire.strategies import Usage
 from quire.units import format_bytes, format_seconds
 

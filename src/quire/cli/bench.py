@@ -1,0 +1,270 @@
+"""``quire bench``: throughput and latency, with ``vllm bench serve``'s figures and table."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.bench.here import CacheWatch, EngineHere, vocabulary_of
+from quire.bench.http import Http
+from quire.bench.load import Outcome, Target, send_all
+from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles
+from quire.bench.report import table
+from quire.bench.server import CompletionsServer, first_model
+from quire.bench.traffic import Traffic
+from quire.bench.workload import Query, RandomLengths, Vocabulary
+from quire.cli.options import Temperature, load_model, with_engine_options
+from quire.config import EngineConfig
+from quire.errors import ConfigError, RequestError
+
+
+def _flag(panel: str, help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+@with_engine_options
+def bench(  # noqa: PLR0913 - each is a flag
+    *,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Ask an OpenAI-compatible server, instead of an engine in here."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A local folder or a hub name; default: the demo model. With --url what the "
+            "server calls it; default: its first."
+        ),
+    ] = None,
+    header: Annotated[
+        list[str] | None, typer.Option(help='With --url, e.g. "Authorization: Bearer KEY".')
+    ] = None,
+    num_prompts: Annotated[int, _flag("Load", "Requests; of a trace, the first ones.")] = 64,
+    random_input_len: Annotated[int, _flag("Load", "Tokens in a prompt; --seed says which.")] = 128,
+    random_output_len: Annotated[int, _flag("Load", "Tokens to generate for it.")] = 64,
+    random_range_ratio: Annotated[
+        float, _flag("Load", "Draw both lengths n from n·(1−r) to n·(1+r).")
+    ] = 0.0,
+    random_prefix_len: Annotated[
+        int, _flag("Load", "Tokens that all prompts begin with, besides.")
+    ] = 0,
+    request_rate: Annotated[
+        float | None,
+        _flag("Load", "Requests a second. Default: all at once; a trace at its own times."),
+    ] = None,
+    burstiness: Annotated[
+        float,
+        _flag("Load", "Of that rate: 1 is a Poisson process, less burstier, inf a metronome."),
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, _flag("Load", "Requests under way at once, at most.")
+    ] = None,
+    num_warmups: Annotated[int, _flag("Load", "Requests before the clock starts.")] = 1,
+    temperature: Temperature = 0.0,
+    ignore_eos: Annotated[
+        bool, _flag("Load", "Generate to the full length.", "--ignore-eos/--no-ignore-eos")
+    ] = True,
+    trace: Annotated[
+        Path | None,
+        _flag("Load", "Real lengths and times: Azure's LLM trace (.csv), Mooncake's (.jsonl)."),
+    ] = None,
+    trace_scale: Annotated[float, _flag("Load", "Multiply the trace's lengths by this.")] = 1.0,
+    trace_speed: Annotated[float, _flag("Load", "Replay it so many times as fast.")] = 1.0,
+    goodput: Annotated[
+        list[str] | None,
+        _flag("Result", "Goals in ms, ttft:500,tpot:50,e2el:9000; counts who meets all of them."),
+    ] = None,
+    metric_percentiles: Annotated[str, _flag("Result", "Besides mean and median.")] = "99",
+    save_result: Annotated[
+        Path | None, _flag("Result", "Write vLLM's JSON, and our kv part, to this file.")
+    ] = None,
+    save_detailed: Annotated[
+        bool, _flag("Result", "… with each request's times and text.", "--save-detailed")
+    ] = False,
+    as_json: Annotated[
+        bool, _flag("Result", "One JSON object instead of the table.", "--json")
+    ] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Measure throughput and latency: the figures and the table of vllm bench serve.
+
+    Without --url the engine runs in here, and what its KV cache took is said too.
+
+    \b
+    quire bench --cache virtual --kv-cache-memory-bytes 64MiB
+    quire bench --random-input-len 512 --request-rate 4 --goodput ttft:500,tpot:50
+    quire bench --trace AzureLLMInferenceTrace_conv.csv --trace-scale 0.1 --trace-speed 4
+    quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
+    """
+    percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
+    _refuse_misplaced(url, header, engine, save_result)
+    run = _Run(
+        traffic=Traffic(
+            num_prompts=num_prompts,
+            seed=EngineConfig.from_options(**engine).seed,
+            lengths=RandomLengths(
+                input_len=random_input_len,
+                output_len=random_output_len,
+                range_ratio=random_range_ratio,
+                prefix_len=random_prefix_len,
+            ),
+            request_rate=request_rate,
+            burstiness=burstiness,
+            trace=trace,
+            trace_scale=trace_scale,
+            trace_speed=trace_speed,
+        ),
+        num_warmups=num_warmups,
+        max_concurrency=max_concurrency,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+    )
+    measured = run.here(model, engine) if url is None else run.there(url, header or [], model)
+    result = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        **measured.about,
+        "num_prompts": len(measured.outcomes),
+        "request_rate": run.traffic.rate,
+        "burstiness": burstiness,
+        "max_concurrency": max_concurrency,
+        **figures(measured.outcomes, measured.duration_s, percentiles=percentiles, goodput=goals),
+        **measured.kv,
+    }
+    each = details(measured.outcomes) if save_detailed else {}
+    if save_result is not None:
+        save_result.write_text(json.dumps({**result, **each}), encoding="utf-8")
+    print(json.dumps({**result, **each}) if as_json else table(result, percentiles))
+    for error in sorted({outcome.error for outcome in measured.outcomes if outcome.error})[:10]:
+        run.console.print(f"failed: {error}", markup=False, highlight=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    about: dict[str, Any]  # who was asked, in vLLM's keys
+    outcomes: list[Outcome]
+    duration_s: float
+    kv: dict[str, Any]  # our own part; nothing for a server elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """How traffic is sent to whom; progress goes to standard error. Raises: ConfigError."""
+
+    traffic: Traffic
+    num_warmups: int
+    max_concurrency: int | None
+    temperature: float
+    ignore_eos: bool
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+
+    def __post_init__(self) -> None:
+        if self.num_warmups < 0:
+            raise ConfigError(f"--num-warmups {self.num_warmups} must be at least 0")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency {self.max_concurrency} must be at least 1")
+
+    def here(self, model: str | None, engine: dict[str, Any]) -> _Measured:
+        """An engine of this process. Raises: RequestError if no request succeeds."""
+        config = EngineConfig.from_options(**engine)
+        loaded = load_model(model, config.dtype, self.console)
+        from quire.engine.async_llm import AsyncLLM
+
+        watch = CacheWatch()
+
+        async def measure() -> _Measured:
+            with self.console.status("preparing the cache …"):
+                llm = AsyncLLM(loaded, observe=watch, **engine)
+            async with llm:
+                target = EngineHere(llm, temperature=self.temperature, ignore_eos=self.ignore_eos)
+                vocabulary = vocabulary_of(llm)
+                await self._warm_up(target, vocabulary)
+                watch.begin(llm)
+                queries = self.traffic.queries(vocabulary)
+                outcomes, duration_s = await self._send("sending", target, queries)
+                return _Measured(
+                    about=_about("quire", model or loaded.name),
+                    outcomes=outcomes,
+                    duration_s=duration_s,
+                    kv={"kv": watch.figures(llm, outcomes)},
+                )
+
+        return asyncio.run(measure())
+
+    def there(self, url: str, headers: list[str], model: str | None) -> _Measured:
+        """A server. Raises: ConfigError, RequestError if no request succeeds."""
+        http = Http(url, dict(_header(text) for text in headers))
+
+        async def measure() -> _Measured:
+            name = model or await first_model(http)
+            target = CompletionsServer(
+                http, name, temperature=self.temperature, ignore_eos=self.ignore_eos
+            )
+            await self._warm_up(target, Vocabulary())
+            queries = self.traffic.queries(Vocabulary())
+            outcomes, duration_s = await self._send("sending", target, queries)
+            return _Measured(
+                about=_about("openai", name), outcomes=outcomes, duration_s=duration_s, kv={}
+            )
+
+        return asyncio.run(measure())
+
+    async def _warm_up(self, target: Target, vocabulary: Vocabulary) -> None:
+        if self.num_warmups:
+            queries = self.traffic.warmups(self.num_warmups, vocabulary)
+            await self._send("warming up", target, queries)
+
+    async def _send(
+        self, what: str, target: Target, queries: list[Query]
+    ) -> tuple[list[Outcome], float]:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(what, total=len(queries))
+            outcomes, duration_s = await send_all(
+                target,
+                queries,
+                max_concurrency=self.max_concurrency,
+                report=lambda: progress.advance(task),
+            )
+        if not any(outcome.succeeded for outcome in outcomes):
+            raise RequestError(
+                f"{what}: none of {len(outcomes):,} requests succeeded; the first one: "
+                f"{outcomes[0].error}"
+            )
+        return outcomes, duration_s
+
+
+def _about(backend: str, model: str) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "endpoint_type": backend,
+        "label": None,
+        "model_id": model,
+        "tokenizer_id": model,
+    }
+
+
+def _refuse_misplaced(
+    url: str | None, header: list[str] | None, engine: dict[str, Any], save_result: Path | None
+) -> None:
+    """Flags that would do nothing. Raises: ConfigError."""
+    if url is None and header:
+        raise ConfigError("--header goes with --url")
+    misplaced = sorted(set(engine) - {"seed"})
+    if url is not None and misplaced:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
+        raise ConfigError(f"{flags}: with --url the engine is the server's; give it there")
+    if save_result is not None and not save_result.absolute().parent.is_dir():
+        raise ConfigError(f"--save-result {save_result}: no such folder")
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip() or "\n" in text or "\r" in text:
+        raise ConfigError(f"--header {text!r} must be a name, a colon and a value")
+    return name.strip(), value.strip()

@@ -1,0 +1,193 @@
+"""``quire bench``: here and against a server; vLLM's figures, and what the cache took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.sse_server import serving
+from test_cli import quire
+
+SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "5")
+VLLM_KEYS = {
+    *("date", "backend", "endpoint_type", "label", "model_id", "tokenizer_id", "num_prompts"),
+    *("request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed"),
+    *("total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
+    *("output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
+    "max_concurrent_requests",
+    *(
+        f"{statistic}_{name}_ms"
+        for statistic in ("mean", "median", "std", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el", "client_queue_time")
+    ),
+}
+DETAILS = {
+    *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times"),
+    *("generated_texts", "errors"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
+) -> dict[str, Any]:
+    assert quire(monkeypatch, "bench", "--json", *flags) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_here_it_prints_vllms_table_and_what_the_cache_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire(monkeypatch, "bench", *SMALL, "--goodput", "e2el:1e9", "--cache", "virtual") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "============ Serving Benchmark Result ============"
+    for line in ("Successful requests:", "Failed requests:", "Total input tokens:"):
+        assert any(row.startswith(line) for row in out)
+    assert f"{'Total generated tokens:':<40} 30" in out
+    assert "----------------KV Cache (virtual)----------------" in out
+    assert out[-1] == "=" * 50
+
+
+@pytest.mark.parametrize("strategy", ["contiguous", "growing", "paged", "virtual"])
+def test_as_json_it_has_vllms_keys_and_adds_up(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(monkeypatch, capsys, *SMALL, "--cache", strategy, "--max-concurrency", "2")
+    kv = found.pop("kv")
+    assert set(found) == VLLM_KEYS
+    assert (found["completed"], found["failed"]) == (6, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (120, 30)
+    assert (found["backend"], found["model_id"], found["request_rate"]) == ("quire", "demo", "inf")
+    assert found["max_concurrent_requests"] <= 2
+    assert found["output_throughput"] == pytest.approx(30 / found["duration"])
+    assert kv["strategy"] == strategy
+    parts = kv["used_bytes"] + kv["cached_bytes"] + kv["wasted_bytes"]
+    assert kv["peak_committed_bytes"] == parts > kv["used_bytes"] > 0
+    assert 0 < kv["mean_utilization"] <= 1
+    assert (kv["num_preemptions"], kv["num_recomputed_tokens"]) == (0, 0)
+
+
+def test_a_prefix_that_all_share_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--random-prefix-len", "32", "--max-concurrency", "1")
+    kv = bench(monkeypatch, capsys, *SMALL, *flags)["kv"]
+    assert kv["num_cached_tokens"] >= 5 * 32  # of all but the first
+    assert kv["prefix_hit_rate"] == pytest.approx(kv["num_cached_tokens"] / (6 * 52))
+    without = bench(monkeypatch, capsys, *SMALL, *flags, "--no-enable-prefix-caching")["kv"]
+    assert (without["num_cached_tokens"], without["cached_bytes"]) == (0, 0)
+
+
+def test_a_trace_is_replayed_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, result = tmp_path / "trace.csv", tmp_path / "result.json"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.0000000,370,40\n"
+        "2023-11-16 18:15:47.0000000,390,90\n"
+        "2023-11-16 18:15:48.0000000,99999,90\n"
+    )
+    flags = ("--trace", str(trace), "--trace-scale", "0.1", "--trace-speed", "50")
+    found = bench(monkeypatch, capsys, *flags, "--save-result", str(result), "--save-detailed")
+    assert found == json.loads(result.read_text())
+    assert set(found) == VLLM_KEYS | DETAILS | {"kv"}
+    assert found["input_lens"] == [37, 39, 10_000]
+    assert found["output_lens"] == [4, 9, 0]
+    assert (found["completed"], found["failed"], found["request_rate"]) == (2, 1, "trace")
+    assert [bool(error) for error in found["errors"]] == [False, False, True]
+    assert "raise max_model_len" in found["errors"][2]
+    assert [len(itls) for itls in found["itls"]] == [3, 8, 0]
+    assert found["start_times"][1] - found["start_times"][0] >= 0.019
+
+
+def test_a_server_is_asked_the_same_and_measured_alike(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as (url, behaviour):
+        found = bench(monkeypatch, capsys, *SMALL, "--url", url, "--seed", "3")
+        assert set(found) == VLLM_KEYS
+        assert (found["backend"], found["model_id"], found["completed"]) == ("openai", "tiny", 6)
+        assert (found["total_input_tokens"], found["total_output_tokens"]) == (120, 30)
+        prompts = [body["prompt"] for _, body in behaviour.asked]
+        assert len(prompts) == 7  # with one to warm up
+        assert len({tuple(prompt) for prompt in prompts}) == 7
+        behaviour.asked.clear()
+        bench(monkeypatch, capsys, *SMALL, "--url", url, "--seed", "3", "--num-warmups", "0")
+        assert sorted(body["prompt"] for _, body in behaviour.asked) == sorted(prompts[1:])
+
+
+def test_a_server_that_refuses_everything_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as (url, behaviour):
+        behaviour.status = 400
+        assert quire(monkeypatch, "bench", *SMALL, "--url", url, "--model", "m") == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "none of 1 requests succeeded" in err
+    assert "HTTP 400" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
+        (("--url", "http://127.0.0.1:1"), "Is the server up? --model names one"),
+        (("--url", "http://x", "--cache", "paged"), "--cache: with --url the engine is the serv"),
+        (("--url", "http://x", "--header", "no"), "--header 'no' must be a name, a colon and"),
+        (("--header", "a: b"), "--header goes with --url"),
+        (("--num-prompts", "0"), "--num-prompts 0 must be at least 1"),
+        (("--num-warmups", "-1"), "--num-warmups -1 must be at least 0"),
+        (("--max-concurrency", "0"), "--max-concurrency 0 must be at least 1"),
+        (("--request-rate", "0"), "--request-rate 0.0 must be above 0"),
+        (("--random-input-len", "0"), "--random-input-len 0 must be at least 1"),
+        (("--goodput", "speed:5"), "--goodput 'speed:5' must be one of ttft, tpot, e2el"),
+        (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be numbers"),
+        (("--trace", "/no/such.csv"), "--trace /no/such.csv cannot be read"),
+        (("--trace", "x.parquet"), "neither .csv"),
+        (("--save-result", "/no/such/folder/x.json"), "no such folder"),
+        (("--random-input-len", "5000"), "none of 1 requests succeeded"),
+        (("--cache", "magic"), "cache 'magic' is unknown"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    flags: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert quire(monkeypatch, "bench", *flags) == 1
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert said in " ".join(captured.err.split())
+
+
+def test_the_help_teaches_with_examples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert quire(monkeypatch, "bench", "--help") == 0
+    out = capsys.readouterr().out
+    for words in (
+        "quire bench --url http://localhost:8000",
+        "from n·(1−r) to n·(1+r)",
+        "ttft:500,tpot:50,e2el:9000",
+        "--kv-cache-memory-bytes",
+        "--no-ignore-eos",
+    ):
+        assert words in out
