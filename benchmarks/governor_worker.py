@@ -193,7 +193,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def fill(llm: LLM, num_bytes: int, numbers: Any = None) -> None:
     """Whole prompts' worth of blocks that are only cached, each begun like no other."""
-    accounting, length = llm._accounting, min(llm.max_model_len, 1024)
+    accounting, length = llm._kv.accounting, min(llm.max_model_len, 1024)
     each = llm.spec.bytes_per_token * length
     for number in range(num_bytes // each):
         with llm._elastic.lock:
@@ -205,7 +205,7 @@ def fill(llm: LLM, num_bytes: int, numbers: Any = None) -> None:
                 text = np.arange(length, dtype=np.int32) + number * length
                 accounting.mark_computed([seq_id], [length], text)
             accounting.free(seq_id)
-            llm._storage.apply(accounting.drain())
+            llm._kv.carry_out()
 
 
 def _rss_bytes() -> int:

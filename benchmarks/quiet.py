@@ -125,13 +125,13 @@ def take_turns(
 
 def sample(call: Call) -> Sample:
     alone = _wait_alone()
-    busy_s, own_s, begun = _busy_s(), _own_s(), time.perf_counter()
+    busy_s, own_s, begun = machine_busy_s(), _own_s(), time.perf_counter()
     num_calls = 0
     while time.perf_counter() - begun < SAMPLE_S:
         call()
         num_calls += 1
     wall_s = time.perf_counter() - begun
-    others_s = _busy_s() - busy_s - (_own_s() - own_s)
+    others_s = machine_busy_s() - busy_s - (_own_s() - own_s)
     # Processor time is counted in ticks: one and a half of them are within its error.
     quiet = others_s < 1.5 * _TICK_S + 0.05 * wall_s
     return Sample(seconds=wall_s / num_calls, is_clean=alone and quiet)
@@ -153,7 +153,7 @@ def _num_runnable() -> int:
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
-def _busy_s() -> float:
+def machine_busy_s() -> float:
     """Processor time of the whole machine since its start: all but idle and waiting for disks."""
     user, nice, system, _, _, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split(None, 9)[1:9]

@@ -1,0 +1,192 @@
+"""Where a step of our own engine goes when 32 sequences decode, and what the machine would allow.
+
+    python benchmarks/engine_profile.py MODEL
+
+The engine runs as it always does; calls of its parts, and of the model's modules by their class,
+are clocked from outside. A part's time is its own, without that of parts within it. Medians over
+the steps that decode one token of each sequence and do nothing else.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine_worker import NUM_SEQUENCES, NUM_THREADS
+from engine_workloads import TOKEN_BYTES, Asked, Workload
+from quiet import take_turns
+from roofline import STREAMS, Stream, last_cache_bytes, matmul
+from torch import nn
+
+from quire import LLM, SamplingParams
+
+PROMPT_TOKENS, NUM_TOKENS = 256, 48
+PARTS = (
+    SCHEDULING := "scheduling, accounting",
+    INPUTS := "building inputs",
+    LINEAR := "linear layers, with their activation",
+    ATTENTION := "attention, with writing",
+    NORMS := "norms",
+    REST := "the rest of the model",
+    SAMPLING := "sampling",
+    OUTSIDE := "delivery of tokens and text",
+)
+
+
+class Clock:
+    """Time by part, each part's own."""
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._parts = [OUTSIDE]
+        self._since = time.perf_counter()
+
+    def clocked(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return call
+
+    def clock_modules(self) -> None:
+        """Every module of the kinds below. Hooks would tell a model's owner that it has changed."""
+        own, parts = nn.Module.__call__, dict[type, str | None]()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            kind = type(module)
+            if kind not in parts:
+                parts[kind] = _part_of(kind)
+            if (part := parts[kind]) is None:
+                return own(module, *args, **kwargs)
+            self._enter(part)
+            try:
+                return own(module, *args, **kwargs)
+            finally:
+                self._leave()
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, float]:
+        """What was spent since it was last asked."""
+        self._charge()
+        spent, self.spent = dict(self.spent), defaultdict(float)
+        return spent
+
+    def _enter(self, part: str) -> None:
+        self._charge()
+        self._parts.append(part)
+
+    def _leave(self) -> None:
+        self._charge()
+        self._parts.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.spent[self._parts[-1]] += now - self._since
+        self._since = now
+
+
+def _part_of(kind: type) -> str | None:
+    if issubclass(kind, nn.Linear) or kind.__name__.endswith("MLP"):
+        return LINEAR
+    return NORMS if kind.__name__.endswith("Norm") else None
+
+
+def profile(model: str) -> dict[str, Any]:
+    """Seconds of a step by part, and what reading and multiplying the weights takes here."""
+    torch.set_num_threads(NUM_THREADS)
+    llm = LLM(
+        model,
+        max_num_seqs=NUM_SEQUENCES,
+        kv_cache_memory_bytes=2**31,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+    )
+    asked = _asked()
+    prompts = [one.prompt for one in asked]
+    params = [
+        SamplingParams(max_tokens=one.num_tokens, temperature=0, ignore_eos=True) for one in asked
+    ]
+    llm.generate(prompts[:2], params[:2])
+    steps = _clocked(llm, lambda: llm.generate(prompts, params))
+    parts = {part: statistics.median(step.get(part, 0.0) for step in steps) for part in PARTS}
+    weights = sum(p.nbytes for p in llm.engine._runner._model._model.parameters())
+    return {
+        "steps": len(steps),
+        "step_s": statistics.median(sum(step.values()) for step in steps),
+        "parts_s": parts,
+        "weight_bytes": weights,
+        **_machine(weights),
+    }
+
+
+def _asked() -> list[Asked]:
+    one = Workload(name="", num_sequences=1, prompt_tokens=PROMPT_TOKENS).requests()[0]
+    return [
+        Asked(prompt=one.prompt[n:] + one.prompt[:n], num_tokens=NUM_TOKENS)
+        for n in range(NUM_SEQUENCES)
+    ]
+
+
+def _clocked(llm: LLM, run: Callable[[], object]) -> list[dict[str, float]]:
+    """Time by part, of each step that decodes all sequences. The clocks stay in place."""
+    clock, steps = Clock(), list[dict[str, float]]()
+    engine, runner = llm.engine, llm.engine._runner
+    steady = False
+    plan, step = engine.scheduler.plan, clock.clocked(SCHEDULING, engine.step)
+
+    def watched_plan(*args: Any) -> Any:
+        nonlocal steady
+        planned = plan(*args)
+        steady = planned.num_tokens == len(planned.chunks) == NUM_SEQUENCES
+        return planned
+
+    def watched_step() -> Any:
+        """What lies between two steps belongs to the first."""
+        spent = clock.take()
+        if steady:
+            steps.append(spent)
+        return step()
+
+    engine.scheduler.plan, engine.step = watched_plan, watched_step
+    for part, owner, name in (
+        (INPUTS, runner, "run"),
+        (REST, runner._model, "forward"),
+        (SAMPLING, engine._sampler, "sample"),
+        (ATTENTION, runner._backend, "attend"),
+        (ATTENTION, runner._kv.storage, "write"),
+    ):
+        setattr(owner, name, clock.clocked(part, getattr(owner, name)))
+    clock.clock_modules()
+    run()
+    return steps[2:]  # the first ones warm up
+
+
+def _machine(weight_bytes: int) -> dict[str, float]:
+    """What a step cannot go below: weights, keys and values read once; its products multiplied."""
+    stream = Stream(3 * max(last_cache_bytes(), 64 * 2**20))
+    multiply, operations = matmul(torch.bfloat16)
+    reading = {name: call for name, call in stream.calls().items() if name in STREAMS}
+    timings = take_turns({**reading, "matmul": multiply}, num_rounds=5)
+    stream_s = min(timings[name].best_s for name in STREAMS)
+    kv_bytes = NUM_SEQUENCES * (PROMPT_TOKENS + NUM_TOKENS // 2) * TOKEN_BYTES
+    products = 2.0 * NUM_SEQUENCES * weight_bytes / 2  # a multiplication and an addition a weight
+    return {
+        "stream_bytes_s": stream.nbytes / stream_s,
+        "reading_s": weight_bytes / stream.nbytes * stream_s,
+        "kv_bytes": kv_bytes,
+        "kv_reading_s": kv_bytes / stream.nbytes * stream_s,
+        "multiplying_s": products / (operations / timings["matmul"].best_s),
+    }
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        print(json.dumps(profile(sys.argv[1])))
