@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
 from quire.errors import ModelNotLoadable
+from quire.memory.huge import huge_page_bytes
 from quire.models.footprint import footprint, outline
 from quire.models.loader import load
 from tiny import tiny_model
@@ -35,9 +36,13 @@ def test_tied_weights_count_once() -> None:
 
 def test_weights_that_lie_in_a_file_are_not_counted_as_used() -> None:
     """The kernel calls their pages available; those of a model made in memory are used."""
-    of_file, in_memory = footprint(load().model), footprint(tiny_model("llama"))
+    of_file = footprint(load(copy_weights=False).model)
+    copied, in_memory = footprint(load().model), footprint(tiny_model("llama"))
     assert of_file.counted_bytes < of_file.weights_bytes // 100
     assert in_memory.counted_bytes == in_memory.weights_bytes
+    assert copied.weights_bytes == of_file.weights_bytes
+    if huge_page_bytes():
+        assert copied.counted_bytes == copied.weights_bytes
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from quire.errors import ConfigError, ModelNotLoadable, QuireError
+from quire.models.weights import hold_in_memory
 from quire.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,12 @@ class LoadedModel:
     spec: ModelSpec
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the table of tokens, of which a tokenizer may use fewer."""
+        size: int = self.model.get_input_embeddings().weight.shape[0]
+        return size
+
+    @property
     def dtype(self) -> str:
         """Of the weights, as a spec spells it."""
         return _dtype_name(self.model)
@@ -54,12 +61,15 @@ def load(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    copy_weights: bool = True,
     show_progress: bool = False,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
     ``quantization`` "int8" keeps the weights of linear layers in eight bits (torchao).
+    ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
+    files.
     ``show_progress`` lets Transformers draw its bars on standard error.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
@@ -86,6 +96,8 @@ def load(
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
     _refuse_random_weights(source, found)
+    if copy_weights:
+        hold_in_memory(model)
     return LoadedModel(
         name=DEMO_MODEL if name is None else source,
         model=model.eval(),
