@@ -5,9 +5,11 @@ Azure/AzurePublicDataset (CC-BY 4.0; Splitwise, ISCA'24), 19,366 requests of one
 texts, so that nothing can be shared between its prompts.
 """
 
-import csv
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from quire.bench.trace import read_trace
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
 
@@ -40,10 +42,7 @@ def azure(folder: Path) -> list[Lengths]:
     path = folder / AZURE
     if not path.exists():
         raise TraceUnavailable(f"there is no {AZURE} in the traces' folder")
-    with path.open(newline="") as file:
-        return [
-            Lengths(
-                prompt_tokens=int(row["ContextTokens"]), output_tokens=int(row["GeneratedTokens"])
-            )
-            for row in csv.DictReader(file)
-        ]
+    return [
+        Lengths(prompt_tokens=each.input_tokens, output_tokens=each.output_tokens)
+        for each in read_trace(path, sys.maxsize)
+    ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.sse_server import serving
 from test_cli import quire
@@ -30,14 +28,6 @@ DETAILS = {
     *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times"),
     *("generated_texts", "errors"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def bench(

@@ -1,7 +1,6 @@
 """Beam search finds the best of all continuations, and what Transformers' own search finds."""
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import Any
@@ -20,14 +19,6 @@ from tiny import CONFIGS, tiny_model, tokens
 WIDTH = 4
 LENGTH = 10
 SOME_ENDS = (7, 9, 11, 20, 33, 44, 55, 66, 77, 88, 99)  # so many that texts end early
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

@@ -1,6 +1,5 @@
 """LLM: what users call. Its texts are the model's own, whatever the memory does meanwhile."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,14 +19,6 @@ from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 PROMPT_LENGTHS = (5, 17, 33, 11)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

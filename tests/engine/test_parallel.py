@@ -1,11 +1,9 @@
 """Several continuations of a prompt: computed once, held once, and each as if it were alone."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
@@ -21,14 +19,6 @@ PARAMS = SamplingParams(n=N, max_tokens=12, temperature=0.8, seed=SEED, ignore_e
 CASES = [(strategy, {}) for strategy in STRATEGIES] + [
     (strategy, {"enable_prefix_caching": False}) for strategy in ("paged", "virtual")
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Guessing ahead changes how many steps a text takes, and nothing else."""
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import count, pairwise
 from typing import Any
@@ -33,14 +32,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.2, seed=3, ignore_eos=True)
 GAP = 1e-4  # two logits closer than that may change places where a step is computed otherwise
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

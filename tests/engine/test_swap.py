@@ -2,7 +2,6 @@
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ CACHES: dict[str, dict[str, Any]] = {
     "virtual": dict(cache="virtual", enable_prefix_caching=False),
     "virtual, shared": dict(cache="virtual"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def made(name: str = "llama", num_tokens: int = 256, **options: Any) -> LLM:

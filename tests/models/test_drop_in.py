@@ -3,7 +3,7 @@
 The whole product of strategies, models and modes is run; each reference is computed once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as once
 from typing import Any
 
@@ -38,14 +38,6 @@ SHARED = "virtual-shared"
 STORED = (*STRATEGIES, SHARED)
 
 model_named = once(tiny_model)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(model: PreTrainedModel, stored: str, **options: Any) -> DropInCache:

@@ -1,6 +1,6 @@
 """The two seams: they carry every layer, or the model is refused by name; then they are gone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,14 +31,6 @@ OUTSIDE_THE_INTERFACE: dict[str, Callable[[], Any]] = {
     "gptj": lambda: GPTJConfig(**_TINY, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
     "codegen": lambda: CodeGenConfig(**_TINY, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def llm_of(model: PreTrainedModel, **options: Any) -> LLM:

@@ -1,14 +1,14 @@
 """From a model and options to an engine that is ready to step, or to a sentence why not."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from quire.attention import choose_backend
-from quire.config import EngineConfig, kernel_dir
+from quire.config import EngineConfig
+from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
 from quire.engine.recurrence import fit_options
-from quire.engine.runner import ModelRunner, refuse_switching_positions, refuse_too_little
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.limits import Limits
@@ -23,10 +23,7 @@ from quire.memory.governor import Governor
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import Residency, Resident, host_memory
 from quire.models.loader import LoadedModel
-from quire.models.stand_ins import StandIns
 from quire.spec import ModelSpec
-from quire.strategies import Accounting, Storage, build_accounting, build_storage
-from quire.strategies.layout import attention_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +60,25 @@ def build(
     for_drafts = draft_bytes(for_tokens, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, for_tokens - for_drafts)
     resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
-    refuse_switching_positions(loaded, sizes.max_model_len)
     spec = stored_spec(config, loaded.spec)
-    empty = build_accounting(config.cache, spec, sizes)
-    refuse_too_little(empty, sizes.max_model_len)
-    backend = choose_backend(
-        config.attention_backend,
-        [attention_spec(group) for group in empty.groups],
-        loaded.model.device,
-        kernel_dir=kernel_dir(),
-    )
-
-    def make_pair() -> tuple[Accounting, Storage]:
-        accounting = build_accounting(config.cache, spec, sizes)
-        return accounting, build_storage(
-            config.cache, accounting, resident.provider, backend.make_writer
+    with ExitStack() as undo:
+        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config)
+        kv = model.kv
+        undo.callback(kv.close)
+        resident.prefault()
+        drafter = make_drafter(
+            config,
+            draft,
+            loaded,
+            provider,
+            max_model_len=sizes.max_model_len,
+            capacity_bytes=for_drafts,
         )
-
-    kv = KVCache(make_pair)
+        if drafter is not None:
+            undo.callback(drafter.close)
+        costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
+        swap = make_swap_store(kv, config.swap_path, costs) if config.swap_space else None
+        undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -90,33 +88,15 @@ def build(
         can_fork=not spec.recurrent_layers,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
-    costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
     scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
-    try:
-        stand_ins = StandIns(loaded.model, kernel_dir())
-        runner = ModelRunner(loaded, kv, backend, stand_ins)
-        runner.try_out(loaded, max_tokens=sizes.max_model_len)
-        resident.prefault()
-        swap = make_swap_store(kv, config.swap_path, costs) if config.swap_space else None
-        drafter = make_drafter(
-            config,
-            draft,
-            loaded,
-            provider,
-            max_model_len=sizes.max_model_len,
-            capacity_bytes=for_drafts,
-        )
-    except BaseException:
-        kv.close()
-        raise
     return Machinery(
         spec=spec,
         ledger=ledger,
         max_model_len=sizes.max_model_len,
         most_bytes=sizes.most_bytes,
-        attention_backend=backend.name,
+        attention_backend=model.attention_backend,
         engine=Engine(
-            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
+            scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
         resident=resident,

@@ -116,6 +116,8 @@ class Engine:
     def close(self) -> None:
         """Give back what is held outside of the cache."""
         self._runner.forget_all()
+        if self.drafter is not None:
+            self.drafter.close()
         if self._swap is not None:
             self._swap.close()
 
@@ -159,6 +161,7 @@ class Engine:
     def _begin_anew(self) -> None:
         """Everybody keeps its text and computes it again. Raises: MemoryUnavailable."""
         self._kv.restart()
+        self._runner.forget_all()
         self.scheduler.restart(self._kv.accounting)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -60,7 +60,7 @@ class LLM:
         self.engine, self._kv = parts.engine, parts.kv
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
-        self._vocab_size: int = loaded.model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = loaded.vocab_size
         self._grammars = Grammars(
             self.tokenizer, self._vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
@@ -81,7 +81,7 @@ class LLM:
         usage after each step.
 
         Raises: RequestError for a prompt that cannot run, and then none has been started;
-        MemoryUnavailable where the system has no pages left, and then the LLM is closed.
+        MemoryUnavailable where it has not even addresses left, and then the LLM is closed.
         """
         requests = self._requests(prompts, params)
         sequences: list[list[Sequence]] = []
@@ -193,8 +193,6 @@ class LLM:
         with self._elastic.lock:
             self.engine.scheduler.finish_all("stop", "the LLM was closed")
             self.engine.close()
-            if self.engine.drafter is not None:
-                self.engine.drafter.close()
             self._kv.close()
 
     def __enter__(self) -> "LLM":
@@ -251,9 +249,8 @@ class LLM:
     def step(self) -> bool:
         """One step for everybody; False if there is nothing to do any more.
 
-        Closes the LLM where the system refuses pages that accounting counts on.
-
-        Raises: MemoryUnavailable.
+        Raises: MemoryUnavailable where the system has not even addresses left for an empty cache;
+        the LLM is closed then.
         """
         try:
             with self._elastic.lock:
@@ -303,10 +300,11 @@ class LLM:
         if self._closed:
             return
         deltas: deque[TextDelta] = deque()
-        for index, request in enumerate(requests):
-            started.append(self.start(request, deltas.append, index=index))
-        sequences = [sequence for several in started for sequence in several]
+        sequences: list[Sequence] = []
         try:
+            for index, request in enumerate(requests):
+                started.append(self.start(request, deltas.append, index=index))
+                sequences += started[-1]
             while deltas or any(sequence.finish_reason is None for sequence in sequences):
                 if not deltas:
                     self.step()

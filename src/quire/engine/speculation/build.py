@@ -4,12 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.attention import choose_backend
-from quire.config import EngineConfig, kernel_dir
+from quire.config import EngineConfig
+from quire.engine.assembly import assemble
 from quire.engine.engine import Drafter
-from quire.engine.kv_cache import KVCache
 from quire.engine.recurrence import refuse_recurrent_draft
-from quire.engine.runner import ModelRunner, refuse_switching_positions, refuse_too_little
 from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.prompt_lookup import PromptLookup
 from quire.errors import ConfigError
@@ -17,10 +15,8 @@ from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Needs
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
-from quire.models.stand_ins import StandIns
 from quire.spec import ModelSpec
-from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
-from quire.strategies.layout import attention_spec
+from quire.strategies import CacheConfig
 from quire.units import format_count
 
 
@@ -94,34 +90,14 @@ def make_drafter(
         page_bytes=provider.page_bytes,
         enable_prefix_caching=False,
     )
-    refuse_switching_positions(draft, sizes.max_model_len)
-    empty = build_accounting("paged", draft.spec, sizes)
-    refuse_too_little(empty, sizes.max_model_len)
-    backend = choose_backend(
-        config.attention_backend,
-        [attention_spec(group) for group in empty.groups],
-        draft.model.device,
-        kernel_dir=kernel_dir(),
-    )
-
-    def make_pair() -> tuple[Accounting, Storage]:
-        accounting = build_accounting("paged", draft.spec, sizes)
-        return accounting, build_storage("paged", accounting, provider, backend.make_writer)
-
-    kv = KVCache(make_pair)
-    try:
-        runner = ModelRunner(draft, kv, backend, StandIns(draft.model, kernel_dir()))
-        runner.try_out(draft, max_tokens=sizes.max_model_len)
-    except BaseException:
-        kv.close()
-        raise
+    model = assemble(draft, draft.spec, "paged", sizes, provider, config)
     return DraftModel(
-        kv,
-        runner,
+        model.kv,
+        model.runner,
         most_tokens=speculative.num_speculative_tokens,
         max_model_len=sizes.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=min(_vocab_size(draft), _vocab_size(target)),
+        vocab_size=min(draft.vocab_size, target.vocab_size),
     )
 
 
@@ -136,14 +112,9 @@ def _refuse_other_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
                 f"{target.name}: {format_count(num_differing)} tokens differ between "
                 f"{format_count(len(ours))} and {format_count(len(theirs))}. It must be the same"
             )
-    elif _vocab_size(draft) != _vocab_size(target):
+    elif draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: the draft model {draft.name} has another vocabulary than "
-            f"{target.name}: {format_count(_vocab_size(draft))} tokens, not "
-            f"{format_count(_vocab_size(target))}. It must be the same"
+            f"{target.name}: {format_count(draft.vocab_size)} tokens, not "
+            f"{format_count(target.vocab_size)}. It must be the same"
         )
-
-
-def _vocab_size(loaded: LoadedModel) -> int:
-    size: int = loaded.model.get_input_embeddings().weight.shape[0]
-    return size
