@@ -14,6 +14,7 @@ from quire.kernels.tensors import KINDS
 from quire.layers.cpu.gate import Gate, GateShape
 from quire.layers.cpu.norm import Norm, NormForm, NormShape
 from quire.layers.cpu.rotary import Rotary, RotaryShape
+from quire.layers.cpu.sums import Sums
 from quire.layers.stand_ins import agrees
 
 Use = Callable[[int], None]
@@ -134,6 +135,29 @@ def test_a_gate_is_torchs(
     # One rounding of the activation, and one of the product.
     want = ACTIVATIONS[activation](left) * right
     assert agrees(got, want, of_sums=True)
+
+
+@every_set
+@settings(max_examples=20)
+@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3))
+def test_a_sum_is_torchs_to_the_bit(isa: str, dtype: torch.dtype, shape: list[int]) -> None:
+    sums = Sums(linears(isa).kernels, linears(isa).threads)
+    a, b = (torch.randn(shape).to(dtype) * 30 for _ in range(2))
+    a.view(-1)[0] = torch.inf
+    assert sums.fit(a, b)
+    out = torch.empty_like(a)
+    sums(a, b, out)
+    assert torch.equal(out, a + b)
+
+
+def test_only_what_lies_alike_is_summed() -> None:
+    sums = Sums(linears("native").kernels, linears("native").threads)
+    a = torch.randn(4, 6)
+    assert sums.fit(a, a)
+    for other in (2.0, a[:1], a[0], a.t().contiguous().t(), a.double(), a.bfloat16(), a.to("meta")):
+        assert not sums.fit(a, other)
+        assert not sums.fit(other, a)
+    assert not sums.fit(torch.zeros(0, 6), torch.zeros(0, 6))
 
 
 def test_rows_are_the_same_on_any_number_of_threads(use_threads: Use) -> None:

@@ -10,12 +10,23 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 log = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """A worker's address, the frame that it is given, and on how many threads."""
+
+    worker: int
+    frame: bytes
+    num_threads: int
 
 
 class Threads:
@@ -27,6 +38,7 @@ class Threads:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._parallel = _gomp_parallel()
+        self.heard: list[Call] | None = None  # where every call is noted, if anywhere
 
     @property
     def most(self) -> int:
@@ -44,10 +56,29 @@ class Threads:
                 f"which its threads do not exist: start processes by spawn "
                 f'(multiprocessing.set_start_method("spawn")), or build the engine in the child'
             )
+        if self.heard is not None:  # a worker counts in its frame, so a copy is kept
+            self.heard.append(Call(worker, bytes(bytearray(frame)), num_threads))
         if num_threads == 1 or self._parallel is None:
             _WORKER(worker)(frame)
         else:
             self._parallel(worker, frame, num_threads, 0)
+
+
+def team_size() -> int:
+    """The address of what tells a thread how many run its worker; 0: it is alone."""
+    library = _gomp()
+    return 0 if library is None else _address(library.omp_get_num_threads)
+
+
+def yielding() -> int:
+    """The address of what lets other threads have the processor."""
+    return _address(ctypes.CDLL(None).sched_yield)
+
+
+def _address(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 class Scratch:
@@ -69,18 +100,34 @@ class Scratch:
     def give_back(self, memory: torch.Tensor) -> None:
         self._free.append(memory)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While it lasts, what is lent is made anew, and is nobody's afterwards."""
+        own, self._free = self._free, []
+        try:
+            yield
+        finally:
+            self._free = own
+
 
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 @cache
-def _gomp_parallel():  # type: ignore[no-untyped-def]
-    """``GOMP_parallel`` of the library that torch has loaded; None, and a log line, if none."""
+def _gomp() -> ctypes.CDLL | None:
+    """The library that torch has loaded; None, and a log line, if there is none."""
     path = _loaded_gomp()
     if path is None:
         log.warning("kernels run on one thread: torch brings no GNU OpenMP library here")
         return None
-    start = ctypes.CDLL(path).GOMP_parallel
+    return ctypes.CDLL(path)
+
+
+@cache
+def _gomp_parallel():  # type: ignore[no-untyped-def]
+    if (library := _gomp()) is None:
+        return None
+    start = library.GOMP_parallel
     start.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
     start.restype = None
     return start
