@@ -1,6 +1,14 @@
 """Tensors: a packed batch of chunks attends to what its sequences hold."""
 
-from quire.attention.base import AttentionBackend, AttentionBatch, make_batch, packed_tokens
+from quire.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    FindWords,
+    Plays,
+    VaryingCall,
+    make_batch,
+    packed_tokens,
+)
 from quire.attention.choose import BACKENDS, choose_backend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
@@ -9,8 +17,11 @@ __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionBatch",
+    "FindWords",
+    "Plays",
     "ReferenceAttention",
     "SdpaAttention",
+    "VaryingCall",
     "choose_backend",
     "make_batch",
     "packed_tokens",

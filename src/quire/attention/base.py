@@ -9,6 +9,7 @@ The letters of every shape comment in Quire:
     G  query heads that share a key-value head       L   tokens that one sequence can read
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.threads import Call
 from quire.spec import AttentionSpec
 from quire.strategies import Accounting, LayerView, MakeWriter
 from quire.strategies.packed import packed_positions
@@ -24,7 +26,7 @@ from quire.strategies.packed import packed_positions
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
     """One step, as the layers of one group see it.
 
@@ -50,6 +52,45 @@ class AttentionBatch:
         return list(zip(starts, starts[1:], self.context_lens.tolist(), strict=False))
 
 
+# A step's words for a call, and on how many threads it is made.
+FindWords: TypeAlias = Callable[[AttentionBatch], tuple[tuple[int, ...], int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaryingCall:
+    """A kernel's call of which some words, side by side, differ from step to step."""
+
+    call: Call
+    first: int  # the first of those words
+    find: FindWords  # the same one for layers of one kind
+    kept: object  # what its other words point to
+
+
+class Plays(Protocol):
+    """What a backend does for a layer, as calls that need no Python between two steps.
+
+    Each gives None for what it has no such call for.
+    """
+
+    def write(self, view: LayerView, k: Tensor, v: Tensor) -> VaryingCall | None:
+        """Put entries, k [T, K, D] and v [T, K, Dv], into a step's slots: at most T of them."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,  # [T, H, D]
+        out: Tensor,  # [T, H, Dv]
+        view: LayerView,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> VaryingCall | None:
+        """What ``AttentionBackend.attend`` gives, into ``out``, for a step of at most T tokens."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """One way to attend. Implementations differ in speed, not in results beyond rounding."""
 
@@ -59,6 +100,11 @@ class AttentionBackend(Protocol):
     @property
     def make_writer(self) -> MakeWriter | None:
         """What writes a layer's entries for the storage; None: torch does."""
+        ...
+
+    @property
+    def plays(self) -> Plays | None:
+        """The same as calls of kernels; None: it has none."""
         ...
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:

@@ -14,6 +14,7 @@ class ReferenceAttention:
 
     name = "reference"
     make_writer = None
+    plays = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

@@ -20,6 +20,7 @@ class SdpaAttention:
 
     name = "sdpa"
     make_writer = None
+    plays = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

@@ -1,6 +1,5 @@
 """The CPU's own attention: one ragged, paged kernel for every strategy."""
 
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,22 +7,20 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
-from quire.attention.cpu.frame import FRAME, AttendShape, Layout
+from quire.attention.cpu.call import WORDS, factors, shape_of
+from quire.attention.cpu.frame import AttendShape, Layout
 from quire.attention.cpu.plan import Plan, make_plan
+from quire.attention.cpu.played import CpuPlays
 from quire.attention.cpu.tensors import view_words
 from quire.attention.cpu.worker import write_worker
 from quire.attention.cpu.write import KernelWriter
 from quire.kernels import amx
-from quire.kernels.formats import kind_factor
 from quire.kernels.isa import Isa
-from quire.kernels.language import LOG2_E
 from quire.kernels.machine import Kernels, native_isa
 from quire.kernels.tensors import KINDS, with_dense_rows
 from quire.kernels.threads import Scratch, Threads
-from quire.spec import AttentionSpec, LatentAttention
+from quire.spec import AttentionSpec
 from quire.strategies import LayerView
-
-_FRAME = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
 
 
 class CpuAttention:
@@ -39,6 +36,7 @@ class CpuAttention:
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}
+        self.plays = CpuPlays(self._kernels, self._threads, self._compiled)
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -70,16 +68,13 @@ class CpuAttention:
         out = torch.empty(step.out_shape, dtype=q.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        factor, cap_in = step.factor * scale, 0.0
-        if softcap is not None:
-            factor, cap_in = LOG2_E, 2 * factor / softcap
         num_threads = step.plan.num_threads
         scratch = self._scratch.take(step.scratch_bytes * num_threads)
-        frame = _FRAME.pack(
+        frame = WORDS.pack(
             0, 0, scratch.data_ptr(), step.scratch_bytes, *step.plan.words,
             out.data_ptr(), *step.out_strides,
             q.data_ptr(), token * q.itemsize, head * q.itemsize, *place,
-            0 if sinks is None else sinks.data_ptr(), factor, cap_in, softcap or 0.0,
+            0 if sinks is None else sinks.data_ptr(), *factors(step.kind, scale, softcap),
         )  # fmt: skip
         self._threads.run(step.work, frame, num_threads)
         self._scratch.give_back(scratch)
@@ -99,11 +94,11 @@ class CpuAttention:
         sinks: Tensor | None,
     ) -> "_Step":
         """What a group's layers have in common. Raises: ValueError for shapes that disagree."""
-        shape = _shape(q, view, spec, softcap is not None, sinks is not None)
+        shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
         num_tokens = int(batch.query_starts[-1])
         if q.shape[0] != num_tokens:
             raise ValueError(f"{q.shape[0]} queries given, the batch has {num_tokens}")
-        work, layout = self._shapes.get(shape) or self._compile(shape)
+        work, layout = self._compiled(shape)
         plan = make_plan(batch, spec, shape, layout, self._threads.most)
         row_bytes = shape.value_dim * q.itemsize
         return _Step(
@@ -111,15 +106,16 @@ class CpuAttention:
             work=work,
             plan=plan,
             scratch_bytes=layout.offsets["end"],
-            factor=LOG2_E * kind_factor(shape.kind),
+            kind=shape.kind,
             out_shape=(num_tokens, q.shape[1], shape.value_dim),
             out_strides=(q.shape[1] * row_bytes, row_bytes),
         )
 
-    def _compile(self, shape: AttendShape) -> tuple[int, Layout]:
-        isa = self._kernels.isa
-        work = self._kernels.address(f"attend {shape}", lambda m: write_worker(m, shape, isa))
-        self._shapes[shape] = work, Layout(shape, isa)
+    def _compiled(self, shape: AttendShape) -> tuple[int, Layout]:
+        if shape not in self._shapes:
+            isa = self._kernels.isa
+            work = self._kernels.address(f"attend {shape}", lambda m: write_worker(m, shape, isa))
+            self._shapes[shape] = work, Layout(shape, isa)
         return self._shapes[shape]
 
 
@@ -131,32 +127,6 @@ class _Step:
     work: int  # address of the compiled code
     plan: Plan
     scratch_bytes: int  # of a thread
-    factor: float  # of scores, besides the model's scale
+    kind: str  # of keys and values
     out_shape: tuple[int, int, int]
     out_strides: tuple[int, int]  # bytes from one token to the next, from one head to the next
-
-
-def _shape(
-    q: Tensor, view: LayerView, spec: AttentionSpec, softcap: bool, sinks: bool
-) -> AttendShape:
-    """Raises: ValueError where queries do not fit the view."""
-    latent = isinstance(spec, LatentAttention)
-    (_, kv_heads, _, key_dim), value_dim = view.k.shape, view.v.shape[-1]
-    width = key_dim + value_dim if latent else key_dim
-    if q.shape[1] % kv_heads or q.shape[2] != width:
-        raise ValueError(
-            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit {kv_heads} heads of {width}"
-        )
-    if latent:
-        key_dim, value_dim = value_dim, key_dim
-    return AttendShape(
-        kv_heads=kv_heads,
-        sharing=q.shape[1] // kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        kind=KINDS[view.k.dtype],
-        query_kind=KINDS[q.dtype],
-        latent=latent,
-        sinks=sinks,
-        softcap=softcap,
-    )

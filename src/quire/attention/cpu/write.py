@@ -18,7 +18,7 @@ from quire.kernels.isa import Isa
 from quire.kernels.language import F32, INTS, LANES, Code, Int
 from quire.kernels.machine import Kernels
 from quire.kernels.tensors import KINDS, with_dense_rows, words
-from quire.kernels.threads import Threads
+from quire.kernels.threads import Call, Threads
 from quire.strategies import LayerView
 from quire.units import ceil_div
 
@@ -135,6 +135,11 @@ def _copy(code: Code, source: Int, target: Int, nbytes: int) -> None:
             done += size
 
 
+def token_bytes(k: Tensor, v: Tensor) -> int:
+    """Of a token's entry: k [T, K, D] and v [T, K, Dv]."""
+    return (k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]) * k.itemsize
+
+
 class KernelWriter:
     """Writes one layer's entries. Its view's addresses are looked up once."""
 
@@ -154,14 +159,28 @@ class KernelWriter:
         work = self._work.get(k.dtype) or self._compile(k.dtype)
         self._check(slots, k, v)
         slots, k, v = (with_dense_rows(x) for x in (slots, k, v))
-        num_tokens = k.shape[0]
-        frame = self._frame.pack(
-            0, num_tokens, slots.data_ptr(),
-            *words(k, 2), *words(v, 2), *self._place,
-        )  # fmt: skip
-        nbytes = (k.numel() + v.numel()) * k.element_size()
+        step, num_threads = self.words(slots, token_bytes(k, v))
+        frame = self._frame.pack(0, *step, *words(k, 2), *words(v, 2), *self._place)
+        self._threads.run(work, frame, num_threads)
+
+    def words(self, slots: Tensor, entry_bytes: int) -> tuple[tuple[int, ...], int]:
+        """What a frame says of a step, from "num_tokens" to "slots"; and on how many threads."""
+        num_tokens = len(slots)
         threads = min(self._threads.most, ceil_div(num_tokens, _TOKENS_PER_ITEM))
-        self._threads.run(work, frame, threads if nbytes > _WORTH_THREADS else 1)
+        worth_it = num_tokens * entry_bytes > _WORTH_THREADS
+        return (num_tokens, slots.data_ptr()), threads if worth_it else 1
+
+    def call(self, k: Tensor, v: Tensor) -> Call | None:
+        """For entries that always come from there; None if their rows do not lie side by side.
+
+        Raises: ValueError as a call does.
+        """
+        if k.stride(-1) != 1 or v.stride(-1) != 1:
+            return None
+        work = self._work.get(k.dtype) or self._compile(k.dtype)
+        self._check(torch.empty(len(k), dtype=torch.int64), k, v)
+        frame = self._frame.pack(0, 0, 0, *words(k, 2), *words(v, 2), *self._place)
+        return Call(work, frame, 1)
 
     def _check(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         (_, heads, _, key_dim), value_dim = self._view.k.shape, self._view.v.shape[-1]
