@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "kernels": "errors units",
     "attention": "errors units spec strategies kernels",
     "layers": "errors units kernels",
-    "models": "errors units spec memory strategies attention layers",
+    "models": "errors units spec memory strategies kernels attention layers",
     "engine.params": "errors",
     "engine.structured": "errors units engine.params",
     "engine.sequence": "errors units blocks engine.params engine.structured",

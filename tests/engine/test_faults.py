@@ -1,6 +1,6 @@
 """What fails in the middle of a step: the others go on, and nothing is lost or held."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from engine.test_llm import GREEDY, ids, prompts, small
 from quire import LLM
 from quire.engine.outputs import TextDelta
 from quire.engine.plan import StepPlan
+from quire.models.recorded import recordings
 from quire.strategies import STRATEGIES
 
 BRIEF = replace(GREEDY, max_tokens=5)
@@ -33,7 +34,9 @@ class FailingOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def finished(llm: LLM, failing: int) -> tuple[list[tuple[int, ...]], int]:
+def finished(
+    llm: LLM, failing: int, before: Callable[[], object] = lambda: None
+) -> tuple[list[tuple[int, ...]], int]:
     """The texts, if in the third step an operator fails; and how many that step has."""
     deltas: list[Any] = []
     sequences = [
@@ -43,6 +46,7 @@ def finished(llm: LLM, failing: int) -> tuple[list[tuple[int, ...]], int]:
     ]
     llm.step()
     llm.step()
+    before()
     with FailingOperators(failing) as operators:
         llm.step()
     while llm.step():
@@ -64,6 +68,22 @@ def test_an_operator_without_memory_costs_nobody_a_token() -> None:
             assert finished(llm, failing)[0] == want, failing
             usage = llm.usage()
             assert usage.num_sequences == usage.used_bytes == usage.committed_bytes == 0
+
+
+def test_a_recording_without_memory_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made in the third step, and some operator of it or of the step itself fails."""
+    monkeypatch.setattr(recordings, "WORTH_IT", 1)
+    with small(enable_prefix_caching=False) as llm:
+        want = ids(llm.generate(prompts(), BRIEF))
+        found = llm.engine._runner._model._recordings  # type: ignore[attr-defined]
+        failing = num_operators = 0  # at first none fails, so that all are counted
+        while failing <= num_operators:
+            told, num_called = finished(llm, failing, before=found._made.clear)
+            assert told == want, failing
+            assert found._works
+            num_operators = max(num_operators, num_called)
+            failing += 61
+        assert num_operators > 500
 
 
 VERBS = (

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.schedules import Result, Schedule
+from quire.models.recorded import recordings
 from quire.strategies import STRATEGIES
 
 
@@ -13,6 +14,12 @@ def run(seeds: range, cache: str | None = None) -> Result:
     assert not total.faults
     assert 1000 * len(total.differences) < total.num_sequences or not total.differences
     return total
+
+
+@pytest.fixture(autouse=True)
+def _recorded_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that steps of all kinds are played, and some are not."""
+    monkeypatch.setattr(recordings, "WORTH_IT", 3)
 
 
 @pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])

@@ -13,8 +13,9 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError, UnsupportedModel
-from quire.models.hooks import PackedModel, make_step
+from quire.models.hooks import make_step
 from quire.models.loader import LoadedModel
+from quire.models.packed import PackedModel
 from quire.models.recurrent import RecurrentLayers
 from quire.models.rounded import RoundedCache
 from quire.models.stand_ins import StandIns
@@ -54,10 +55,10 @@ class ModelRunner:
         backend: AttentionBackend,
         stand_ins: StandIns | None = None,  # of the model
     ) -> None:
-        self._model = PackedModel(loaded.model, stand_ins)
+        layers = loaded.spec.recurrent_layers
+        self._model = PackedModel(loaded.model, stand_ins, records=not layers)
         self._kv = kv
         self._backend = backend
-        layers = loaded.spec.recurrent_layers
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
         self._stateful: dict[Sequence, int] = {}  # whose states are kept, since which preemption
 
@@ -223,8 +224,7 @@ def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
 
 
 def _trial_tokens(loaded: LoadedModel, num_tokens: int) -> list[int]:
-    vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
-    return [(3 + 7 * i) % vocab_size for i in range(num_tokens)]
+    return [(3 + 7 * i) % loaded.vocab_size for i in range(num_tokens)]
 
 
 def _plain_logits(loaded: LoadedModel, token_ids: list[int], kept_as: torch.dtype) -> Tensor:

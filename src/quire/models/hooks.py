@@ -11,19 +11,18 @@ Both hold for one ``forward`` only: between two steps the model is its owner's, 
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.attention.gather import read_sequence, readable
 from quire.attention.sdpa import attend_sequence
 from quire.errors import UnsupportedModel
-from quire.models.stand_ins import StandIns
 from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import Accounting, Storage
 from quire.strategies.layout import attention_spec
@@ -120,63 +119,6 @@ def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(own)
-
-
-class PackedModel:
-    """A model that computes packed steps. Between two of them it is its owner's, as it was.
-
-    Raises: UnsupportedModel as ``reading_through_attend`` does.
-    """
-
-    def __init__(self, model: PreTrainedModel, stand_ins: StandIns | None = None) -> None:
-        self._model = model
-        self._stand_ins = stand_ins
-        # Transformers goes through every module to set its attention: once is enough to see where.
-        with reading_through_attend(model):
-            configs = {id(config): config for config in _configs(model)}.values()
-            self._configs = [c for c in configs if c._attn_implementation == ATTENTION_NAME]
-
-    def forward(
-        self,
-        step: Step,
-        token_ids: Tensor,  # i64[T]
-        positions: Tensor,  # i64[T]
-        logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
-    ) -> Tensor:
-        """One packed forward pass: logits [S, vocabulary]."""
-        exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
-        with torch.inference_mode(), self._reading(), exchanged:
-            logits: Tensor = self._model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                past_key_values=EngineCache(step, positions),
-                use_cache=True,
-                logits_to_keep=logits_at,
-                quire_step=step,
-            ).logits[0]
-        return logits
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What ``reading_through_attend`` does."""
-        own = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation_internal = ATTENTION_NAME
-            yield
-        finally:
-            for config, name in zip(self._configs, own, strict=True):
-                config._attn_implementation_internal = name
-
-
-def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    """All that a model's parts may ask for their attention."""
-    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    while waiting:
-        config = waiting.pop()
-        if config is not None:
-            yield config
-            waiting += [getattr(config, name) for name in config.sub_configs]
 
 
 def make_step(

@@ -34,9 +34,11 @@ class StandIns:
     """All that were found for one model."""
 
     def __init__(self, model: PreTrainedModel, kernel_dir: Path | None = None) -> None:
-        cpu = CpuLinear(kernel_dir=kernel_dir)
-        self._held = _Held(_find(model, cpu))
-        self._rotations = [(vars(m), Rotation(vars(m)[_ROTARY], cpu)) for m in _with_rotary(model)]
+        self.cpu = CpuLinear(kernel_dir=kernel_dir)  # what they compute with
+        self._held = _Held(_find(model, self.cpu))
+        self._rotations = [
+            (vars(m), Rotation(vars(m)[_ROTARY], self.cpu)) for m in _with_rotary(model)
+        ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

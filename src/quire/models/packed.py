@@ -1,0 +1,89 @@
+"""A Hugging Face model that computes packed steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quire.models.hooks import ATTENTION_NAME, EngineCache, Step, reading_through_attend
+from quire.models.recorded import Recordings
+from quire.models.stand_ins import StandIns
+
+
+class PackedModel:
+    """A model that computes packed steps. Between two of them it is its owner's, as it was.
+
+    Raises: UnsupportedModel as ``reading_through_attend`` does.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stand_ins: StandIns | None = None,
+        *,
+        records: bool = True,  # passes over few tokens; False for what has states of its own
+    ) -> None:
+        self._model = model
+        self._stand_ins = stand_ins
+        # Transformers goes through every module to set its attention: once is enough to see where.
+        with reading_through_attend(model):
+            configs = {id(config): config for config in _configs(model)}.values()
+            self._configs = [c for c in configs if c._attn_implementation == ATTENTION_NAME]
+        # Without our kernels there is little to be gained by playing what has been recorded.
+        self._recordings = (
+            Recordings(model, stand_ins.cpu, self._run) if stand_ins and records else None
+        )
+
+    def forward(
+        self,
+        step: Step,
+        token_ids: Tensor,  # i64[T]
+        positions: Tensor,  # i64[T]
+        logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
+    ) -> Tensor:
+        """One packed forward pass: logits [S, vocabulary]."""
+        with torch.inference_mode():
+            recordings = self._recordings
+            recording = None if recordings is None else recordings.find(step, len(token_ids))
+            if recording is None:
+                return self._run(step, token_ids, positions, logits_at)
+            logits = recording.play(step, token_ids, positions)
+            return logits[logits_at]  # a copy, for the next pass leaves its own there
+
+    def _run(self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
+        """The model's own."""
+        exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
+        with torch.inference_mode(), self._reading(), exchanged:
+            logits: Tensor = self._model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=EngineCache(step, positions),
+                use_cache=True,
+                logits_to_keep=logits_at,
+                quire_step=step,
+            ).logits[0]
+        return logits
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What ``reading_through_attend`` does."""
+        own = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = ATTENTION_NAME
+            yield
+        finally:
+            for config, name in zip(self._configs, own, strict=True):
+                config._attn_implementation_internal = name
+
+
+def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """All that a model's parts may ask for their attention."""
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is not None:
+            yield config
+            waiting += [getattr(config, name) for name in config.sub_configs]
