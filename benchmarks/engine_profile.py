@@ -2,9 +2,10 @@
 
     python benchmarks/engine_profile.py MODEL
 
-The engine runs as it always does; calls of its parts, and of the model's modules by their class,
-are clocked from outside. A part's time is its own, without that of parts within it. Medians over
-the steps that decode one token of each sequence and do nothing else.
+The engine runs as it always does; calls of its parts are clocked from outside. Then once more
+without recordings of the model's passes, for in these there is nothing to be seen from outside: so
+the model's own parts are clocked by their class. A part's time is its own, without that of parts
+within it. Medians over the steps that decode one token of each sequence and do nothing else.
 """
 
 import json
@@ -31,7 +32,7 @@ PARTS = (
     LINEAR := "linear layers, with their activation",
     ATTENTION := "attention, with writing",
     NORMS := "norms",
-    REST := "the rest of the model",
+    REST := "the model, but for what is named",
     SAMPLING := "sampling",
     OUTSIDE := "delivery of tokens and text",
 )
@@ -115,13 +116,19 @@ def profile(model: str) -> dict[str, Any]:
         SamplingParams(max_tokens=one.num_tokens, temperature=0, ignore_eos=True) for one in asked
     ]
     llm.generate(prompts[:2], params[:2])
-    steps = _clocked(llm, lambda: llm.generate(prompts, params))
-    parts = {part: statistics.median(step.get(part, 0.0) for step in steps) for part in PARTS}
+    clocked = _clocked(llm)
+    llm.generate(prompts, params)  # which records
+    clocked.clear()
+    llm.generate(prompts, params)
+    steps, parts = len(clocked), _medians(clocked)
+    llm.engine._runner._model._recordings = None
+    clocked.clear()
+    llm.generate(prompts, params)
     weights = sum(p.nbytes for p in llm.engine._runner._model._model.parameters())
     return {
-        "steps": len(steps),
-        "step_s": statistics.median(sum(step.values()) for step in steps),
+        "steps": steps,
         "parts_s": parts,
+        "unrecorded_parts_s": _medians(clocked),
         "weight_bytes": weights,
         **_machine(weights),
     }
@@ -135,8 +142,13 @@ def _asked() -> list[Asked]:
     ]
 
 
-def _clocked(llm: LLM, run: Callable[[], object]) -> list[dict[str, float]]:
-    """Time by part, of each step that decodes all sequences. The clocks stay in place."""
+def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    """By part; the first steps warm up."""
+    return {part: statistics.median(step.get(part, 0.0) for step in steps[2:]) for part in PARTS}
+
+
+def _clocked(llm: LLM) -> list[dict[str, float]]:
+    """Where the time by part goes of each step from now on that decodes all sequences."""
     clock, steps = Clock(), list[dict[str, float]]()
     engine, runner = llm.engine, llm.engine._runner
     steady = False
@@ -165,8 +177,7 @@ def _clocked(llm: LLM, run: Callable[[], object]) -> list[dict[str, float]]:
     ):
         setattr(owner, name, clock.clocked(part, getattr(owner, name)))
     clock.clock_modules()
-    run()
-    return steps[2:]  # the first ones warm up
+    return steps
 
 
 def _machine(weight_bytes: int) -> dict[str, float]:

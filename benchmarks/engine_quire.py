@@ -9,7 +9,7 @@ from engine_workloads import MOST_TOKENS, TOKEN_BYTES, Asked
 
 from quire import LLM, SamplingParams
 
-BATCH_TOKENS = 512
+BATCH_TOKENS = 2048
 
 
 class Quire:

@@ -146,9 +146,16 @@ def _profile_table(profile: Record) -> Table:
         ],
         "bound: the weights' products, at the rate of torch.matmul": profile["multiplying_s"],
     }
+    unrecorded = profile["unrecorded_parts_s"]
+    lines = (
+        {part: seconds for part, seconds in profile["parts_s"].items() if seconds}
+        | {"sum": whole}
+        | bounds
+        | {f"not recorded: {part}": seconds for part, seconds in unrecorded.items()}
+        | {"not recorded: sum": sum(unrecorded.values())}
+    )
     rows = [
-        [part, f"{1e3 * seconds:.2f}", f"{seconds / whole:.1%}"]
-        for part, seconds in (profile["parts_s"] | {"sum": whole} | bounds).items()
+        [part, f"{1e3 * seconds:.2f}", f"{seconds / whole:.1%}"] for part, seconds in lines.items()
     ]
     title = f"E. A step of ours that decodes 32 sequences: medians of {profile['steps']} steps"
     return Table(title=title, columns=("part", "ms", "of the step"), rows=rows)
