@@ -14,8 +14,8 @@ from attention_parts import (
 )
 from attention_runs import OURS, Group
 from attention_start import FIRST, FIRST_USE, LATER
-from memory_report import Table
 from quiet import Ratio
+from report import Table
 from roofline import STREAMS, TWO_STREAMS
 
 TITLES = {

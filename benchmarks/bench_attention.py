@@ -20,9 +20,8 @@ from attention_parts import BF16, run_all
 from attention_report import claims, regime, tables
 from attention_runs import Bench, Group
 from attention_start import FIRST_USE, first_use
-from memory_report import markdown, replace_section
+from report import markdown, replace_section, show
 from rich.console import Console
-from rich.table import Table as RichTable
 from roofline import last_cache_bytes
 
 from quire.units import format_bytes, format_seconds
@@ -98,7 +97,7 @@ def main(
     )
     notes.insert(0, _what_is_read(bench))
     notes.insert(1, regime(bench.groups))
-    _show(bench.groups, [setting, *notes], console)
+    show(tables(bench.groups), [setting, *notes], console)
     if output:
         replace_section(output, "bench_attention", markdown(tables(bench.groups), notes, setting))
     if with_claims:
@@ -140,16 +139,6 @@ def _what_is_read(bench: Bench) -> str:
         f"Between two readings of the same block a candidate reads {format_bytes(least)} or more; "
         f"the largest cache that a core sees is {format_bytes(cache)}, or a share of it."
     )
-
-
-def _show(groups: list[Group], lines: list[str], console: Console) -> None:
-    for table in tables(groups):
-        rich_table = RichTable(*table.columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in lines:
-        console.print(line, markup=False)
 
 
 if __name__ == "__main__":

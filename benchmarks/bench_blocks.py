@@ -18,10 +18,9 @@ import os_memory
 import peer_vllm
 import typer
 from blocks_harness import Case, Comparison, Samples, Worker, WorkerFailed, compare, run
-from memory_report import Table, markdown, replace_section
+from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from quire.units import format_seconds
 
@@ -314,13 +313,7 @@ def main(
         f"{f'{peer.name} {peer.version}' if peer else 'no peer'}."
     )
     shown = tables(chosen, samples, f"{peer.name} {peer.version}" if peer else "peer")
-    for table in shown:
-        rich_table = RichTable(*table.columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in [setting, *notes]:
-        console.print(line, markup=False)
+    show(shown, [setting, *notes], console)
     if output:
         replace_section(output, "bench_blocks", markdown(shown, notes, setting))
     if with_claims:

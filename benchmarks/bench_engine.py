@@ -25,9 +25,8 @@ from engine_rounds import Rounds
 from engine_samples import OURS, Samples
 from engine_worker import NUM_THREADS
 from engine_workloads import SEED, WORKLOADS
-from memory_report import markdown, replace_section
+from report import markdown, replace_section, show
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from quire.units import format_seconds
 
@@ -110,7 +109,7 @@ def main(  # noqa: PLR0913 - each is a flag
         f"`python benchmarks/bench_engine.py{flags}`, seed {SEED}, "
         f"{format_seconds(time.monotonic() - measuring)}; {os_memory.machine()}."
     )
-    _show(samples, setting, console)
+    show(tables(samples), [setting, *notes(samples)], console)
     if output:
         text = markdown(tables(samples), notes(samples), setting)
         replace_section(output, "bench_engine", text)
@@ -134,16 +133,6 @@ def _names(given: str, known: Collection[str], option: str) -> list[str]:
         if name not in known:
             raise typer.BadParameter(f"{option} {name}: choose of {', '.join(known)}")
     return names
-
-
-def _show(samples: Samples, setting: str, console: Console) -> None:
-    for table in tables(samples):
-        rich_table = RichTable(*table.columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in [setting, *notes(samples)]:
-        console.print(line, markup=False)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from typing import Annotated, Any
 import os_memory
 import typer
 from eviction_replay import OnRequest, Replay, infinite, optimum, replay
-from memory_report import Table, markdown, replace_section
 from prefix_traces import BLOCK_TOKENS, PrefixTrace, TraceUnavailable, kv_tester, mooncake
+from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.units import format_seconds
@@ -223,10 +222,7 @@ def main(
         f"Python {sys.version.split()[0]}."
     )
     shown, said = [table(found) for found in every], [*said, *notes(every)]
-    for each in shown:
-        _print(each, console)
-    for line in [setting, *said]:
-        console.print(line, markup=False)
+    show(shown, [setting, *said], console)
     if output:
         replace_section(output, "bench_eviction", markdown(shown, said, setting))
     if with_claims:
@@ -253,13 +249,6 @@ def _read(
             said.append(f"SKIPPED: {error}.")
             say(said[-1])
     return read, said
-
-
-def _print(shown: Table, console: Console) -> None:
-    rich_table = RichTable(*shown.columns, title=shown.title, title_justify="left")
-    for row in shown.rows:
-        rich_table.add_row(*row)
-    console.print(rich_table)
 
 
 def _known(policies: str) -> list[str]:

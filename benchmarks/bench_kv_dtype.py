@@ -24,10 +24,9 @@ import os_memory
 import torch
 import transformers
 import typer
-from memory_report import Table, markdown, replace_section
+from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as RichTable
 from torch import Tensor
 
 from quire.attention import SdpaAttention, make_batch
@@ -182,11 +181,7 @@ def main(
         f"{transformers.__version__}; no seed: nothing is drawn. The demo model in "
         f"{loaded.dtype}, paged, {num_scored:,} tokens in {len(every)} windows."
     )
-    shown = RichTable(*found.columns, title=found.title, title_justify="left")
-    for row in found.rows:
-        shown.add_row(*row)
-    console.print(shown)
-    console.print(setting, markup=False)
+    show([found], [setting], console)
     if output:
         replace_section(output, "bench_kv_dtype", markdown([found], [], setting))
 

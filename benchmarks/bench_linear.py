@@ -20,10 +20,9 @@ from typing import Annotated, Any
 import os_memory
 import torch
 import typer
-from memory_report import Table, markdown, replace_section
 from quiet import Call, Timing, take_turns, times_as_fast
+from report import Table, markdown, replace_section, show
 from rich.console import Console
-from rich.table import Table as RichTable
 from roofline import STREAMS, Stream, last_cache_bytes, matmul
 from torch import Tensor
 from torch.nn import functional
@@ -296,13 +295,7 @@ def main(
         "least and the greatest; * where too few samples were clean. Between two readings of the "
         f"same weights lie {format_bytes(read.nbytes)} of others.",
     ]
-    for one in shown:
-        rich_table = RichTable(*one.columns, title=one.title, title_justify="left")
-        for row in one.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in (setting, *notes):
-        console.print(line, markup=False)
+    show(shown, [setting, *notes], console)
     if output:
         replace_section(output, "bench_linear", markdown(shown, notes, setting))
     if with_claims:

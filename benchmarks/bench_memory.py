@@ -19,18 +19,10 @@ from typing import Annotated, Any
 import os_memory
 import typer
 from memory_cases import Scenario
-from memory_report import (
-    Sample,
-    Samples,
-    claims,
-    extrapolated,
-    markdown,
-    replace_section,
-    tables,
-)
+from memory_report import Sample, Samples, claims, extrapolated, tables
+from report import markdown, replace_section, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from quire.units import format_bytes, format_seconds
 
@@ -246,13 +238,7 @@ def main(
     notes = extrapolated(samples) + skipped
     shown = tables(samples)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in shown:
-        rich_table = RichTable(*table.columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in [setting, *notes]:
-        console.print(line)
+    show(shown, [setting, *notes], console)
     if output:
         replace_section(output, "bench_memory", markdown(shown, notes, setting))
     if with_claims:

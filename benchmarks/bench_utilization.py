@@ -17,10 +17,9 @@ from typing import Annotated, Any, TypeAlias
 import os_memory
 import typer
 from length_trace import Lengths, TraceUnavailable, azure
-from memory_report import Table, markdown, replace_section
+from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as RichTable
 from utilization_demo import CAPACITY_BYTES, DEMO_SYSTEMS, DIVISOR, DemoRun, run
 from utilization_replay import (
     MAX_NUM_BATCHED_TOKENS,
@@ -250,22 +249,12 @@ def main(
         f"Python {sys.version.split()[0]}."
     )
     shown, said = tables(replays, runs), list(notes(replays, runs, num_requests, num_scaled))
-    for each in shown:
-        _print(each, console)
-    for line in [setting, *said]:
-        console.print(line, markup=False)
+    show(shown, [setting, *said], console)
     if output:
         replace_section(output, "bench_utilization", markdown(shown, said, setting))
     if with_claims:
         for claim in claims(replays, runs):
             print(json.dumps(claim, ensure_ascii=False))
-
-
-def _print(shown: Table, console: Console) -> None:
-    rich_table = RichTable(*shown.columns, title=shown.title, title_justify="left")
-    for row in shown.rows:
-        rich_table.add_row(*row)
-    console.print(rich_table)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ import virtual_report as shown
 import virtual_sharing as sharing
 from attention_backend import make_backend
 from attention_runs import threads
-from memory_report import markdown, replace_section
+from report import markdown, replace_section, show
 from rich.console import Console
-from rich.table import Table as RichTable
 from virtual_caches import QWEN3_4B
 
 from quire.units import format_seconds
@@ -86,13 +85,7 @@ def main(
         f"Python {sys.version.split()[0]}, torch {version('torch')}; "
         f"load average at the end {os.getloadavg()[0]:.1f}."
     )
-    for table in report.tables:
-        rich_table = RichTable(*table.columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
-    for line in [setting, *report.notes]:
-        console.print(line, markup=False)
+    show(report.tables, [setting, *report.notes], console)
     if output:
         replace_section(output, "bench_virtual", markdown(report.tables, report.notes, setting))
     if with_claims:

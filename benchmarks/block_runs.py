@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 import typer
-from memory_report import Table, markdown
+from report import Table, markdown
 
 from quire.blocks import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
 from quire.spec import FullAttention, Group

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine_profile import INPUTS, SCHEDULING
 from engine_samples import AGAIN, FIGURES, OURS, Figure, Record, Samples
-from memory_report import Table
+from report import Table
 
 from quire.units import format_bytes
 

@@ -9,6 +9,7 @@ Time is measured here, and alike for all: from handing over the requests until e
 
 import json
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -56,6 +57,20 @@ def serve(make: Callable[[str], Engine]) -> None:
         answer = _measure(engine, WORKLOADS[order["workload"]], order["limit_s"])
         print(json.dumps(answer), file=answers)
     os._exit(0)  # threads of engines would keep the process alive
+
+
+def arrivals_of(
+    waiting: "queue.SimpleQueue[Arrival | BaseException | None]", num_running: int
+) -> Generator[Arrival, None, None]:
+    """What threads of so many requests put into a queue, each None at its end. Raises: theirs."""
+    while num_running:
+        match waiting.get():
+            case None:
+                num_running -= 1
+            case BaseException() as error:
+                raise error
+            case arrival:
+                yield arrival
 
 
 def _warm_up() -> list[Asked]:

@@ -1,12 +1,12 @@
-"""What bench_memory measured, as tables, as Markdown and as claims. It measures nothing itself."""
+"""What bench_memory measured, as tables and as claims. It measures nothing itself."""
 
 import re
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
+
+from report import Table
 
 from quire.strategies import STRATEGIES
 from quire.units import format_bytes, format_seconds
@@ -19,13 +19,6 @@ _NEEDED = (  # by the claims
     *(f"A: {cache}" for cache in (*STRATEGIES, "DynamicCache")),
     *(f"B: {cache}" for cache in ("paged", "virtual", "DynamicCache")),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[str]]
 
 
 # -- what is shown -------------------------------------------------------------------------------
@@ -281,22 +274,3 @@ def _claim(
         "claim": claim, "ours": round(ours, 3), "peer": round(peer, 3), "unit": unit,
         "ratio": ratio, "goal": goal, "holds": holds,
     }  # fmt: skip
-
-
-def markdown(shown: list[Table], notes: list[str], setting: str) -> str:
-    lines = [setting, ""]
-    for table in shown:
-        lines += [f"### {table.title}", "", f"| {' | '.join(table.columns)} |"]
-        lines += ["|---" * len(table.columns) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in table.rows]
-        lines += [""]
-    return "\n".join(lines + [f"- {note}" for note in notes]) + "\n"
-
-
-def replace_section(path: Path, name: str, text: str) -> None:
-    """Put the text between a benchmark's two markers, or at the end of a file without them."""
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    old = path.read_text() if path.exists() else ""
-    before, found, rest = old.partition(begin)
-    after = rest.partition(end)[2] if found else ""
-    path.write_text(before + begin + text + end + after)

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine_worker import NUM_SEQUENCES, NUM_THREADS, Answer, Arrival, serve
+from engine_worker import NUM_SEQUENCES, NUM_THREADS, Answer, Arrival, arrivals_of, serve
 from engine_workloads import MOST_TOKENS, Asked
 
 SLOT_TOKENS = 1280  # of one sequence where many run
@@ -62,16 +62,8 @@ class Llama:
         ]
         for thread in threads:
             thread.start()
-        num_running = len(threads)
         try:
-            while num_running:
-                match arrivals.get():
-                    case None:
-                        num_running -= 1
-                    case BaseException() as error:
-                        raise error
-                    case arrival:
-                        yield arrival
+            yield from arrivals_of(arrivals, len(threads))
         finally:
             left.set()
 

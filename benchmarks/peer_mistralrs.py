@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 import mistralrs
-from engine_worker import NUM_SEQUENCES, Arrival, serve
+from engine_worker import NUM_SEQUENCES, Arrival, arrivals_of, serve
 from engine_workloads import Asked
 
 
@@ -54,15 +54,7 @@ class Mistral:
         ]
         for index, stream in enumerate(streams):
             threading.Thread(target=_drain, args=(index, stream, arrivals), daemon=True).start()
-        num_running = len(streams)
-        while num_running:
-            match arrivals.get():
-                case None:
-                    num_running -= 1
-                case BaseException() as error:
-                    raise error
-                case arrival:
-                    yield arrival
+        yield from arrivals_of(arrivals, len(streams))
 
 
 def _drain(index: int, stream: Iterator[Any], arrivals: "queue.SimpleQueue[Any]") -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memory_report import Table
 from quiet import Ratio, Sample, Timing, times_as_fast
+from report import Table
 from virtual_costs import NEW_TOKENS, NUM_PROMPTS, Seconds, StepCost
 from virtual_sharing import COMMON, FORKED, LENGTH, NUM_FORKS, Mappings
 

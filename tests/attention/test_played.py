@@ -24,8 +24,8 @@ def play(case: Case, call: VaryingCall | None) -> None:
     for _ in range(2):
         batch = case.fresh_batch()
         words, num_threads = call.find(batch)  # some are addresses of what it keeps
-        first = int(player.starts[0]) + call.first
-        player.frames[first : first + len(words)] = words
+        assert len(words) == len(call.words)
+        player.frames[int(player.starts[0]) + np.array(call.words)] = words
         player.set_threads(np.array([0]), num_threads)
         player()
 

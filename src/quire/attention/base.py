@@ -61,7 +61,7 @@ class VaryingCall:
     """A kernel's call of which some words, side by side, differ from step to step."""
 
     call: Call
-    first: int  # the first of those words
+    words: range  # of its frame, that do
     find: FindWords  # the same one for layers of one kind
     kept: object  # what its other words point to
 

@@ -64,12 +64,14 @@ class Threads:
             self._parallel(worker, frame, num_threads, 0)
 
 
+@cache
 def team_size() -> int:
     """The address of what tells a thread how many run its worker; 0: it is alone."""
     library = _gomp()
     return 0 if library is None else _address(library.omp_get_num_threads)
 
 
+@cache
 def yielding() -> int:
     """The address of what lets other threads have the processor."""
     return _address(ctypes.CDLL(None).sched_yield)

@@ -5,14 +5,45 @@ name: each is tried on random inputs, and the one that gives what the part itsel
 Whoever puts it in place asks before every pass whether the part is still what it was then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, is_
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 Slot: TypeAlias = tuple[dict[str, Any], str, object]  # whose value, by that name, is that
+
+
+class Kept:
+    """What modules are made of, to be looked at before every pass: as flat lists, all at once."""
+
+    def __init__(
+        self,
+        slots: Collection[Slot],
+        plain: Collection[nn.Module],  # calling them does what their classes say, nothing more
+        hooked: Collection[nn.Module] = (),  # these may have hooks besides
+    ) -> None:
+        self._owners = [slot[0] for slot in slots]
+        self._names = [slot[1] for slot in slots]
+        self._values = [slot[2] for slot in slots]
+        self._hooks = [hooks for m in plain for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [m.__dict__ for m in (*plain, *hooked)]
+
+    def holds(self) -> bool:
+        """Whether all of it is still there."""
+        found = map(dict.get, self._owners, self._names)
+        return (
+            all(map(is_, found, self._values))
+            and not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+        )
+
+
+def slots_of(*several: dict[str, Any]) -> tuple[Slot, ...]:
+    return tuple((own, name, value) for own in several for name, value in own.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +57,7 @@ class StandIn:
 
     def holds(self) -> bool:
         """Whether the module is still what it was then."""
-        return (
-            "forward" not in self.module.__dict__
-            and all(map(is_plain, self.inside))
-            and all(own.get(name) is value for own, name, value in self.slots)
-        )
+        return Kept(self.slots, self.inside, (self.module,)).holds()
 
 
 def stand_in(
@@ -39,8 +66,7 @@ def stand_in(
     kept: list[dict[str, Any]] = [part._parameters for part in (module, *inside)]
     if inside:
         kept.append(module._modules)
-    slots = tuple((own, name, value) for own in kept for name, value in own.items())
-    return StandIn(module=module, forward=forward, inside=inside, slots=slots)
+    return StandIn(module=module, forward=forward, inside=inside, slots=slots_of(*kept))
 
 
 def is_plain(module: nn.Module) -> bool:

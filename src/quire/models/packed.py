@@ -53,9 +53,9 @@ class PackedModel:
             return logits[logits_at]  # a copy, for the next pass leaves its own there
 
     def _run(self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
-        """The model's own."""
+        """The model's own, in inference mode."""
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
-        with torch.inference_mode(), self._reading(), exchanged:
+        with self._reading(), exchanged:
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],

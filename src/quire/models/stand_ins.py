@@ -10,8 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import repeat
-from operator import contains, is_
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +21,7 @@ from quire.layers.gated import GatedLayers
 from quire.layers.linears import Linears
 from quire.layers.norms import Norms
 from quire.layers.rotation import Rotation
-from quire.layers.stand_ins import StandIn
+from quire.layers.stand_ins import Kept, StandIn
 
 log = logging.getLogger(__name__)
 
@@ -64,23 +62,15 @@ class _Held:
 
     def __init__(self, parts: list[StandIn]) -> None:
         self._parts = parts
-        # Of all parts at once, as flat lists: this is asked before every pass.
-        inside = [module for part in parts for module in part.inside]
-        self._hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attributes = [m.__dict__ for m in (*inside, *(part.module for part in parts))]
-        slots = [slot for part in parts for slot in part.slots]
-        self._owners = [slot[0] for slot in slots]
-        self._names = [slot[1] for slot in slots]
-        self._values = [slot[2] for slot in slots]
+        self._kept = Kept(
+            [slot for part in parts for slot in part.slots],
+            [module for part in parts for module in part.inside],
+            [part.module for part in parts],
+        )
 
     def now(self) -> list[StandIn]:
         """Those that may be put in place."""
-        found = map(dict.get, self._owners, self._names)
-        if (
-            all(map(is_, found, self._values))
-            and not any(self._hooks)
-            and not any(map(contains, self._attributes, repeat("forward")))
-        ):
+        if self._kept.holds():
             return self._parts
         return [part for part in self._parts if part.holds()]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
-from quire.attention.cpu.call import WORDS, factors, shape_of
+from quire.attention.cpu.call import frame_of, shape_of
 from quire.attention.cpu.frame import AttendShape, Layout
 from quire.attention.cpu.plan import Plan, make_plan
 from quire.attention.cpu.played import CpuPlays
@@ -64,18 +64,23 @@ class CpuAttention:
         if place is None:
             place = view.memo["cpu"] = view_words(view)
         q = with_dense_rows(q)
-        token, head, _ = q.stride()
         out = torch.empty(step.out_shape, dtype=q.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
         num_threads = step.plan.num_threads
         scratch = self._scratch.take(step.scratch_bytes * num_threads)
-        frame = WORDS.pack(
-            0, 0, scratch.data_ptr(), step.scratch_bytes, *step.plan.words,
-            out.data_ptr(), *step.out_strides,
-            q.data_ptr(), token * q.itemsize, head * q.itemsize, *place,
-            0 if sinks is None else sinks.data_ptr(), *factors(step.kind, scale, softcap),
-        )  # fmt: skip
+        frame = frame_of(
+            q,
+            out,
+            place,
+            plan=step.plan.words,
+            scratch=scratch,
+            scratch_bytes=step.scratch_bytes,
+            kind=step.kind,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
         self._threads.run(step.work, frame, num_threads)
         self._scratch.give_back(scratch)
         return out
@@ -100,7 +105,6 @@ class CpuAttention:
             raise ValueError(f"{q.shape[0]} queries given, the batch has {num_tokens}")
         work, layout = self._compiled(shape)
         plan = make_plan(batch, spec, shape, layout, self._threads.most)
-        row_bytes = shape.value_dim * q.itemsize
         return _Step(
             spec=spec,
             work=work,
@@ -108,7 +112,6 @@ class CpuAttention:
             scratch_bytes=layout.offsets["end"],
             kind=shape.kind,
             out_shape=(num_tokens, q.shape[1], shape.value_dim),
-            out_strides=(q.shape[1] * row_bytes, row_bytes),
         )
 
     def _compiled(self, shape: AttendShape) -> tuple[int, Layout]:
@@ -129,4 +132,3 @@ class _Step:
     scratch_bytes: int  # of a thread
     kind: str  # of keys and values
     out_shape: tuple[int, int, int]
-    out_strides: tuple[int, int]  # bytes from one token to the next, from one head to the next

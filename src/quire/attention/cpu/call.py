@@ -7,17 +7,36 @@ from torch import Tensor
 from quire.attention.cpu.frame import FRAME, AttendShape
 from quire.kernels.formats import kind_factor
 from quire.kernels.language import LOG2_E
-from quire.kernels.tensors import KINDS
+from quire.kernels.tensors import KINDS, words
 from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import LayerView
 
-WORDS = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
+# The words that differ from step to step: a plan's.
+PLANNED = range(FRAME.index("items"), FRAME.index("block_size") + 1)
+_WORDS = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
 
 
-def factors(kind: str, scale: float, softcap: float | None) -> tuple[float, float, float]:
-    """The last words of a frame, for keys of a kind: factor, cap_in, cap_out."""
-    factor = LOG2_E * kind_factor(kind) * scale
-    return (factor, 0.0, 0.0) if softcap is None else (LOG2_E, 2 * factor / softcap, softcap)
+def frame_of(  # noqa: PLR0913 - what the kernel's frame holds, each once
+    q: Tensor,  # [T, H, D], rows side by side
+    out: Tensor,  # [T, H, Dv], contiguous
+    place: tuple[int, ...],  # ``view_words``
+    *,
+    plan: tuple[int, ...],
+    scratch: Tensor,
+    scratch_bytes: int,  # of a thread
+    kind: str,  # of keys and values
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # f32[H], contiguous
+) -> bytes:
+    factor, cap_in = LOG2_E * kind_factor(kind) * scale, 0.0
+    if softcap is not None:
+        factor, cap_in = LOG2_E, 2 * factor / softcap
+    return _WORDS.pack(
+        0, 0, scratch.data_ptr(), scratch_bytes, *plan,
+        *words(out, 2), *words(q, 2), *place,
+        0 if sinks is None else sinks.data_ptr(), factor, cap_in, softcap or 0.0,
+    )  # fmt: skip
 
 
 def shape_of(

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch, FindWords, VaryingCall
-from quire.attention.cpu.call import WORDS, factors, shape_of
-from quire.attention.cpu.frame import FRAME, AttendShape, Layout
+from quire.attention.cpu.call import PLANNED, frame_of, shape_of
+from quire.attention.cpu.frame import AttendShape, Layout
 from quire.attention.cpu.plan import Plan, make_plan
 from quire.attention.cpu.tensors import view_words
-from quire.attention.cpu.write import KernelWriter, token_bytes
+from quire.attention.cpu.write import STEP_WORDS, KernelWriter, token_bytes
 from quire.kernels.machine import Kernels
 from quire.kernels.threads import Call, Threads
 from quire.spec import AttentionSpec
@@ -35,7 +35,7 @@ class CpuPlays:
             return None
         size = token_bytes(k, v)
         find = self._finds.setdefault(size, lambda batch: writer.words(batch.slots, size))
-        return VaryingCall(call=call, first=1, find=find, kept=(writer, k, v))
+        return VaryingCall(call=call, words=STEP_WORDS, find=find, kept=(writer, k, v))
 
     def attend(
         self,
@@ -58,23 +58,23 @@ class CpuPlays:
             nbytes = layout.offsets["end"] * self._threads.most
             self._scratch[shape] = torch.empty(nbytes, dtype=torch.uint8)
         scratch = self._scratch[shape]
-        token, head, _ = (stride * q.itemsize for stride in q.stride())
-        row_bytes = shape.value_dim * q.itemsize
-        frame = WORDS.pack(
-            0, 0, scratch.data_ptr(), layout.offsets["end"], *[0] * _NUM_WORDS,
-            out.data_ptr(), q.shape[1] * row_bytes, row_bytes,
-            q.data_ptr(), token, head, *view_words(view),
-            0 if sinks is None else sinks.data_ptr(), *factors(shape.kind, scale, softcap),
-        )  # fmt: skip
+        frame = frame_of(
+            q,
+            out,
+            view_words(view),
+            plan=(0,) * len(PLANNED),
+            scratch=scratch,
+            scratch_bytes=layout.offsets["end"],
+            kind=shape.kind,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
         key = shape, id(spec)
         find = self._finds.setdefault(key, _planned(key, spec, shape, layout, self._threads))
         return VaryingCall(
-            call=Call(work, frame, 1), first=_FIRST, find=find, kept=(scratch, q, out, view, sinks)
+            call=Call(work, frame, 1), words=PLANNED, find=find, kept=(scratch, q, out, view, sinks)
         )
-
-
-_FIRST = FRAME.index("items")
-_NUM_WORDS = FRAME.index("block_size") + 1 - _FIRST
 
 
 def _planned(

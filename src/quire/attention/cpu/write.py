@@ -28,6 +28,7 @@ _FRAME = (
     "slots_per_row", "k", "k_row", "k_head", "k_token", "v", "v_row", "v_head", "v_token",
     "k_scale", "v_scale", "scale_row", "scale_head", "scale_token",
 )  # fmt: skip
+STEP_WORDS = range(_FRAME.index("num_tokens"), _FRAME.index("slots") + 1)  # that differ by step
 _TOKENS_PER_ITEM = 32
 _WORTH_THREADS = 2**17  # bytes of a call
 SOURCES = ("f32", "f16", "bf16")  # kinds that arrive
@@ -157,7 +158,7 @@ class KernelWriter:
         Raises: ValueError for other shapes or dtypes; then nothing has been written.
         """
         work = self._work.get(k.dtype) or self._compile(k.dtype)
-        self._check(slots, k, v)
+        self._check(len(slots), slots.dtype, k, v)
         slots, k, v = (with_dense_rows(x) for x in (slots, k, v))
         step, num_threads = self.words(slots, token_bytes(k, v))
         frame = self._frame.pack(0, *step, *words(k, 2), *words(v, 2), *self._place)
@@ -178,20 +179,19 @@ class KernelWriter:
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             return None
         work = self._work.get(k.dtype) or self._compile(k.dtype)
-        self._check(torch.empty(len(k), dtype=torch.int64), k, v)
+        self._check(len(k), torch.int64, k, v)
         frame = self._frame.pack(0, 0, 0, *words(k, 2), *words(v, 2), *self._place)
         return Call(work, frame, 1)
 
-    def _check(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check(self, num_tokens: int, slots_dtype: torch.dtype, k: Tensor, v: Tensor) -> None:
         (_, heads, _, key_dim), value_dim = self._view.k.shape, self._view.v.shape[-1]
-        num_tokens = slots.shape[0]
         if k.shape != (num_tokens, heads, key_dim) or v.shape != (num_tokens, heads, value_dim):
             raise ValueError(
                 f"{num_tokens} slots for keys {list(k.shape)} and values {list(v.shape)}: this "
                 f"layer keeps {heads} heads of {key_dim} and {value_dim}"
             )
-        if slots.dtype != torch.int64 or v.dtype != k.dtype:
-            raise ValueError(f"slots are {slots.dtype}, keys {k.dtype}, values {v.dtype}")
+        if slots_dtype != torch.int64 or v.dtype != k.dtype:
+            raise ValueError(f"slots are {slots_dtype}, keys {k.dtype}, values {v.dtype}")
 
     def _compile(self, dtype: torch.dtype) -> int:
         k, v = self._view.k, self._view.v

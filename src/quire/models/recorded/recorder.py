@@ -97,6 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(isinstance(x, Tensor | None) for x in tree_leaves(result)):
             raise NotRecordable(f"what {func} gives depends on its input")
         places = {x.untyped_storage().data_ptr() for x in given}
+        computes = func._schema.name not in _EMPTY
         fresh: list[Tensor] = []
 
         def placed(out: Tensor) -> Tensor:
@@ -107,14 +108,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return out
             made = self._pieces.like(out)
             fresh.append(made)
-            if func._schema.name not in _EMPTY:
-                made.copy_(out)
-            return made
+            return made.copy_(out) if computes else made
 
         outs = tree_map_only(Tensor, placed, result)
         if 0 < len(fresh) < len(tree_leaves(result)):
             raise NotRecordable(f"{func} gives something new and something that was there")
-        if fresh and func._schema.name not in _EMPTY:
+        if fresh and computes:
             self._add(Operator(func, self._kept((args, kwargs)), self._kept(fresh)))
         return outs
 

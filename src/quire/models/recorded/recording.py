@@ -1,7 +1,7 @@
 """How a recorded pass is played."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +14,13 @@ from quire.models.hooks import Step
 from quire.models.recorded.parts import Attend, Part, Write
 
 Run: TypeAlias = Callable[[Step, int], None]  # (the step, how many rows of the pass are wanted)
-# With the number of its layer, if it differs from step to step.
-LayerCall: TypeAlias = tuple[Call | VaryingCall, int | None]
+
+
+class LayerCall(NamedTuple):
+    """A call that differs from step to step, and the number of its layer."""
+
+    call: VaryingCall
+    layer: int
 
 
 class Recording:
@@ -52,37 +57,36 @@ class Recording:
     def _joined(self, step: Step) -> list[Run]:
         """Calls that follow one another become one run."""
         runs: list[Run] = []
-        calls: list[LayerCall] = []
+        calls: list[Call | LayerCall] = []
         for part in self._parts:
             if isinstance(part, Call):
-                calls.append((part, None))
+                calls.append(part)
                 continue
             if isinstance(part, Write | Attend) and (call := part.call(step)) is not None:
-                calls.append((call, part.layer))
+                calls.append(LayerCall(call, part.layer))
                 continue
             runs += [*self._stretch(calls, step), part]
             calls = []
         return runs + self._stretch(calls, step)
 
-    def _stretch(self, calls: list[LayerCall], step: Step) -> list[Run]:
+    def _stretch(self, calls: list[Call | LayerCall], step: Step) -> list[Run]:
         return [Stretch(calls, step, self._cpu)] if calls else []
 
 
 class Stretch:
     """Calls of kernels, made without coming back to Python between them."""
 
-    def __init__(self, calls: list[LayerCall], step: Step, cpu: CpuLinear) -> None:
-        plain = [call.call if isinstance(call, VaryingCall) else call for call, _ in calls]
+    def __init__(self, calls: list[Call | LayerCall], step: Step, cpu: CpuLinear) -> None:
+        plain = [each.call.call if isinstance(each, LayerCall) else each for each in calls]
         self._player = Player(plain, cpu.kernels, cpu.threads)
-        self._kept = [call for call, _ in calls]  # for what their frames point to
+        self._kept = calls  # for what their frames point to
         # The layers of a group have one batch, and most often one kernel.
-        alike: dict[tuple[FindWords, AttentionBatch], list[tuple[int, int, int]]] = {}
-        for number, (call, layer) in enumerate(calls):
-            if isinstance(call, VaryingCall):
-                assert layer is not None
-                key = call.find, step.batches[layer]
-                alike.setdefault(key, []).append((number, call.first, layer))
-        self._alike = [_Alike(find, which, self._player) for (find, _), which in alike.items()]
+        alike: dict[tuple[FindWords, AttentionBatch], list[tuple[int, LayerCall]]] = {}
+        for number, each in enumerate(calls):
+            if isinstance(each, LayerCall):
+                key = each.call.find, step.batches[each.layer]
+                alike.setdefault(key, []).append((number, each))
+        self._alike = [_Alike(several, self._player) for several in alike.values()]
 
     def __call__(self, step: Step, asked: int) -> None:
         for several in self._alike:
@@ -93,18 +97,17 @@ class Stretch:
 class _Alike:
     """Calls of one kernel whose frames change in the same way from step to step."""
 
-    def __init__(self, find: FindWords, which: list[tuple[int, int, int]], player: Player) -> None:
-        """``which``: the number of a call, the first of the words that change, its layer."""
-        self._find, self._player = find, player
-        self._numbers = np.array([number for number, _, _ in which])
-        self._layer = which[0][2]
-        _, first, _ = which[0]
-        self._starts = player.starts[self._numbers] + first
+    def __init__(self, several: list[tuple[int, LayerCall]], player: Player) -> None:
+        """``several``: each with its number among the player's calls."""
+        _, (first, self._layer) = several[0]
+        self._find, self._player = first.find, player
+        self._numbers = np.array([number for number, _ in several])
+        self._places = player.starts[self._numbers][:, None] + np.array(first.words)
         self._num_threads = 0
 
     def fit(self, step: Step) -> None:
         words, num_threads = self._find(step.batches[self._layer])
-        self._player.frames[self._starts[:, None] + np.arange(len(words))] = words
+        self._player.frames[self._places] = words
         if num_threads != self._num_threads:
             self._player.set_threads(self._numbers, num_threads)
             self._num_threads = num_threads
