@@ -169,7 +169,7 @@ def test_what_a_section_leaves_out_is_the_class_default() -> None:
         ({"model_type": "cwm"}, "F S S S"),
         ({"model_type": "llama4_text"}, "C C C F"),
         ({"model_type": "llama4_text", "no_rope_layers": [0, 1, 0, 1]}, "F C F C"),
-        ({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 2]]}, "F S F S"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 2]]}, "F F F F"),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
             "F S F S",
@@ -188,6 +188,15 @@ def test_what_a_section_leaves_out_is_the_class_default() -> None:
             {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4]}},
             "R R R F",
         ),
+        ({"model_type": "bailing_hybrid", "layer_group_size": 2, "linear_head_dim": 8}, "R F R F"),
+        ({"model_type": "minimax"}, "F R F R"),
+        ({"model_type": "mimo_v2_flash", "num_hidden_layers": 7}, "F S S S S F S"),
+        ({"model_type": "inkling_text", "local_layer_ids": [1, 2]}, "FR SR SR FR"),
+        ({"model_type": "inkling_text", "local_layer_ids": [0, 1, 2, 3]}, "SR SR SR SR"),
+        ({"model_type": "inkling2_text", "num_hidden_layers": 6}, "SR SR SR SR SR FR"),
+        ({"model_type": "zaya"}, "FR FR FR FR"),
+        ({"model_type": "mllama_text_model", "cross_attention_layers": [1, 3]}, "F - F -"),
+        ({"model_type": "bert", "is_decoder": True}, "F F F F"),
         ({"model_type": "longcat_flash", "kv_lora_rank": 8, "qk_rope_head_dim": 2}, "L " * 7 + "L"),
     ],
 )
@@ -205,6 +214,23 @@ def test_gemma_4_full_layers_have_heads_of_their_own() -> None:
     sliding, full = (group.spec for group in spec.groups)
     assert sliding == SlidingWindow(num_kv_heads=2, head_dim=256, dtype="bfloat16", window=512)
     assert full == FullAttention(num_kv_heads=1, head_dim=32, dtype="bfloat16")
+
+
+def test_sliding_layers_may_have_twice_the_heads_and_count_the_tokens_before() -> None:
+    """MiMo: ``sliding_window_size`` tokens before the one that reads them."""
+    full, sliding, *_ = read(model_type="mimo_v2_flash", sliding_window_size=8).layers
+    assert full.specs[0].num_kv_heads * 2 == sliding.specs[0].num_kv_heads
+    assert sliding.specs[0].window == 9
+    assert full.specs[0].value_head_dim == 128
+
+
+def test_a_decoder_cut_out_of_an_encoder_decoder_has_its_own_words() -> None:
+    stated = {"decoder_layers": 3, "decoder_attention_heads": 4, "d_model": 32}
+    spec = ModelSpec.from_config(
+        {"model_type": "whisper", "max_target_positions": 448, "encoder_layers": 9, **stated}
+    )
+    assert (spec.num_layers, spec.max_model_len) == (3, 448)
+    assert spec.layers[0].specs[0].entry_shapes == ((4, 8), (4, 8))
 
 
 def test_heads_may_be_listed_layer_by_layer() -> None:
@@ -294,8 +320,9 @@ def test_a_wrong_field_is_named_with_its_value_and_limit(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "rwkv"}, "states not described here"),
+        ({"model_type": "rwkv"}, "states of their own kind"),
         ({"model_type": "bert"}, "an encoder"),
+        ({"model_type": "bert", "is_decoder": False}, "an encoder"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"index_topk": 2048}, "sparse indexer"),
         ({"layer_types": ["indexed_attention"] * 4}, "layer_types name 'indexed_attention'"),

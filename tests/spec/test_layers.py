@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.spec import (
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
+    KeptWhole,
     LatentAttention,
     Layer,
     LayerSpec,
@@ -159,6 +161,12 @@ specs = st.one_of(
         states=st.lists(_states, min_size=1, max_size=2).map(tuple),
         num_speculative_blocks=st.integers(0, 3),
     ),
+    st.builds(
+        CrossAttention,
+        **_heads,
+        value_head_dim=st.none() | _sizes,
+        source_tokens=st.integers(1, 99),
+    ),
 )
 lengths = st.integers(0, 5000)
 
@@ -180,7 +188,7 @@ def test_live_tokens_are_among_the_first_n_and_end_with_the_last(spec: LayerSpec
 def test_blocks_over_the_live_tokens_hold_all_bytes(
     spec: LayerSpec, n: int, block_size: int
 ) -> None:
-    copies = 1 + (spec.num_speculative_blocks if isinstance(spec, RecurrentState) else 0)
+    copies = spec.num_places if isinstance(spec, KeptWhole) else 1
     num_blocks = ceil_div(len(spec.live_range(n)), block_size) * copies
     assert spec.block_bytes(block_size) * num_blocks >= spec.bytes_for(n)
 
@@ -220,7 +228,7 @@ def test_fp8_halves_keys_and_values_and_leaves_states_alone(spec: LayerSpec, n: 
     model = ModelSpec(model_type="any", layers=(layer,), max_model_len=8192, dtype="bfloat16")
     in_16_bits = model.with_kv_dtype("bfloat16")
     in_8_bits = model.with_kv_dtype("float8_e4m3fn")
-    if isinstance(spec, RecurrentState):
+    if isinstance(spec, KeptWhole):
         assert in_8_bits == model
     else:
         assert 2 * in_8_bits.bytes_for(n) == in_16_bits.bytes_for(n)
@@ -232,7 +240,7 @@ def test_int8_adds_a_scale_for_each_head_of_keys_and_of_values(spec: LayerSpec, 
     layer = Layer(specs=(spec,))
     model = ModelSpec(model_type="any", layers=(layer,), max_model_len=8192, dtype="bfloat16")
     in_fp8, in_int8 = model.with_kv_dtype("float8_e4m3fn"), model.with_kv_dtype("int8")
-    if isinstance(spec, RecurrentState):
+    if isinstance(spec, KeptWhole):
         assert in_int8 == model
         return
     scales = sum(heads for heads, _ in spec.entry_shapes)

@@ -5,15 +5,15 @@ Layer by layer, the cache's tensors must have the shapes and dtypes that the spe
 model's config.json alone, and the bytes of keys and values must add up to ``bytes_for``.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from quire.spec import ChunkedAttention, Layer, ModelSpec, RecurrentState
+from quire.spec import ModelSpec, RecurrentState
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from zoo.caches import cache_after, expected_of, held_by  # noqa: E402 - it imports torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -154,6 +154,32 @@ TINY: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 6, "time_step_rank": 4},
     "falcon_mamba": {"state_size": 6, "time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8},
+    "bailing_hybrid": {**_MLA, "head_dim": 4, "layer_group_size": 2, "num_experts": 4},
+    "mimo_v2_flash": {**_MOE, "head_dim": 12, "v_head_dim": 8, "sliding_window": 6},
+    "inkling_text": {
+        **_MOE,
+        "head_dim": 12,
+        "swa_head_dim": 10,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "sliding_window_size": 6,
+        "rel_extent": 6,
+        "n_routed_experts": 4,
+        "local_layer_ids": [0, 2, 3],
+    },
+    "zaya": {**_MOE, "head_dim": 12, "num_experts_per_tok": 1, "router_hidden_size": 8},
+    "bert": {"is_decoder": True, "num_key_value_heads": None},
+    "bart": {
+        "num_key_value_heads": None,
+        "num_hidden_layers": None,
+        "num_attention_heads": None,
+        "d_model": 32,
+        "encoder_layers": 4,  # of which Transformers makes its cache
+        "decoder_layers": 4,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "encoder_ffn_dim": 48,
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
 }
 
@@ -164,59 +190,13 @@ def tiny_config(model_type: str) -> Any:
     return transformers.AutoConfig.for_model(model_type, **stated)
 
 
-def cache_after(config: Any, num_tokens: int) -> Any:
-    """What Transformers holds once ``num_tokens`` are computed: a prompt, and one step more."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    tokens = torch.randint(3, config.vocab_size, (1, num_tokens))
-    with torch.no_grad():
-        out = model(tokens[:, :-1], use_cache=True)
-        name = "cache_params" if hasattr(out, "cache_params") else "past_key_values"
-        return getattr(model(tokens[:, -1:], use_cache=True, **{name: out[name]}), name)
-
-
-def held_by(cache_layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name → (shape without the batch, dtype) of one layer's tensors."""
-
-    def tensors() -> Iterator[tuple[str, Any]]:
-        for name in ("keys", "values"):
-            yield name, getattr(cache_layer, name, None)
-        for name in ("conv_states", "recurrent_states"):
-            states = getattr(cache_layer, name, None) or {}
-            yield from ((name, state) for state in getattr(states, "values", lambda s=states: s)())
-
-    return {
-        name: (tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in tensors()
-        if tensor is not None
-    }
-
-
-def expected_of(layer: Layer, num_tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The same, as the spec says it."""
-    held = {}
-    for spec in layer.specs:
-        if isinstance(spec, RecurrentState):
-            for state in spec.states:
-                name = "conv_states" if state.name == "conv" else "recurrent_states"
-                held[name] = (state.shape, state.dtype)
-            continue
-        live = len(spec.live_range(num_tokens))
-        if isinstance(spec, ChunkedAttention):
-            live = min(
-                num_tokens, spec.chunk - 1
-            )  # Transformers keeps a window of the chunk's size
-        (key_heads, key_dim), (value_heads, value_dim) = spec.entry_shapes
-        held["keys"] = ((key_heads, live, key_dim), spec.dtype)
-        held["values"] = ((value_heads, live, value_dim), spec.dtype)
-    return held
-
-
 @pytest.mark.parametrize("model_type", TINY)
 def test_the_cache_holds_what_the_spec_says(model_type: str) -> None:
     config = tiny_config(model_type)
-    spec = ModelSpec.from_config({**config.to_dict(), "dtype": "bfloat16"})
-    cache = cache_after(config, NUM_TOKENS)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    spec = ModelSpec.from_config({**model.config.to_dict(), "dtype": "bfloat16"})
+    cache = cache_after(model, torch.randint(3, config.vocab_size, (1, NUM_TOKENS)))
 
     assert [held_by(layer) for layer in cache.layers] == [
         expected_of(layer, NUM_TOKENS) for layer in spec.layers

@@ -3,7 +3,9 @@
 from quire.spec.layers import (
     AttentionSpec,
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
+    KeptWhole,
     LatentAttention,
     Layer,
     LayerSpec,
@@ -16,8 +18,10 @@ from quire.spec.model import Group, ModelSpec
 __all__ = [
     "AttentionSpec",
     "ChunkedAttention",
+    "CrossAttention",
     "FullAttention",
     "Group",
+    "KeptWhole",
     "LatentAttention",
     "Layer",
     "LayerSpec",

@@ -1,7 +1,8 @@
 """From a config.json to layers: find the text part, look up its family, build each layer's specs.
 
 The fields' spellings and checks are in ``fields``, the families in ``families``, the rules for
-kinds of layers in ``patterns``, the states of recurrent layers in ``recurrent``.
+kinds of layers in ``patterns``, the states of recurrent layers in ``recurrent``, what decoders read
+of a source in ``sources``.
 """
 
 import json
@@ -34,6 +35,7 @@ from quire.spec.patterns import (
     SLIDING,
     stated,
 )
+from quire.spec.sources import of_decoder, with_source
 
 # Where multimodal models keep the section of the part that writes text.
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -41,8 +43,10 @@ _DTYPES = ("dtype", "torch_dtype")
 
 _REFUSED_FIELDS = MappingProxyType(
     {
-        "index_topk": "its sparse indexer (index_topk) keeps keys of its own, of no kind held here",
-        "is_encoder_decoder": "it is an encoder-decoder (is_encoder_decoder): not a decoder alone",
+        **{
+            name: f"its sparse indexer ({name}) keeps keys of its own, of no kind held here"
+            for name in ("index_topk", "indexer_budget")
+        },
     }
 )
 
@@ -96,10 +100,14 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
     defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
     fields = Fields(section=section, source=source, defaults=defaults)
     _refuse(fields, family)
+    find_source_tokens = family.source_tokens if fields.has("is_encoder_decoder") else None
+    source_tokens = find_source_tokens(fields) if find_source_tokens else 0
+    fields = of_decoder(fields) if source_tokens else fields
     kinds = stated(fields) or family.pattern(fields)
+    layers = _layers(fields, family, kinds)
     return Reading(
         model_type=model_type,
-        layers=_layers(fields, family, kinds),
+        layers=with_source(layers, source_tokens) if source_tokens else layers,
         max_model_len=fields.integer("max_position_embeddings"),
         dtype=fields.dtype(),
     )
@@ -121,10 +129,14 @@ def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, A
 
 def _refuse(fields: Fields, family: Family) -> None:
     """Raise UnsupportedModel for what would otherwise be read, and read wrongly."""
-    if family.refused:
+    if family.refused and not (family.unless and fields.flag(family.unless)):
         raise fields.unsupported(family.refused)
     if fields.section.get("use_bidirectional_attention") in (True, "all"):
         raise fields.unsupported("it attends in both directions, so it can keep no cache")
+    if family.source_tokens is None and fields.has("is_encoder_decoder"):
+        raise fields.unsupported(
+            "it is an encoder-decoder (is_encoder_decoder) of a kind that is not known here"
+        )
     for name, reason in _REFUSED_FIELDS.items():
         if fields.has(name):
             raise fields.unsupported(reason)
@@ -191,6 +203,8 @@ def _attention(fields: Fields, family: Family, kind: str) -> AttentionSpec:
         rope_dim = fields.integer("qk_rope_head_dim")
         return LatentAttention(latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype)
     num_kv_heads, head_dim = family.num_kv_heads(fields), family.head_dim(fields)
+    if kind == SLIDING:
+        num_kv_heads *= family.heads_in_windows
     value_dim = fields.optional_integer("v_head_dim", least=0) or head_dim
     full = FullAttention(
         num_kv_heads=num_kv_heads,
@@ -201,5 +215,5 @@ def _attention(fields: Fields, family: Family, kind: str) -> AttentionSpec:
     if kind == FULL:
         return full
     if kind == SLIDING:
-        return SlidingWindow(**asdict(full), window=fields.integer("sliding_window"))
+        return SlidingWindow(**asdict(full), window=family.window(fields))
     return ChunkedAttention(**asdict(full), chunk=fields.integer("attention_chunk_size"))

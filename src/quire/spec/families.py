@@ -10,22 +10,24 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from quire.spec import heads, recurrent
+from quire.spec import heads, recurrent, sources
 from quire.spec.fields import Fields
 from quire.spec.layers import RecurrentState
 from quire.spec.patterns import (
     CONV,
     FULL,
     HYBRID,
+    HYBRID_SLIDING,
     NOTHING,
     RECURRENT,
     SLIDING,
     Pattern,
     at_indices,
+    chosen,
     cycle,
     every,
+    first_too,
     from_layer,
-    global_and_local,
     kimi_linear,
     letters,
     listed,
@@ -51,7 +53,12 @@ class Family:
     nested_defaults: _Values = field(default_factory=dict)  # … when it is a section of another's
     # kind → {field: the field that replaces it in layers of that kind}
     own_fields: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    window: Callable[[Fields], int] = heads.stated_window
+    heads_in_windows: int = 1  # times as many heads of keys in sliding layers as in the others
+    # Of an encoder-decoder: the most tokens that a source can have.
+    source_tokens: Callable[[Fields], int] | None = None
     refused: str = ""  # why it cannot be held
+    unless: str = ""  # … but it can if its file says that this is true
 
 
 def _sizes(layers: int, query_heads: int, kv_heads: int, hidden: int, context: int) -> _Values:
@@ -83,6 +90,26 @@ _GEMMA4 = Family(
         FULL: {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     },
 )
+_INKLING2 = Family(
+    pattern=every(6, kind=HYBRID, rest=HYBRID_SLIDING),
+    recurrent=recurrent.four_convolutions,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "swa_head_dim": 128,
+        "swa_num_attention_heads": 48,
+        "swa_num_key_value_heads": 8,
+        "sliding_window_size": 1024,
+    },
+    own_fields={
+        HYBRID_SLIDING: {
+            "head_dim": "swa_head_dim",
+            "num_attention_heads": "swa_num_attention_heads",
+            "num_key_value_heads": "swa_num_key_value_heads",
+            "sliding_window": "sliding_window_size",
+        }
+    },
+)
 _LFM2 = Family(
     pattern=at_indices("full_attn_idxs", rest=CONV),
     recurrent=recurrent.short_convolution,
@@ -111,24 +138,68 @@ _QWEN3_HYBRID = Family(
         "linear_value_head_dim": 128,
     },
 )
+# No position is learnt; the length is that of their training.
+_T5 = Family(
+    head_dim=heads.key_width,
+    source_tokens=sources.as_long_as_the_text,
+    defaults={"d_kv": 64, "max_position_embeddings": 512},
+)
+_BART = Family(
+    source_tokens=sources.as_long_as_the_text, defaults={"max_position_embeddings": 1024}
+)
 _SWA = Family(pattern=every(4, at=0), defaults={"sliding_window": 128})
 
-_UNKNOWN_STATE = (
-    *("bailing_hybrid", "inkling_text", "inkling2_text", "minimax", "minimax_text_01"),
-    *("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "zaya"),
-)
+# Encoders, unless they were made to write.
 _ENCODERS = (
-    *("albert", "bert", "camembert", "clip_text_model", "data2vec-text", "deberta", "deberta-v2"),
-    *("distilbert", "electra", "ernie", "eurobert", "longformer", "megatron-bert", "modernbert"),
-    *("mpnet", "nomic_bert", "rembert", "roberta", "roberta-prelayernorm", "roformer"),
-    *("reformer", "siglip_text_model", "vit", "wav2vec2", "xlm", "xlm-roberta"),
-    *("xlm-roberta-xl", "xlnet", "xmod"),
+    *("albert", "bert", "bert-generation", "big_bird", "camembert", "clip_text_model"),
+    *("data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"),
+    *("longformer", "megatron-bert", "modernbert", "mpnet", "nomic_bert", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "siglip_text_model", "vit", "wav2vec2"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_STATE_OF_ITS_OWN = "its layers keep states of their own kind, outside Transformers' cache"
+_REFUSED = MappingProxyType(
+    {
+        "blt": "it reads bytes in patches, and several models within it keep caches of their own",
+        "cpmant": "it puts a prompt of its own before each text, which later tokens change",
+        **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm"), _STATE_OF_ITS_OWN),
+        "minimax_text_01": _STATE_OF_ITS_OWN,
+        **dict.fromkeys(
+            ("musicgen_decoder", "musicgen_melody_decoder"),
+            "it writes sound, several codes at a time",
+        ),
+        "reformer": "it keeps buckets of hashed keys, not keys and values",
+        **dict.fromkeys(
+            ("openai-gpt", "xlm", "xlnet"),
+            "its code keeps no keys and values: it reads a whole text anew for each token",
+        ),
+    }
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        **dict.fromkeys(("longt5", "mt5", "t5", "umt5"), _T5),
+        **dict.fromkeys(("bart", "m2m_100", "marian", "mbart"), _BART),
+        **dict.fromkeys(("nllb-moe", "pegasus", "plbart"), _BART),
+        "bigbird_pegasus": replace(_BART, defaults={"max_position_embeddings": 4096}),
+        "blenderbot": replace(_BART, defaults={"max_position_embeddings": 128}),
+        "blenderbot-small": replace(_BART, defaults={"max_position_embeddings": 512}),
+        "led": Family(
+            source_tokens=sources.stated("max_encoder_position_embeddings", 16_384),
+            defaults={"max_decoder_position_embeddings": 1024},
+        ),
+        "pegasus_x": replace(_BART, defaults={"max_position_embeddings": 16_384}),
+        "whisper": Family(
+            source_tokens=sources.stated("max_source_positions", 1500),
+            defaults={"max_target_positions": 448},
+        ),
         "afmoe": Family(
             pattern=every(4, named="global_attn_every_n_layers"), defaults={"sliding_window": 1024}
+        ),
+        "bailing_hybrid": Family(
+            pattern=every(6, named="layer_group_size", rest=RECURRENT),
+            recurrent=recurrent.delta_attention_of_attention,
+            defaults={"head_dim": 128},
         ),
         "bamba": Family(
             pattern=at_indices("attn_layer_indices", rest=RECURRENT, absent=RECURRENT),
@@ -179,11 +250,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "glm": Family(defaults={"head_dim": 128}),
         "glm4": Family(defaults={"head_dim": 128}),
         "gpt_bigcode": Family(num_kv_heads=heads.bigcode_kv_heads, defaults={"multi_query": True}),
-        "gpt_neo": Family(
-            pattern=global_and_local,
-            defaults={"window_size": 256},
-            own_fields={SLIDING: {"sliding_window": "window_size"}},
-        ),
+        # Its local layers cut their windows out of a mask over all tokens: all are kept.
+        "gpt_neo": Family(pattern=only(FULL)),
         "gpt_oss": Family(pattern=every(2), defaults={"head_dim": 64, "sliding_window": 128}),
         "granite_swa": _SWA,
         "granitemoe_swa": _SWA,
@@ -191,6 +259,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             pattern=only(RECURRENT), recurrent=recurrent.mamba2, defaults=_MAMBA2_HEADS
         ),
         "helium": Family(defaults={"head_dim": 128}),
+        "inkling2_text": _INKLING2,
+        "inkling_text": replace(
+            _INKLING2,
+            pattern=chosen(
+                "local_layer_ids", HYBRID_SLIDING, rest=HYBRID, absent=_INKLING2.pattern
+            ),
+            defaults={
+                **_INKLING2.defaults,
+                "swa_num_attention_heads": 64,
+                "swa_num_key_value_heads": 16,
+                "sliding_window_size": 512,
+            },
+        ),
         "jamba": Family(
             pattern=every(
                 8, named="attn_layer_period", at=4, at_named="attn_layer_offset", rest=RECURRENT
@@ -224,11 +305,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "mellum": Family(pattern=only(FULL)),
         "mimo_v2_flash": Family(
-            refused="its sliding layers have heads of their own, read by no row"
+            pattern=first_too(every(6)),
+            window=heads.window_before,
+            heads_in_windows=2,
+            defaults={"head_dim": 192, "v_head_dim": 128, "sliding_window": 129},
         ),
+        "minimax": Family(pattern=every(2, at=0, rest=RECURRENT), recurrent=recurrent.lightning),
         "ministral": Family(defaults={"sliding_window": 4096}),
         "mistral": Family(
             defaults={"sliding_window": 4096}, nested_defaults=_sizes(32, 32, 8, 4096, 131_072)
+        ),
+        # Layers that look at an image keep nothing of a text.
+        "mllama_text_model": Family(
+            pattern=chosen("cross_attention_layers", NOTHING, rest=FULL, absent=only(FULL))
         ),
         "nemotron-nas": Family(pattern=no_op_blocks, num_kv_heads=heads.searched_kv_heads),
         "nemotron_h": Family(
@@ -281,11 +370,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=heads.doubled_head_dim,
             defaults={"mamba_num_heads": 8, "state_size": 64},
         ),
-        **dict.fromkeys(
-            _UNKNOWN_STATE, Family(refused="its layers keep states not described here")
+        "zaya": Family(
+            pattern=only(HYBRID),
+            recurrent=recurrent.convolved_heads,
+            defaults={"head_dim": 128, "num_key_value_heads": 2},
         ),
         **dict.fromkeys(
-            _ENCODERS, Family(refused="an encoder reads its text once and keeps no cache")
+            _ENCODERS,
+            Family(
+                refused="an encoder reads its text once and keeps no cache", unless="is_decoder"
+            ),
         ),
+        **{name: Family(refused=reason) for name, reason in _REFUSED.items()},
     }
 )

@@ -16,13 +16,22 @@ from quire.spec.layers import DTYPE_BYTES
 # The name we use → what else files call it, in the order of trust. A dot enters a section.
 SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+        "num_hidden_layers": (
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "num_transformer_layers",
+            "decoder_layers",
+            "num_decoder_layers",
+        ),
         "num_attention_heads": (
             "n_head",
             "n_heads",
             "num_heads",
             "attention_heads",
             "num_query_heads",
+            "decoder_attention_heads",
+            "num_decoder_attention_heads",
         ),
         "num_key_value_heads": (
             "num_kv_heads",
@@ -41,6 +50,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "max_context_length",
             "seq_length",
             "n_ctx",
+            "max_target_positions",
         ),
         "layer_types": ("layers_block_type",),
         "sliding_window": ("attention_window_size",),
@@ -56,6 +66,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "linear_conv_kernel_dim",
             "linear_attn_config.short_conv_kernel_size",
             "conv_L_cache",
+            "short_conv_kernel_size",
         ),
         "block_types": ("_block_types",),
         "linear_num_heads": ("linear_attn_config.num_heads",),

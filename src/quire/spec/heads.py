@@ -1,4 +1,4 @@
-"""How many heads of keys and values a layer has, and how wide they are.
+"""How many heads of keys and values a layer has, how wide they are, and how far they are read.
 
 Which family reads them by which of these rules is said in ``families``.
 """
@@ -38,9 +38,25 @@ def stated_head_dim(fields: Fields) -> int:
     return fields.optional_integer("head_dim") or _split(fields, width=1)
 
 
+def key_width(fields: Fields) -> int:
+    """T5's ``d_kv``, whatever the hidden size is."""
+    return fields.integer("d_kv")
+
+
 def doubled_head_dim(fields: Fields) -> int:
     """Zamba's shared attention reads the hidden state and the embedding side by side."""
     return fields.optional_integer("attention_head_dim") or _split(fields, width=2)
+
+
+def stated_window(fields: Fields) -> int:
+    """As stated: tokens, the reading one included."""
+    return fields.integer("sliding_window")
+
+
+def window_before(fields: Fields) -> int:
+    """MiMo's files count the tokens before the reading one; its class adds that one."""
+    before = fields.optional_integer("sliding_window_size")
+    return stated_window(fields) if before is None else before + 1
 
 
 def _split(fields: Fields, width: int) -> int:

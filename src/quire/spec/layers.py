@@ -1,4 +1,4 @@
-"""What one layer must remember: five kinds, a closed union.
+"""What one layer must remember: six kinds, a closed union.
 
 Each kind answers the same questions, and this is the only place where the KV formula stands:
 
@@ -185,6 +185,10 @@ class LatentAttention:
         return self.storage_block_size(block_size) * self.bytes_per_token
 
 
+# Names of states that a layer keeps in the dtype of its weights; others have one of their own.
+IN_WEIGHTS_DTYPE = ("conv", "value", "memory")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
     """One tensor of a recurrent layer's state."""
@@ -209,6 +213,11 @@ class RecurrentState:
     num_speculative_blocks: int = 0
 
     @property
+    def num_places(self) -> int:
+        """Places of a sequence, each for a whole state."""
+        return 1 + self.num_speculative_blocks
+
+    @property
     def state_bytes(self) -> int:
         return sum(state.num_bytes for state in self.states)
 
@@ -224,7 +233,7 @@ class RecurrentState:
         return range(self.live_start(num_tokens), num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
-        return self.state_bytes * (1 + self.num_speculative_blocks) if num_tokens else 0
+        return self.state_bytes * self.num_places if num_tokens else 0
 
     def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
         return min(num_tokens, 1)
@@ -234,9 +243,72 @@ class RecurrentState:
         return self.state_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttention:
+    """Keys and values of a source that an encoder has read: written once, and then only read.
+
+    They come with the first token of a text and no other adds to them, so that the whole source is
+    one thing to keep, with one place for the longest: for Whisper exactly what it always is.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    source_tokens: int  # the most that a source can have
+    value_head_dim: int | None = None  # None: as wide as the key
+
+    @property
+    def states(self) -> tuple[StateTensor, StateTensor]:
+        """The longest source's keys and values: [K, source tokens, D] and […, Dv]."""
+        heads, length = self.num_kv_heads, self.source_tokens
+        values = (heads, length, self.value_head_dim or self.head_dim)
+        return (
+            StateTensor(name="keys", shape=(heads, length, self.head_dim), dtype=self.dtype),
+            StateTensor(name="values", shape=values, dtype=self.dtype),
+        )
+
+    @property
+    def num_places(self) -> int:
+        return 1
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the text: none."""
+        return 0
+
+    def live_start(self, num_tokens: Count) -> Count:
+        return (num_tokens - 1) * (num_tokens > 0)
+
+    def live_range(self, num_tokens: int) -> range:
+        """The latest token stands for the source, which is read by all that follow."""
+        return range(self.live_start(num_tokens), num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return self.state_bytes if num_tokens else 0
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return min(num_tokens, 1)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one source, whatever the block size."""
+        return self.state_bytes
+
+
 LayerSpec: TypeAlias = (
-    FullAttention | SlidingWindow | ChunkedAttention | LatentAttention | RecurrentState
+    FullAttention
+    | SlidingWindow
+    | ChunkedAttention
+    | LatentAttention
+    | RecurrentState
+    | CrossAttention
 )
+# What is kept in one piece, in a place of its own (``num_places``), however long the text is: no
+# token has a slot there.
+KeptWhole: TypeAlias = RecurrentState | CrossAttention
 AttentionSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | LatentAttention
 
 
@@ -244,7 +316,8 @@ AttentionSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | La
 class Layer:
     """One decoder layer: what it remembers, and whose memory it reads instead."""
 
-    specs: tuple[LayerSpec, ...]  # () for none; two where attention and Mamba run side by side
+    specs: tuple[LayerSpec, ...]  # () for none; two where attention and Mamba run side by side,
+    # or where it attends to a source besides
     shares_with: int | None = None  # index of the layer whose keys and values this one reads
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 from quire.spec import config_json
 from quire.spec.layers import (
+    IN_WEIGHTS_DTYPE,
     ChunkedAttention,
     Count,
+    CrossAttention,
+    KeptWhole,
     Layer,
     LayerSpec,
     RecurrentState,
@@ -121,11 +124,17 @@ class ModelSpec:
         )
 
     @property
-    def state_bytes(self) -> int:
-        """What all recurrent layers keep of one sequence, whatever its length."""
-        return sum(
-            group.bytes_for(1) for group in self.groups if isinstance(group.spec, RecurrentState)
+    def source_tokens(self) -> int:
+        """The most that a source can have which its layers attend to; 0 where there is none."""
+        return max(
+            (g.spec.source_tokens for g in self.groups if isinstance(g.spec, CrossAttention)),
+            default=0,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """What is kept of one sequence whatever its length: recurrent states, a source."""
+        return sum(group.bytes_for(1) for group in self.groups if isinstance(group.spec, KeptWhole))
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that must be kept once ``num_tokens`` are computed and more may follow."""
@@ -139,15 +148,41 @@ class ModelSpec:
         """For each group, which of the first tokens a later token can still read."""
         return tuple((group, group.live_range(num_tokens)) for group in self.groups)
 
+    @property
+    def attention_alone(self) -> "ModelSpec":
+        """The same model without the states of its recurrent layers."""
+        layers = (
+            replace(
+                layer,
+                specs=tuple(kept for kept in layer.specs if not isinstance(kept, RecurrentState)),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def text_alone(self) -> "ModelSpec":
+        """The same model without the source that its layers attend to."""
+        layers = (
+            replace(
+                layer,
+                specs=tuple(kept for kept in layer.specs if not isinstance(kept, CrossAttention)),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def with_kv_dtype(self, dtype: str) -> "ModelSpec":
-        """The same model with keys, values and latents in ``dtype``; recurrent states keep theirs.
+        """The same model with keys, values and latents of its text in ``dtype``.
+
+        Recurrent states keep theirs, and so does a source, which its model reads as it was written.
 
         Raises: ConfigError for an unknown dtype.
         """
         dtype_bytes(dtype)
 
         def stored(spec: LayerSpec) -> LayerSpec:
-            return spec if isinstance(spec, RecurrentState) else replace(spec, dtype=dtype)
+            return spec if isinstance(spec, KeptWhole) else replace(spec, dtype=dtype)
 
         return self._with_specs(stored)
 
@@ -158,12 +193,26 @@ class ModelSpec:
         """
 
         def computed(spec: LayerSpec) -> LayerSpec:
+            if isinstance(spec, CrossAttention):
+                return replace(spec, dtype=dtype)
             if not isinstance(spec, RecurrentState):
                 return spec
-            states = (replace(s, dtype=dtype) if s.name == "conv" else s for s in spec.states)
+            states = (
+                replace(s, dtype=dtype) if s.name in IN_WEIGHTS_DTYPE else s for s in spec.states
+            )
             return replace(spec, states=tuple(states))
 
         return self.with_kv_dtype(dtype)._with_specs(computed)
+
+    def with_source_tokens(self, source_tokens: int) -> "ModelSpec":
+        """The same model with room for sources of so many tokens."""
+
+        def sized(spec: LayerSpec) -> LayerSpec:
+            if not isinstance(spec, CrossAttention):
+                return spec
+            return replace(spec, source_tokens=source_tokens)
+
+        return self._with_specs(sized)
 
     def _with_specs(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         layers = (

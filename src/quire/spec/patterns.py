@@ -93,9 +93,10 @@ def every(
     named: str = "",
     at: int = -1,
     at_named: str = "",
+    kind: str = FULL,
     rest: str = SLIDING,
 ) -> Pattern:
-    """Full attention in layer ``at`` of each ``period`` layers, ``rest`` in the others.
+    """``kind`` in layer ``at`` of each ``period`` layers, ``rest`` in the others.
 
     ``named`` and ``at_named`` are the config.json fields that may say otherwise.
     """
@@ -103,7 +104,24 @@ def every(
     def pattern(fields: Fields) -> Sequence[str]:
         length = fields.integer(named, period) if named else period
         place = (fields.integer(at_named, at, least=0) if at_named else at) % length
-        return [FULL if i % length == place else rest for i in range(_num_layers(fields))]
+        return [kind if i % length == place else rest for i in range(_num_layers(fields))]
+
+    return pattern
+
+
+def first_too(pattern: Pattern) -> Pattern:
+    """The same, but the first layer has full attention whatever the rule says of it."""
+    return lambda fields: [FULL, *pattern(fields)[1:]]
+
+
+def chosen(named: str, kind: str, *, rest: str, absent: Pattern) -> Pattern:
+    """``kind`` in the layers that the field ``named`` lists; as ``absent`` has it without it."""
+
+    def pattern(fields: Fields) -> Sequence[str]:
+        places = fields.items(named)
+        if places is None:
+            return absent(fields)
+        return [kind if i in places else rest for i in range(_num_layers(fields))]
 
     return pattern
 
@@ -122,14 +140,7 @@ def cycle(named: str, kinds: Mapping[str, str]) -> Pattern:
 
 def at_indices(named: str, *, rest: str, absent: str = FULL) -> Pattern:
     """Full attention in the layers that the field ``named`` lists; ``absent`` in all without it."""
-
-    def pattern(fields: Fields) -> Sequence[str]:
-        places = fields.items(named)
-        if places is None:
-            return [absent] * _num_layers(fields)
-        return [FULL if i in places else rest for i in range(_num_layers(fields))]
-
-    return pattern
+    return chosen(named, FULL, rest=rest, absent=only(absent))
 
 
 def letters(named: str, kinds: Mapping[str, str]) -> Pattern:
@@ -165,19 +176,6 @@ def where_rope(fields: Fields) -> Sequence[str]:
     ]
     _check_length(fields, "no_rope_layers", rope)
     return [CHUNKED if has_rope else FULL for has_rope in rope]
-
-
-def global_and_local(fields: Fields) -> Sequence[str]:
-    """GPT-Neo's ``[[["global", "local"], 12]]``: a list of words, and how often it repeats."""
-    words: list[str] = []
-    for run in fields.items("attention_types") or [[["global", "local"], _num_layers(fields) // 2]]:
-        match run:
-            case [[*names], int(times)] if times <= _num_layers(fields):
-                words += names * times
-            case _:
-                raise fields.wrong("attention_types", run, "must be [[word, …], times]")
-    _check_length(fields, "attention_types", words)
-    return [FULL if word == "global" else SLIDING for word in words]
 
 
 def kimi_linear(fields: Fields) -> Sequence[str]:

@@ -7,6 +7,7 @@ Shapes: W convolution width, I inner channels, N state size, H heads, D head dim
 """
 
 from quire.spec.fields import Fields
+from quire.spec.heads import stated_head_dim, stated_kv_heads
 from quire.spec.layers import RecurrentState, StateTensor
 
 _SCAN_DTYPE = "float32"
@@ -91,6 +92,51 @@ def delta_attention(fields: Fields) -> RecurrentState:
         fields,
         conv=(3 * heads * head_dim, fields.integer("conv_kernel", 4)),
         scan=(heads, head_dim, head_dim),
+    )
+
+
+def delta_attention_of_attention(fields: Fields) -> RecurrentState:
+    """Kimi's, with the attention's heads unless stated. Source: modeling_bailing_hybrid."""
+    stated = {
+        "linear_num_heads": fields.integer(
+            "linear_num_heads", fields.integer("num_attention_heads")
+        ),
+        "linear_head_dim": fields.integer("linear_head_dim", fields.integer("head_dim")),
+    }
+    return delta_attention(fields.with_values(stated))
+
+
+def lightning(fields: Fields) -> RecurrentState:
+    """MiniMax's: keys times values, [H, D, D]. Source: modeling_minimax."""
+    heads, head_dim = fields.integer("num_attention_heads"), stated_head_dim(fields)
+    memory = StateTensor(name="memory", shape=(heads, head_dim, head_dim), dtype=fields.dtype())
+    return RecurrentState(states=(memory,))
+
+
+def convolved_heads(fields: Fields) -> RecurrentState:
+    """Zaya's: queries and keys [(H + K) D, W], half a value a head [K D / 2] (modeling_zaya)."""
+    heads, kv_heads = fields.integer("num_attention_heads"), stated_kv_heads(fields)
+    head_dim = stated_head_dim(fields)
+    width = fields.integer("cca_time0", 2) + fields.integer("cca_time1", 2) - 2
+    shapes = {"conv": ((heads + kv_heads) * head_dim, width), "value": (kv_heads * head_dim // 2,)}
+    return RecurrentState(
+        states=tuple(
+            StateTensor(name=name, shape=shape, dtype=fields.dtype())
+            for name, shape in shapes.items()
+        )
+    )
+
+
+def four_convolutions(fields: Fields) -> RecurrentState:
+    """Of keys and values [K D, W] and of both outputs [hidden, W] (modeling_inkling)."""
+    width = fields.integer("conv_kernel", 4)
+    cached = stated_kv_heads(fields) * stated_head_dim(fields)
+    channels = (cached, cached, *2 * (fields.integer("hidden_size"),))
+    return RecurrentState(
+        states=tuple(
+            StateTensor(name=f"conv{i}", shape=(inner, width), dtype=_SCAN_DTYPE)
+            for i, inner in enumerate(channels)
+        )
     )
 
 
