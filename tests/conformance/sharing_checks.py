@@ -53,6 +53,8 @@ class Checks:
         if world.windows is None:
             return
         for g, size in enumerate(world.pools.sizes):
+            if world.states[g]:  # nobody needs to see them side by side
+                continue
             row_slots = world.windows.num_slots(g) // world.config.max_num_seqs
             num_mappings += world.store.num_mappings(g, row_slots, world.windows.heap_slots(g))
             for seq_id in world.windowed:
@@ -117,11 +119,13 @@ class Checks:
             only_cached = set(np.flatnonzero(pool.nodes >= 0).tolist()) - refs.keys()
             granules = {block // size.granule_blocks for block in only_cached | refs.keys()}
             assert len(granules) == pool.num_open_granules, "a block is lost"
-            used += len(refs) * size.block_bytes if self.world.states[g] else 0
+            used += (
+                len(refs) * group.num_layers * group.spec.state_bytes if self.world.states[g] else 0
+            )
             used += len(live) * group.bytes_per_token
             cached += len(only_cached) * size.block_bytes
             committed += len(granules) * size.granule_blocks * size.block_bytes
-            if self.world.windows is None:
+            if self.world.windows is None or self.world.states[g]:
                 reserved += size.num_ids * size.block_bytes
             else:
                 slots = self.world.windows.num_slots(g) + self.world.windows.pool_slots(g)

@@ -16,8 +16,6 @@ from conformance.strategy_cases import KINDS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore
 from quire.spec import Group, Layer, RecurrentState, StateTensor
 from quire.strategies import Image, PrefixHit, PrefixKeys
-from quire.strategies.paged import PagedAccounting
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 SHARING_KINDS = (*KINDS, "recurrent", "recurrent+2", "hybrid")
 CAT, DOG = (
@@ -128,14 +126,6 @@ class Contents(SlotStore):
 
     Slots are the pool's: ``seen`` looks through a window.
     """
-
-    def __init__(
-        self, accounting: PagedAccounting | SharedVirtualAccounting, capacity_bytes: int
-    ) -> None:
-        super().__init__(accounting, capacity_bytes)
-        shared = isinstance(accounting, SharedVirtualAccounting)
-        pools = (accounting.pool if shared else accounting).blocks.pools
-        self._slot_bytes = [size.block_bytes // size.slots for size in pools.sizes]
 
     def lies(self, group: int, slots: Ids) -> Ids:
         return slots

@@ -46,7 +46,9 @@ class World:
         self.present: set[tuple[int, int]] = set()  # group and node, as the events tell
         self.held: dict[int, Held] = {}
         self.windowed: set[int] = set()  # sequences that have had a block
-        self.num_stacks = max(len(stacks(group, config.stack_layers)) for group in groups)
+        seen = [g for g, state in enumerate(self.states) if not state]
+        self.num_stacks = max(len(stacks(groups[g], config.stack_layers)) for g in seen)
+        self._seen = seen  # groups that windows show
         self._peaks, self._alone = [0], self.alone(PLENTY)
         self._longest: dict[int, int] = {}  # by capacity
 
@@ -90,7 +92,7 @@ class World:
 
     def note_window(self, seq_id: int) -> None:
         """With its first block a sequence has a window, to its end."""
-        if self.windows and any(len(self.table(g, seq_id)) for g in range(len(self.groups))):
+        if self.windows and any(len(self.table(g, seq_id)) for g in self._seen):
             self.windowed.add(seq_id)
 
     def lacks_window(self, seq_id: int) -> bool:

@@ -8,12 +8,15 @@ from typing import Any
 
 from quire.spec import (
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
     LatentAttention,
     Layer,
     LayerSpec,
     ModelSpec,
+    RecurrentState,
     SlidingWindow,
+    StateTensor,
 )
 from quire.spec.layers import dtype_bytes, scale_bytes
 
@@ -49,6 +52,10 @@ def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
         dim, heads = 128, 16  # a page of scales too
     full = FullAttention(num_kv_heads=2 * heads, head_dim=dim, dtype=dtype)
     sliding = SlidingWindow(num_kv_heads=heads, head_dim=dim, dtype=dtype, window=9)
+    convolution = StateTensor(name="conv", shape=(3, 5), dtype="bfloat16")
+    scan = StateTensor(name="scan", shape=(2, 70 if wide else 7), dtype="float32")
+    state = RecurrentState(states=(convolution, scan))
+    source = CrossAttention(num_kv_heads=3, head_dim=dim, dtype=dtype, source_tokens=5)
     if kind == "full":
         return (full, full, full)
     if kind == "full+sliding":
@@ -59,6 +66,14 @@ def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
         return (full, SlidingWindow(num_kv_heads=heads, head_dim=dim, dtype=dtype, window=1))
     if kind == "chunked":
         return (ChunkedAttention(num_kv_heads=2 * heads, head_dim=dim, dtype=dtype, chunk=8), full)
+    if kind == "states":
+        return (state, state)
+    if kind == "full+states":
+        return (full, state, sliding, state)
+    if kind == "full+source":
+        return (full, source, full, source)
+    if kind == "sliding+source+states":
+        return (sliding, source, state)
     if kind == "latent":
         return (LatentAttention(latent_dim=4 * dim, rope_dim=dim // 2, dtype=dtype),)
     assert kind == "odd"
@@ -66,6 +81,7 @@ def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:
 
 
 KINDS = ("full", "full+sliding", "sliding", "sliding-1", "chunked", "latent", "odd")
+KINDS_WITH_STATES = (*KINDS, "full+states", "states", "full+source", "sliding+source+states")
 
 
 def model_spec(layers: tuple[LayerSpec, ...], *, max_model_len: int = 64) -> ModelSpec:

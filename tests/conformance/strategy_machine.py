@@ -14,8 +14,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from conformance.strategy_cases import KINDS, OPTIONS, layers_of, model_spec
-from quire.spec import ChunkedAttention, SlidingWindow
+from conformance.strategy_cases import KINDS_WITH_STATES, OPTIONS, layers_of, model_spec
+from quire.spec import ChunkedAttention, CrossAttention, Group, KeptWhole, SlidingWindow
 from quire.strategies import (
     Accounting,
     CacheConfig,
@@ -36,6 +36,10 @@ from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 Ids = npt.NDArray[np.int64]
+
+
+def is_state(group: Group) -> bool:
+    return isinstance(group.spec, KeptWhole)
 
 
 class Store(Protocol):
@@ -59,13 +63,17 @@ class SlotStore:
     def __init__(self, accounting: Accounting, capacity_bytes: int) -> None:
         self.committed_bytes = self.peak_committed_bytes = 0
         self._capacity_bytes = capacity_bytes
-        self._slot_bytes = [group.bytes_per_token for group in accounting.groups]
+        self._slot_bytes = [accounting.slot_bytes(n) for n in range(len(accounting.groups))]
         groups = range(len(accounting.groups))
         sizes = [accounting.num_slots(group) for group in groups]
         # Where sequences see the pool through windows: which of its slots each of theirs shows.
         self._shown: list[Ids] | None = None
         if isinstance(accounting, SharedVirtualAccounting):
-            self._shown = [np.full(size, -1) for size in sizes]
+            self._shown = [
+                np.arange(size) if is_state(group) else np.full(size, -1)
+                for group, size in zip(accounting.groups, sizes, strict=True)
+            ]
+            self._in_windows = [not is_state(group) for group in accounting.groups]
             sizes = [accounting.pool_slots(group) for group in groups]
         self._committed = [np.zeros(size, bool) for size in sizes]
         self._ids: list[Ids] = [np.full(size, -1) for size in sizes]  # -1: nothing written
@@ -112,7 +120,7 @@ class SlotStore:
         shown[target] = source
 
     def _sees(self, change: Release) -> bool:
-        if self._shown is None:
+        if self._shown is None or not self._in_windows[change.group]:
             return False
         shown = self._shown[change.group]
         return bool(((change.start <= shown) & (shown < change.stop)).any())
@@ -152,6 +160,8 @@ class Held:
 
     ids: list[int] = field(default_factory=list)
     written: int = 0  # tokens whose ids lie in the store
+    state: int = -1  # the id that was written last, which a state stands for
+    source: int = -1  # … and first, after which nobody writes a source again
     base: int = 0  # tokens before the last extension: what it may still be undone to
     max_tokens: int | None = None
     history: list[tuple[str, int]] = field(default_factory=list)
@@ -160,6 +170,8 @@ class Held:
         return Held(
             ids=self.ids.copy(),
             written=self.written,
+            state=self.state,
+            source=self.source,
             base=len(self.ids),
             max_tokens=self.max_tokens,
             history=self.history.copy(),
@@ -186,9 +198,9 @@ class StrategyMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         draw = data.draw
-        kind, dtype = draw(st.sampled_from(KINDS)), draw(st.sampled_from(self.dtypes))
+        kind, dtype = draw(st.sampled_from(KINDS_WITH_STATES)), draw(st.sampled_from(self.dtypes))
         self.spec = model_spec(layers_of(kind, dtype, wide=self.wide))
-        token_bytes = self.spec.bytes_per_token
+        token_bytes = self.spec.bytes_per_token or self.page_bytes // 16
         longest = draw(st.sampled_from([50, 20, 64]))
         capacity_bytes = draw(st.integers(60, 300) | st.integers(10, 700)) * token_bytes
         capacity_bytes += draw(st.integers(0, 99))
@@ -386,13 +398,27 @@ class StrategyMachine(RuleBasedStateMachine):
         changes = self.accounting.drain()
         self.store.apply(changes)
         for seq_id, held in self.held.items():
-            for group in range(len(self.accounting.groups)):
-                slots = self.accounting.slots(group, seq_id, held.written, len(held.ids))
-                self.store.write(group, slots, np.array(held.ids[held.written :], np.int64))
+            if held.written == len(held.ids):
+                continue
+            held.state = held.ids[-1]
+            if not held.written:
+                held.source = held.state
+            for number, group in enumerate(self.accounting.groups):
+                if isinstance(group.spec, CrossAttention) and held.written:
+                    continue
+                ids = [held.state] if is_state(group) else held.ids[held.written :]
+                slots = self.slots(number, seq_id, held.written, len(held.ids))
+                self.store.write(number, slots, np.array(ids, np.int64))
             held.written = len(held.ids)
         self.accounting.check()
         self.check_usage()
         self.check_contents()
+
+    def slots(self, number: int, seq_id: int, start: int, stop: int) -> Ids:
+        """Where a sequence's tokens are in a group, or its state, if it has any."""
+        if is_state(self.accounting.groups[number]):
+            return self.accounting.table(number, seq_id)[: min(1, stop)]
+        return self.accounting.slots(number, seq_id, start, stop)
 
     def snapshot(self) -> Any:
         """All that can be seen from outside."""
@@ -411,8 +437,13 @@ class StrategyMachine(RuleBasedStateMachine):
             assert self.accounting.num_tokens(seq_id) == len(held.ids)
             for index, group in enumerate(self.accounting.groups):
                 start = group.live_range(held.base).start
-                slots = self.accounting.slots(index, seq_id, start, len(held.ids))
+                slots = self.slots(index, seq_id, start, len(held.ids))
                 expected = np.array(held.ids[start:], np.int64)
+                if is_state(group):
+                    is_source = isinstance(group.spec, CrossAttention)
+                    kept = held.source if is_source else held.state
+                    expected = np.array([kept] * len(slots), np.int64)
+                    assert len(slots) == min(1, len(held.ids)), "a state without a slot"
                 table = self.accounting.table(index, seq_id)
                 self.store.read(index, table, slots, start, expected)
         self.check_packed()
@@ -422,6 +453,8 @@ class StrategyMachine(RuleBasedStateMachine):
         seq_ids = list(self.held)
         stops = [len(held.ids) for held in self.held.values()]
         for index, group in enumerate(self.accounting.groups):
+            if is_state(group):
+                continue
             starts = [group.live_range(held.base).start for held in self.held.values()]
             tables, slots = self.accounting.packed(index, seq_ids, starts, stops)
             each = list(zip(seq_ids, starts, stops, strict=True))
@@ -439,13 +472,14 @@ class StrategyMachine(RuleBasedStateMachine):
             live: set[int] = set()
             for seq_id, held in self.held.items():
                 range_ = group.live_range(len(held.ids))
-                slots = self.accounting.slots(index, seq_id, range_.start, range_.stop)
+                slots = self.slots(index, seq_id, range_.start, range_.stop)
                 live.update(self.store.lies(index, slots).tolist())
-            used_bytes += len(live) * group.bytes_per_token
+            entry_bytes = group.bytes_for(1) if is_state(group) else group.bytes_per_token
+            used_bytes += len(live) * entry_bytes
             num_slots = self.accounting.num_slots(index)
-            if isinstance(self.accounting, SharedVirtualAccounting):
+            if isinstance(self.accounting, SharedVirtualAccounting) and not is_state(group):
                 num_slots += self.accounting.pool_slots(index)
-            reserved_bytes += num_slots * group.bytes_per_token
+            reserved_bytes += num_slots * self.accounting.slot_bytes(index)
         assert usage == Usage(
             reserved_bytes=reserved_bytes,
             committed_bytes=self.store.committed_bytes,

@@ -36,7 +36,7 @@ def test_random_sharing(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind), settings=SETTINGS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_random_sharing_through_windows(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind, through_windows=True), settings=FEWER)
 

@@ -6,7 +6,7 @@ of its rounding where it is kept in eight. A page is 4096 bytes as on the machin
 that a few tokens fill one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
-from conformance.strategy_machine import Ids, SlotStore, StrategyMachine
+from conformance.strategy_machine import Ids, SlotStore, StrategyMachine, is_state
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
@@ -121,12 +121,21 @@ class TensorStore:
 
     def write(self, group: int, slots: Ids, ids: Ids) -> None:
         self.replayed.write(group, slots, ids)
+        if is_state(self.accounting.groups[group]):
+            for _, tensor, want in self.states(group, ids):
+                tensor[torch.from_numpy(slots)] = want
+            return
         for layer in self.accounting.groups[group].layers:
             k, v = self.entries(group, layer, ids)
             self.storage.write(layer, torch.from_numpy(slots), k, v)
 
     def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None:
         if not len(expected):
+            return
+        if is_state(self.accounting.groups[group]):
+            for layer, tensor, want in self.states(group, expected):
+                found = tensor[torch.from_numpy(slots)]
+                assert torch.equal(found, want), f"the state of layer {layer} is lost"
             return
         size = self.accounting.block_size(group)
         positions = torch.arange(start, start + len(expected))
@@ -160,6 +169,14 @@ class TensorStore:
         assert self.provider.resident_bytes() in (0, None)
         self.storage.close()
         assert self.storage.memory.reserved_bytes == 0
+
+    def states(self, group: int, ids: Ids) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each layer's tensors, and what the states of these tokens are in them."""
+        for layer in self.accounting.groups[group].layers:
+            for number, tensor in enumerate(self.storage.states(group).layer(layer)):
+                shape = (len(ids), 1, tensor[0].numel())
+                want = canary(torch.from_numpy(ids), layer, 1, shape[2], salt=50 * number)
+                yield layer, tensor, want.view(-1, *tensor.shape[1:]).to(tensor.dtype)
 
     def entries(self, group: int, layer: int, ids: Ids) -> tuple[Tensor, Tensor]:
         spec = attention_spec(self.accounting.groups[group])

@@ -22,7 +22,7 @@ from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
 from quire.blocks.tables import PASSED, BlockTables
 from quire.blocks.verdicts import FITS, Fits, NotNow
-from quire.spec import Group, RecurrentState
+from quire.spec import CrossAttention, Group, KeptWhole
 
 
 class Coordinator:
@@ -40,14 +40,15 @@ class Coordinator:
         keep_events: bool = False,
     ) -> None:
         self.groups = groups
-        self.caching = caching
+        # What tokens stand for depends on the source too, which no key of a prefix names.
+        self.caching = caching and not any(isinstance(g.spec, CrossAttention) for g in groups)
         self.tables = BlockTables(len(groups), block_size)
         self.index = PrefixIndex(len(groups), block_size, keep_events=keep_events)
         self.pools = Pools(sizes, capacity_bytes, self.index, make_policy)
         self._cache = PrefixCache(groups, self.index, self.pools, self.tables)
         self._numbers = range(len(groups))
         self._has_priorities = False
-        self._of_states = [isinstance(group.spec, RecurrentState) for group in groups]
+        self._kept_whole = [isinstance(group.spec, KeptWhole) for group in groups]
 
     # -- sequences come, fork and go -------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class Coordinator:
     def _num_blocks(self, number: int, row: int) -> int:
         """Columns that a row's tokens take in a group."""
         num_tokens = int(self.tables.num_tokens[row])
-        if self._of_states[number]:
+        if self._kept_whole[number]:
             return int(self.tables.ends[number, row]) if num_tokens else 0
         return -(-num_tokens // self.tables.block_size)
 

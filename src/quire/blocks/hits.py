@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.blocks.prefix_index import NO_BLOCK, PrefixIndex
 from quire.blocks.runs import NO_IDS, Ids
-from quire.spec import Group, RecurrentState
+from quire.spec import Group, KeptWhole
 from quire.units import ceil_div
 
 Shortfall = Literal[
@@ -63,7 +63,7 @@ def start_of(
 ) -> Start:
     """``begin``: the first token that the sequence will compute, at or after the end of the hit."""
     column = index.blocks[number][hit.rows].astype(np.intp)
-    if isinstance(group.spec, RecurrentState):
+    if isinstance(group.spec, KeptWhole):
         # A state is used up by the next token, so the sequence works on a copy; a state that is
         # brought from outside is a later one.
         source = column[-1:] if begin == hit.num_tokens else column[:0]
@@ -135,14 +135,14 @@ def _fits(
     lacking = None
     for number, group in enumerate(groups):
         has = index.blocks[number][rows] != NO_BLOCK
-        if has.all() and not (isinstance(group.spec, RecurrentState) and longest % block_size):
+        if has.all() and not (isinstance(group.spec, KeptWhole) and longest % block_size):
             continue
         # The number of the last block before each boundary that is missing; -1 for none.
         missing = np.where(has, -1, np.arange(len(rows)))
         last_missing = np.concatenate([[-1], np.maximum.accumulate(missing)])
         fits &= last_missing[boundaries] < group.live_start(boundaries * block_size) // block_size
         first, reaches = group.live_start(longest), last_missing[ceil_div(longest, block_size)]
-        unaligned = isinstance(group.spec, RecurrentState) and longest % block_size
+        unaligned = isinstance(group.spec, KeptWhole) and longest % block_size
         if unaligned or (first < longest and reaches >= first // block_size):
             lacking = number
     fits[0] = True
@@ -150,6 +150,6 @@ def _fits(
 
 
 def _why(group: Group) -> Shortfall:
-    if isinstance(group.spec, RecurrentState):
+    if isinstance(group.spec, KeptWhole):
         return "state"
     return "evicted" if group.live_start(2**40) == 0 else "window"

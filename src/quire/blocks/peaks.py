@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.blocks.steps import Counts
 from quire.blocks.verdicts import FITS, Fits, Never
-from quire.spec import Group, RecurrentState
+from quire.spec import Group, KeptWhole
 
 
 def peak_bytes(
@@ -32,8 +32,8 @@ def peak_bytes(
     for group, size, num_bytes, granule in zip(
         groups, unit_tokens, unit_bytes, together, strict=True
     ):
-        if isinstance(group.spec, RecurrentState):
-            held[1:] += (1 + group.spec.num_speculative_blocks) * num_bytes
+        if isinstance(group.spec, KeptWhole):
+            held[1:] += group.spec.num_places * num_bytes
             continue
         units = begin // size + 1 - group.live_start(begin) // size
         held[1:] += -(-units // granule) * granule * num_bytes

@@ -17,7 +17,7 @@ from quire.blocks.prefix_index import NO_BLOCK, Extra, PrefixIndex
 from quire.blocks.prefix_keys import PrefixKeys
 from quire.blocks.runs import Ids
 from quire.blocks.tables import BlockTables
-from quire.spec import Group, RecurrentState
+from quire.spec import Group, KeptWhole
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -32,9 +32,7 @@ class PrefixCache:
         self._size = tables.block_size
         # A recurrent state changes with each token; what is kept of it are copies (``keep_state``).
         self._in_blocks = [
-            number
-            for number, group in enumerate(groups)
-            if not isinstance(group.spec, RecurrentState)
+            number for number, group in enumerate(groups) if not isinstance(group.spec, KeptWhole)
         ]
         self._in_states = [n for n in range(len(groups)) if n not in self._in_blocks]
         self._tips: dict[int, int] = {}

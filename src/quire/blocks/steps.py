@@ -14,7 +14,14 @@ from quire.blocks.pool import NO_NODE, BlockPool
 from quire.blocks.pools import Moves
 from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.tables import BlockTables, spans
-from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
+from quire.spec import (
+    ChunkedAttention,
+    CrossAttention,
+    Group,
+    KeptWhole,
+    RecurrentState,
+    SlidingWindow,
+)
 
 _NO_PLACES = (NO_IDS, NO_IDS)
 Counts = npt.NDArray[np.int64]
@@ -91,8 +98,8 @@ def group_step(
     blocks begin and end.
     """
     (begin, end), (starts, ends) = tokens, columns
-    if isinstance(group.spec, RecurrentState):
-        return _state_step(table, group.spec, pool, rows, end, ends)
+    if isinstance(group.spec, KeptWhole):
+        return _step_of_whole(table, group.spec, pool, rows, end, ends)
     passed, passed_blocks, grow_from = _NO_PLACES, NO_IDS, ends
     if isinstance(group.spec, SlidingWindow | ChunkedAttention):
         first = group.live_start(begin) // block_size
@@ -120,18 +127,23 @@ def group_step(
     )
 
 
-def _state_step(
+def _step_of_whole(
     table: npt.NDArray[np.int32],
-    spec: RecurrentState,
+    spec: KeptWhole,
     pool: BlockPool,
     rows: Ids,
     end: Counts,
     ends: Counts,
 ) -> GroupStep:
-    """A state is one block, and one more for each token that may be undone, at any length."""
-    new_ends = np.maximum(ends, (end > 0) * (1 + spec.num_speculative_blocks))
+    """A state is one block, and one more for each token that may be undone, at any length.
+
+    A source is one block too, but no step writes it again: it stays shared.
+    """
+    new_ends = np.maximum(ends, (end > 0) * spec.num_places)
     written = spans(rows, np.zeros_like(ends), ends)
-    copied, copied_blocks, _ = _writes(table, pool, written, NO_IDS)
+    copied = copied_blocks = NO_IDS
+    if isinstance(spec, RecurrentState):
+        copied, copied_blocks, _ = _writes(table, pool, written, NO_IDS)
     return GroupStep(
         starts=np.zeros_like(ends),
         ends=new_ends,
@@ -165,6 +177,8 @@ def _writes(
 
 def check_trim(tables: BlockTables, number: int, group: Group, row: int, num_tokens: int) -> None:
     """Raises: ValueError if the group has given back what it would read again."""
+    if isinstance(group.spec, CrossAttention):
+        return
     if isinstance(group.spec, RecurrentState):
         computed = int(tables.num_computed[row])
         if 0 < num_tokens < computed:

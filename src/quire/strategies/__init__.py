@@ -25,21 +25,20 @@ from quire.blocks import (
 )
 from quire.errors import ConfigError
 from quire.memory import MemoryProvider
-from quire.spec import Group, ModelSpec, RecurrentState
+from quire.spec import Group, ModelSpec
 from quire.strategies.base import (
     Accounting,
     CacheConfig,
-    EntryWriter,
     Growth,
-    LayerView,
-    MakeWriter,
     Storage,
     Usage,
 )
 from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.growing import GrowingAccounting
+from quire.strategies.layout import states_last
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.storage import BlockStorage, RangeStorage
+from quire.strategies.view import EntryWriter, LayerView, MakeWriter
 from quire.strategies.virtual import VirtualAccounting
 from quire.strategies.virtual_shared import SharedVirtualAccounting
 from quire.strategies.window_storage import WindowStorage
@@ -78,11 +77,10 @@ STRATEGIES: Mapping[str, tuple[_MakeAccounting, _MakeStorage]] = MappingProxyTyp
 
 
 def build_accounting(strategy: str, spec: ModelSpec, config: CacheConfig) -> Accounting:
-    """Who holds which tokens of the attention layers. Raises: ConfigError for an unknown name."""
+    """Who holds which tokens and states. Raises: ConfigError for an unknown name."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"cache strategy {strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
-    groups = tuple(g for g in spec.groups if not isinstance(g.spec, RecurrentState))
-    return STRATEGIES[strategy][0](groups, config)
+    return STRATEGIES[strategy][0](states_last(spec.groups), config)
 
 
 def build_storage(

@@ -10,8 +10,8 @@ Verdicts and changes are ``quire.blocks``' words; this room adds what is common 
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,12 @@ from quire.blocks import (
 )
 from quire.memory import CountedMemory
 from quire.spec import Group
+from quire.strategies.view import LayerView
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from quire.strategies.states import StateRows
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -154,6 +157,11 @@ class Accounting(Protocol):
         ...
 
     @property
+    def state_block_size(self) -> int:
+        """Tokens from one place to the next where a recurrent state can be kept; 0: nowhere."""
+        ...
+
+    @property
     def held_bytes(self) -> int:
         """Committed bytes that sequences hold; what is only cached is not among them."""
         ...
@@ -169,8 +177,12 @@ class Accounting(Protocol):
         """Slots of address space in a group."""
         ...
 
+    def slot_bytes(self, group: int) -> int:
+        """What a slot takes in all the group's layers, with its part of what fills up pages."""
+        ...
+
     def block_size(self, group: int) -> int:
-        """Tokens that one entry of a block table stands for."""
+        """Tokens that one entry of a block table stands for; 1 for what is kept whole."""
         ...
 
     def add(
@@ -247,6 +259,13 @@ class Accounting(Protocol):
         """
         ...
 
+    def keep_state(self, seq_id: int) -> bool:
+        """Keep a copy of a sequence's recurrent states, for others that begin alike.
+
+        It must stand at the end of a full block, and takes free bytes only. False: nothing is kept.
+        """
+        ...
+
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         """Set the ceiling on committed bytes; the one in force, never below what sequences hold.
 
@@ -269,6 +288,8 @@ class Accounting(Protocol):
 
         The last extension can always be undone. Further back, a window may have given back tokens
         that it would read again, or their places. Raises: ValueError then, and nothing has changed.
+        A recurrent state never goes back: the caller undoes nothing that has been computed there.
+        A source stays until no token is left.
         """
         ...
 
@@ -283,7 +304,8 @@ class Accounting(Protocol):
     def table(self, group: int, seq_id: int) -> Slots:
         """A sequence's block table: ids of its blocks (i64[P]), -1 where a window has passed.
 
-        One entry for the strategies that hold a range: the slot where it begins.
+        One entry for the strategies that hold a range: the slot where it begins. In a recurrent
+        group the first entry is the slot of its state, in all of them; so is a source's.
         """
         ...
 
@@ -309,40 +331,6 @@ class Accounting(Protocol):
     def check(self) -> None:
         """Recompute every derived figure. Raises: AssertionError if one is off."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerView:
-    """One layer's keys and values, as every attention kernel sees them.
-
-    Entry i of a block table is row i here. The strategies that hold ranges give overlapping rows
-    (row i begins one token after row i - 1), so a range is a table of one entry.
-
-    Slot s is entry ``s % slots_per_row`` of row ``s // slots_per_row``. That is B for blocks and 1
-    for ranges, where the last slots begin no row of the tensor, but have addresses all the same: a
-    compiled kernel goes by strides.
-
-    Keys and values that are codes have scales where their format has them (``quantized``).
-    """
-
-    k: "Tensor"  # [N, K, B, D], any strides
-    v: "Tensor"  # [N, K, B, Dv]
-    slots_per_row: int
-    k_scale: "Tensor | None" = None  # f32[N, K, B]
-    v_scale: "Tensor | None" = None  # f32[N, K, B]
-    # What a kernel has worked out about the view, for the steps that come after the first one.
-    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-
-class EntryWriter(Protocol):
-    """Puts entries into one layer's slots, as they are stored there."""
-
-    def __call__(self, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
-        """Shapes: slots i64[T], k [T, K, D], v [T, K, Dv]."""
-        ...
-
-
-MakeWriter: TypeAlias = Callable[[LayerView], EntryWriter]
 
 
 class Storage(Protocol):
@@ -389,6 +377,10 @@ class Storage(Protocol):
         ...
 
     def view(self, layer: int) -> LayerView: ...
+
+    def states(self, group: int) -> "StateRows":
+        """The states of a recurrent group's layers, or the sources that a group reads."""
+        ...
 
     def close(self) -> None:
         """Give every page back."""

@@ -29,14 +29,8 @@ from quire.blocks import (
     no_hit,
 )
 from quire.spec import Group
-from quire.strategies.base import (
-    CacheConfig,
-    Counts,
-    Slots,
-    Usage,
-    one_by_one,
-)
-from quire.strategies.layout import common_page_tokens
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.layout import attention_groups, common_page_tokens, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
 
@@ -46,19 +40,29 @@ class _Range:
     max_tokens: int
     num_tokens: int = 0
     start: int | None = None  # None until the first token needs room
+    cell: int = -1  # with the range: the slot of its states
 
 
 class ContiguousAccounting:
-    """One arena of slots, the same in every group; first fit."""
+    """One arena of slots, the same in every group; first fit.
+
+    The states of recurrent layers are not in it: each sequence has a cell for them.
+    """
 
     shares_blocks = False
+    state_block_size = 0
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups = groups
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
+        self._num_arenas = len(attention_groups(groups))  # those groups come first
         self._align = common_page_tokens(groups, config.page_bytes)
         self._token_bytes = sum(group.bytes_per_token for group in groups)
+        self._state_bytes = sum(
+            slot_bytes(group, config.page_bytes) for group in groups[self._num_arenas :]
+        )
+        self._free_cells = list(range(config.max_num_seqs))[::-1]
         longest = align_up(config.max_model_len, self._align)
         # No more address space than can be used: every sequence at its longest, or the capacity.
         num_slots = min(self._slots_in(config.most_bytes), config.max_num_seqs * longest)
@@ -72,19 +76,22 @@ class ContiguousAccounting:
 
     @property
     def held_bytes(self) -> int:
-        return self._held_slots * self._token_bytes
+        return self._held_slots * self._token_bytes + self._held_cells * self._state_bytes
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
         whole = self._config.reserve == "max_model_len"
         longest = np.minimum(self._config.max_model_len, max_tokens if not whole else 2**60)
         steps: Counts = -(-longest // self._align)
-        return 0 * num_tokens + steps * (self._align * self._token_bytes)
+        return 0 * num_tokens + steps * (self._align * self._token_bytes) + self._state_bytes
 
     def num_slots(self, group: int) -> int:
-        return self._num_slots
+        return self._num_slots if group < self._num_arenas else self._config.max_num_seqs
+
+    def slot_bytes(self, group: int) -> int:
+        return slot_bytes(self.groups[group], self._config.page_bytes)
 
     def block_size(self, group: int) -> int:
-        return self._config.max_model_len
+        return self._config.max_model_len if group < self._num_arenas else 1
 
     def add(
         self,
@@ -112,9 +119,12 @@ class ContiguousAccounting:
     ) -> None:
         """Nothing is shared here, whatever it is."""
 
+    def keep_state(self, seq_id: int) -> bool:
+        return False
+
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         wanted = min(capacity_bytes, self._config.most_bytes)
-        return self.ceiling.move(wanted, self._held_slots * self._token_bytes, for_now=for_now)
+        return self.ceiling.move(wanted, self.held_bytes, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
         return not self.usage().committed_bytes
@@ -142,12 +152,14 @@ class ContiguousAccounting:
             length = self._length(held)
             if length > self._longest_range:
                 return self._never(held, num_tokens)
-            spare_bytes = self._free_bytes - length * self._token_bytes
-            start = self._place(length) if spare_bytes >= kept_bytes else None
+            spare_bytes = self._free_bytes - self._range_bytes(length)
+            fits = spare_bytes >= kept_bytes and self._free_cells
+            start = self._place(length) if fits else None
             if start is None:
                 return self._not_now(length, kept_bytes)
-            held.start = start
+            held.start, held.cell = start, self._free_cells.pop()
             self._each_group(Commit, start, start + length)
+            self._each_cell(Commit, held.cell)
         held.num_tokens = num_tokens
         return FITS
 
@@ -161,8 +173,10 @@ class ContiguousAccounting:
             target = self._ranges[new_id]
             assert source.start is not None
             assert target.start is not None
-            for group in range(len(self.groups)):
+            for group in range(self._num_arenas):
                 self._changes.append(Copy(group, source.start, target.start, source.num_tokens))
+            for group in range(self._num_arenas, len(self.groups)):
+                self._changes.append(Copy(group, source.cell, target.cell, 1))
         return verdict
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
@@ -173,14 +187,17 @@ class ContiguousAccounting:
         held = self._ranges.pop(seq_id)
         if held.start is not None:
             self._arena.free(held.start)
+            self._free_cells.append(held.cell)
             self._each_group(Release, held.start, held.start + self._length(held))
+            self._each_cell(Release, held.cell)
 
     def num_tokens(self, seq_id: int) -> int:
         return self._ranges[seq_id].num_tokens
 
     def table(self, group: int, seq_id: int) -> Slots:
-        start = self._ranges[seq_id].start
-        return np.array([] if start is None else [start], np.int64)
+        held = self._ranges[seq_id]
+        first = held.start if group < self._num_arenas else held.cell
+        return np.array([] if held.start is None else [first], np.int64)
 
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
         first = self._ranges[seq_id].start
@@ -212,7 +229,7 @@ class ContiguousAccounting:
             # Only the part that does not overlap the old place changes hands with the system.
             shift = min(move.source - move.target, move.length)
             self._each_group(Commit, move.target, move.target + shift)
-            for group in range(len(self.groups)):
+            for group in range(self._num_arenas):
                 self._changes.append(Copy(group, move.source, move.target, held.num_tokens))
             end = move.source + move.length
             self._each_group(Release, end - shift, end)
@@ -222,8 +239,9 @@ class ContiguousAccounting:
     def usage(self) -> Usage:
         placed = [held for held in self._ranges.values() if held.start is not None]
         return Usage(
-            reserved_bytes=self._num_slots * self._token_bytes,
-            committed_bytes=sum(map(self._length, placed)) * self._token_bytes,
+            reserved_bytes=self._num_slots * self._token_bytes
+            + self._config.max_num_seqs * self._state_bytes,
+            committed_bytes=sum(self._range_bytes(self._length(held)) for held in placed),
             used_bytes=sum(
                 group.bytes_for(held.num_tokens) for group in self.groups for held in placed
             ),
@@ -237,6 +255,10 @@ class ContiguousAccounting:
         assert sum(placed.values()) == self._held_slots, (
             "the arena holds ranges that no sequence has"
         )
+        cells = [h.cell for h in self._ranges.values() if h.start is not None]
+        assert sorted(cells + self._free_cells) == list(range(self._config.max_num_seqs)), (
+            "a cell is lost or held twice"
+        )
         assert self._free_bytes >= 0, "above the ceiling"
         for seq_id, held in self._ranges.items():
             assert held.num_tokens <= held.max_tokens, f"sequence {seq_id} is past its range"
@@ -249,15 +271,26 @@ class ContiguousAccounting:
     @property
     def _free_bytes(self) -> int:
         """What the ceiling leaves, in whatever holes it lies."""
-        return self.ceiling.now_bytes - self._held_slots * self._token_bytes
+        return self.ceiling.now_bytes - self.held_bytes
 
     @property
     def _longest_range(self) -> int:
         """Slots that one range could have with the cache to itself."""
-        return min(self._arena.num_slots, self._slots_in(self.ceiling.capacity_bytes))
+        left = self.ceiling.capacity_bytes - self._state_bytes
+        return min(self._arena.num_slots, self._slots_in(left))
+
+    @property
+    def _held_cells(self) -> int:
+        return self._config.max_num_seqs - len(self._free_cells)
+
+    def _range_bytes(self, length: int) -> int:
+        """Of a range and its cell."""
+        return length * self._token_bytes + self._state_bytes
 
     def _slots_in(self, num_bytes: int) -> int:
-        return align_down(num_bytes // self._token_bytes, self._align)
+        if not self._token_bytes:  # states are all that there is to keep
+            return 2**60 if num_bytes >= 0 else 0
+        return align_down(max(0, num_bytes) // self._token_bytes, self._align)
 
     def _longest(self, max_tokens: int | None) -> int:
         """Tokens that a range is made for."""
@@ -289,7 +322,7 @@ class ContiguousAccounting:
             option = "max_model_len" if whole else "max_tokens"
         longest = align_up(max(num_tokens, held.max_tokens), self._align)
         return Never(
-            need_bytes=longest * self._token_bytes,
+            need_bytes=self._range_bytes(longest),
             capacity_bytes=self.ceiling.capacity_bytes,
             fitting_tokens=min(held.max_tokens, self._longest_range),
             option=option,
@@ -297,8 +330,8 @@ class ContiguousAccounting:
 
     def _not_now(self, length: int, kept_bytes: int) -> NotNow:
         return NotNow(
-            need_bytes=length * self._token_bytes,
-            free_bytes=min(self._arena.largest_hole * self._token_bytes, self._free_bytes),
+            need_bytes=self._range_bytes(length),
+            free_bytes=min(self._range_bytes(self._arena.largest_hole), self._free_bytes),
             kept_bytes=kept_bytes,
             holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
         )
@@ -308,4 +341,8 @@ class ContiguousAccounting:
 
     def _each_group(self, change: type[Commit] | type[Release], start: int, stop: int) -> None:
         if start < stop:
-            self._changes.extend(change(group, start, stop) for group in range(len(self.groups)))
+            self._changes.extend(change(group, start, stop) for group in range(self._num_arenas))
+
+    def _each_cell(self, change: type[Commit] | type[Release], cell: int) -> None:
+        for group in range(self._num_arenas, len(self.groups)):
+            self._changes.append(change(group, cell, cell + 1))

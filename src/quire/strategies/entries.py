@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.strategies.base import EntryWriter, LayerView, MakeWriter
 from quire.strategies.quantized import bits, dequantize, quantize
+from quire.strategies.view import EntryWriter, LayerView, MakeWriter
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,16 +32,9 @@ from quire.blocks import (
     Verdict,
     no_hit,
 )
-from quire.spec import Group
-from quire.strategies.base import (
-    CacheConfig,
-    Counts,
-    Growth,
-    Slots,
-    Usage,
-    one_by_one,
-)
-from quire.strategies.layout import page_tokens
+from quire.spec import Group, KeptWhole
+from quire.strategies.base import CacheConfig, Counts, Growth, Slots, Usage, one_by_one
+from quire.strategies.layout import page_tokens, range_slots, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_up
 
@@ -87,6 +80,7 @@ class GrowingAccounting:
     """Buffers that grow by copying; bytes are counted in pages, old and new together."""
 
     shares_blocks = False
+    state_block_size = 0
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups = tuple(
@@ -95,14 +89,15 @@ class GrowingAccounting:
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._grow = GROWTH[config.growth]
-        self._slot_bytes = [group.bytes_per_token for group in self.groups]
+        self._slot_bytes = [slot_bytes(group, config.page_bytes) for group in self.groups]
+        self._is_state = [isinstance(group.spec, KeptWhole) for group in self.groups]
         self._page_tokens = [page_tokens(group, config.page_bytes) for group in self.groups]
-        self._place_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
+        longest, page = config.max_model_len, config.page_bytes
+        self._place_slots = [range_slots(group, longest, page) for group in self.groups]
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._sequences: dict[int, _Buffers] = {}
         self._committed_bytes = 0
         # What some lengths take; of those between, the next one is near enough.
-        longest = config.max_model_len
         self._lengths = np.unique(np.linspace(0, longest, min(longest, 256) + 1).astype(np.int64))
         self._bytes_at = np.array([self._fresh_bytes(n) for n in self._lengths.tolist()], np.int64)
         self._step = 0  # calls of drain so far
@@ -118,8 +113,11 @@ class GrowingAccounting:
     def num_slots(self, group: int) -> int:
         return 2 * self._config.max_num_seqs * self._place_slots[group]
 
+    def slot_bytes(self, group: int) -> int:
+        return self._slot_bytes[group]
+
     def block_size(self, group: int) -> int:
-        return self._config.max_model_len
+        return 1 if self._is_state[group] else self._config.max_model_len
 
     def add(
         self,
@@ -150,6 +148,9 @@ class GrowingAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         """Nothing is shared here, whatever it is."""
+
+    def keep_state(self, seq_id: int) -> bool:
+        return False
 
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         for held in self._unread():
@@ -205,7 +206,8 @@ class GrowingAccounting:
         elif source.num_tokens:
             for group in range(len(self.groups)):
                 start, goal = self._first_slot(group, source), self._first_slot(group, target)
-                self._changes.append(Copy(group, start, goal, source.num_tokens))
+                count = min(source.num_tokens, source.capacities[group])
+                self._changes.append(Copy(group, start, goal, count))
         return verdict
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
@@ -274,7 +276,9 @@ class GrowingAccounting:
         )
         total = 0
         for held in self._sequences.values():
-            assert held.num_tokens <= min(held.capacities), "a buffer is too short"
+            for capacity, state in zip(held.capacities, self._is_state, strict=True):
+                needed = min(held.num_tokens, 1) if state else held.num_tokens
+                assert needed <= capacity, "a buffer is too short"
             assert held.row >= 0 or not any(held.capacities), "a buffer without a place"
             total += self._buffer_bytes(held.capacities) + self._outgrown_bytes(held)
         assert total == self._committed_bytes, "committed bytes differ from the buffers"
@@ -316,6 +320,8 @@ class GrowingAccounting:
     def _capacity(self, group: int, capacity: int, num_tokens: int) -> int:
         if num_tokens <= capacity:
             return capacity
+        if self._is_state[group]:
+            return 1
         layer = self.groups[group].layers[0]
         grown = self._grow(capacity, num_tokens, self._config.growth_tokens, layer)
         return max(num_tokens, min(grown, self._config.max_model_len))

@@ -2,10 +2,14 @@
 
 Ranges are head-major, ``[K, slots, D]`` then ``[K, slots, Dv]``: one head's keys lie side by side,
 which is how attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: one block is one
-piece of memory.
+piece of memory. Where such a block is no whole pages, as a latent's or with scales, those of all
+the group's layers lie side by side in a row that is.
 
 Blocks that are seen through windows are ``[B, layers, K, {key, value, …}]``: all that a token has
 in a *stack* of layers lies together: a block is one piece, and tokens are equally far apart.
+
+A recurrent state has one slot, whatever the strategy: a row of whole pages with the states of all
+the group's layers side by side. So has a source, whose keys and values are kept as such states are.
 
 Scales come last: of ranges ``[slots, K, {key, value}]``, since head by head a page of them would
 cover a thousand tokens; of blocks ``[{keys, values}, B]`` behind each head's values.
@@ -15,8 +19,9 @@ from collections.abc import Iterable
 from math import lcm
 
 from quire.errors import ConfigError
-from quire.spec import AttentionSpec, Group, RecurrentState
+from quire.spec import AttentionSpec, Group, KeptWhole
 from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.units import align_up
 
 
 def stacks(group: Group, stack_layers: int | None) -> list[tuple[int, ...]]:
@@ -47,9 +52,36 @@ def stacked_block_size(
     return lcm(*steps)
 
 
+def states_last(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """The groups, those of tokens first, else in their order."""
+    return tuple(sorted(groups, key=lambda group: isinstance(group.spec, KeptWhole)))
+
+
+def attention_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Those that have tokens."""
+    return tuple(group for group in groups if not isinstance(group.spec, KeptWhole))
+
+
+def state_offsets(spec: KeptWhole) -> tuple[list[int], int]:
+    """Where each tensor of a layer's state begins, and how long the whole is: bytes."""
+    offsets, end = [], 0
+    for state in spec.states:
+        offsets.append(align_up(end, dtype_bytes(state.dtype)))
+        end = offsets[-1] + state.num_bytes
+    return offsets, align_up(end, max((dtype_bytes(s.dtype) for s in spec.states), default=1))
+
+
+def slot_bytes(group: Group, page_bytes: int) -> int:
+    """Bytes of a slot in all the group's layers: of a token, or of a whole state or source."""
+    if isinstance(group.spec, KeptWhole):
+        _, state_bytes = state_offsets(group.spec)
+        return align_up(group.num_layers * state_bytes, page_bytes)
+    return group.bytes_per_token
+
+
 def attention_spec(group: Group) -> AttentionSpec:
     """The group's spec, known to be one that has tokens."""
-    assert not isinstance(group.spec, RecurrentState), "a recurrent state has no slots"
+    assert not isinstance(group.spec, KeptWhole), "its tokens have no slots"
     return group.spec
 
 
@@ -62,9 +94,18 @@ def range_rows(spec: AttentionSpec) -> list[tuple[int, int]]:
 
 
 def page_tokens(group: Group, page_bytes: int) -> int:
-    """The fewest tokens of a range whose rows fill whole pages wherever they lie."""
+    """The fewest slots of a range whose rows fill whole pages wherever they lie."""
+    if isinstance(group.spec, KeptWhole):
+        return 1
     rows = range_rows(attention_spec(group))
     return lcm(*(lcm(row, page_bytes) // row for _, row in rows))
+
+
+def range_slots(group: Group, max_tokens: int, page_bytes: int) -> int:
+    """Slots of the longest range; a state has one."""
+    if isinstance(group.spec, KeptWhole):
+        return 1
+    return align_up(max_tokens, page_tokens(group, page_bytes))
 
 
 def common_page_tokens(groups: Iterable[Group], page_bytes: int) -> int:
@@ -72,8 +113,20 @@ def common_page_tokens(groups: Iterable[Group], page_bytes: int) -> int:
     return lcm(*(page_tokens(group, page_bytes) for group in groups))
 
 
+def row_bytes(group: Group, block_size: int, page_bytes: int) -> int | None:
+    """Bytes of a block in all the group's layers, if they lie side by side in a row of whole pages.
+
+    None if they do not: a block of one layer is whole pages, or a row would be more than a
+    sixteenth larger than what it holds.
+    """
+    block = attention_spec(group).block_bytes(block_size)
+    held = group.num_layers * block
+    row = align_up(held, lcm(page_bytes, block_size))  # a slot is a whole number of bytes
+    return None if block % page_bytes == 0 or 16 * (row - held) > held else row
+
+
 def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
-    """The fewest blocks that fill whole pages in each layer.
+    """The fewest blocks that fill whole pages, in each layer or in a row.
 
     Raises: ConfigError where the scales of a block would lie across their own size.
     """
@@ -85,5 +138,7 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
             f"keys and values; for the scales behind them it must be a multiple of {scale}: make "
             f"block_size one"
         )
+    if row_bytes(group, block_size, page_bytes) is not None:
+        return 1
     block = spec.block_bytes(block_size)
     return lcm(block, page_bytes) // block

@@ -31,9 +31,9 @@ from quire.blocks import (
     verdict_on_length,
 )
 from quire.errors import ConfigError
-from quire.spec import ChunkedAttention, Group, RecurrentState, SlidingWindow
+from quire.spec import ChunkedAttention, Group, KeptWhole, RecurrentState, SlidingWindow
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
-from quire.strategies.layout import granule_blocks
+from quire.strategies.layout import granule_blocks, row_bytes, slot_bytes
 from quire.strategies.packed import packed_positions
 from quire.units import align_down, align_up, ceil_div
 
@@ -74,6 +74,11 @@ class PagedAccounting:
         )
 
     @property
+    def state_block_size(self) -> int:
+        has_states = any(isinstance(group.spec, RecurrentState) for group in self.groups)
+        return self._config.block_size if has_states and self.blocks.caching else 0
+
+    @property
     def held_bytes(self) -> int:
         return self.blocks.pools.held_bytes
 
@@ -82,6 +87,9 @@ class PagedAccounting:
 
     def num_slots(self, group: int) -> int:
         return self._sizes[group].num_ids * self._sizes[group].slots
+
+    def slot_bytes(self, group: int) -> int:
+        return self._sizes[group].block_bytes // self._sizes[group].slots
 
     def block_size(self, group: int) -> int:
         return self._sizes[group].slots
@@ -153,6 +161,9 @@ class PagedAccounting:
     ) -> None:
         self.blocks.mark_computed(seq_ids, counts, token_ids)
 
+    def keep_state(self, seq_id: int) -> bool:
+        return self.blocks.keep_state(seq_id)
+
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         return self.blocks.resize(min(capacity_bytes, self._config.most_bytes), for_now=for_now)
 
@@ -202,10 +213,10 @@ class PagedAccounting:
     def usage(self) -> Usage:
         tables, pools = self.blocks.tables, self.blocks.pools
         used_bytes = 0
-        for number, (group, size) in enumerate(zip(self.groups, self._sizes, strict=True)):
+        for number, group in enumerate(self.groups):
             num_held = pools[number].num_held
-            if isinstance(group.spec, RecurrentState):
-                used_bytes += num_held * size.block_bytes
+            if isinstance(group.spec, KeptWhole):
+                used_bytes += num_held * group.num_layers * group.spec.state_bytes
             else:
                 tokens = used_tokens(tables, number, group, num_held)
                 used_bytes += tokens * group.bytes_per_token
@@ -223,12 +234,13 @@ class PagedAccounting:
 
     def _size(self, group: Group, whole_pages: bool) -> PoolSize:
         config = self._config
-        if isinstance(group.spec, RecurrentState):
-            block_bytes = align_up(group.spec.state_bytes, config.page_bytes) * group.num_layers
-            granule, slots = 1, 1
-        else:
-            block_bytes, slots = group.bytes_per_token * config.block_size, config.block_size
-            granule = 1 if whole_pages else granule_blocks(group, slots, config.page_bytes)
+        granule, slots, row = 1, 1, None
+        if not isinstance(group.spec, KeptWhole):
+            slots = config.block_size
+            if not whole_pages:
+                granule = granule_blocks(group, slots, config.page_bytes)
+                row = row_bytes(group, slots, config.page_bytes)
+        block_bytes = row or slots * slot_bytes(group, config.page_bytes)
         # Any group may come to hold the whole capacity.
         num_blocks = max(align_down(config.most_bytes // block_bytes, granule), granule)
         # Where nothing is cached a block is committed anew wherever it lies, so that neighbours
@@ -258,8 +270,8 @@ class PagedAccounting:
         """What a sequence commits in an empty cache when a step begins at ``computed_tokens``."""
         block_size, total = self._config.block_size, 0
         for group, size in zip(self.groups, self._sizes, strict=True):
-            if isinstance(group.spec, RecurrentState):
-                blocks = 1 + group.spec.num_speculative_blocks
+            if isinstance(group.spec, KeptWhole):
+                blocks = group.spec.num_places
             else:
                 first = group.live_start(computed_tokens) // block_size
                 blocks = ceil_div(num_tokens, block_size) - first

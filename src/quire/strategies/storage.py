@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.blocks import Change, Commit, Copy, Release
-from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region
-from quire.spec import AttentionSpec
+from quire.spec import AttentionSpec, Group
 from quire.spec.layers import dtype_bytes, scale_bytes
-from quire.strategies.base import Accounting, EntryWriter, LayerView, MakeWriter
+from quire.strategies.base import Accounting
 from quire.strategies.entries import Entries, RangeLayer, layer_view, stored
-from quire.strategies.layout import attention_spec, range_rows
+from quire.strategies.layout import attention_spec, range_rows, row_bytes
+from quire.strategies.pages import Pages, back
+from quire.strategies.states import StateRows, make_states
+from quire.strategies.view import EntryWriter, LayerView, MakeWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +35,8 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A layer of blocks, and its memory."""
+    """A layer of blocks."""
 
-    region: Region
     view: LayerView
     keys: Entries
     values: Entries
@@ -48,20 +49,16 @@ class _Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
-    """Pages of one region that go together: ``count`` equal pieces, ``stride`` bytes apart."""
+class _Memory:
+    """Where a group's blocks lie: in a region for each layer, or in rows of one for all."""
 
-    region: Region
-    offset: int
-    nbytes: int
-    stride: int = 0
-    count: int = 1
+    regions: tuple[Region, ...]
+    block_bytes: int  # in each
 
-    def commit(self) -> None:
-        self.region.commit(self.offset, self.nbytes, stride=self.stride, count=self.count)
-
-    def decommit(self) -> None:
-        self.region.decommit(self.offset, self.nbytes, stride=self.stride, count=self.count)
+    def pages(self, first: int, count: int) -> list[Pages]:
+        """Those of some neighbouring blocks."""
+        start, length = first * self.block_bytes, count * self.block_bytes
+        return [Pages(region, start, length) for region in self.regions]
 
 
 class RangeStorage:
@@ -77,7 +74,10 @@ class RangeStorage:
         self._groups = accounting.groups
         self._num_slots = [accounting.num_slots(group) for group in range(len(self._groups))]
         self._layers: dict[int, _Range] = {}
+        self._states = make_states(self.memory, accounting)
         for index, group in enumerate(self._groups):
+            if index in self._states:
+                continue
             longest = accounting.block_size(index)
             for layer in group.layers:
                 self._layers[layer] = self._layer(
@@ -86,6 +86,9 @@ class RangeStorage:
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
+            if change.group in self._states:
+                self._states[change.group].apply(change)
+                continue
             layers = [self._layers[layer] for layer in self._groups[change.group].layers]
             if isinstance(change, Copy):
                 for held in layers:
@@ -110,9 +113,14 @@ class RangeStorage:
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].layer.view
 
+    def states(self, group: int) -> StateRows:
+        return self._states[group]
+
     def close(self) -> None:
         for held in self._layers.values():
             held.region.close()
+        for rows in self._states.values():
+            rows.close()
 
     def _layer(
         self, spec: AttentionSpec, slots: int, longest: int, make_writer: MakeWriter | None
@@ -162,25 +170,27 @@ class BlockStorage:
     ) -> None:
         self.memory = CountedMemory(provider)
         self._groups = accounting.groups
-        self._block_size = accounting.block_size(0)
-        self._layers = {
-            layer: self._layer(attention_spec(group), accounting.num_slots(index), make_writer)
-            for index, group in enumerate(self._groups)
-            for layer in group.layers
-        }
+        # Groups of states come last; without any group there is no token to find.
+        self._block_size = accounting.block_size(0) if self._groups else 1
+        self._states = make_states(self.memory, accounting)
+        self._layers: dict[int, _Blocks] = {}
+        self._memory: dict[int, _Memory] = {}  # of each group
+        for index, group in enumerate(self._groups):
+            if index not in self._states:
+                num_blocks = accounting.num_slots(index) // self._block_size
+                self._memory[index] = self._add(group, num_blocks, make_writer)
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            group = self._groups[change.group]
-            layers = [self._layers[layer] for layer in group.layers]
-            if isinstance(change, Copy):
-                for held in layers:
-                    self._copy(held, change)
+            if change.group in self._states:
+                self._states[change.group].apply(change)
+            elif isinstance(change, Copy):
+                for layer in self._groups[change.group].layers:
+                    self._copy(self._layers[layer], change)
             else:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
-                row = attention_spec(group).bytes_per_token
-                start, length = change.start * row, (change.stop - change.start) * row
-                back(change, [Pages(held.region, start, length) for held in layers])
+                first, stop = change.start // self._block_size, change.stop // self._block_size
+                back(change, self._memory[change.group].pages(first, stop - first))
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -209,21 +219,45 @@ class BlockStorage:
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
 
-    def close(self) -> None:
-        for held in self._layers.values():
-            held.region.close()
+    def states(self, group: int) -> StateRows:
+        return self._states[group]
 
-    def _layer(self, spec: AttentionSpec, slots: int, make_writer: MakeWriter | None) -> _Blocks:
+    def close(self) -> None:
+        for memory in self._memory.values():
+            for region in memory.regions:
+                region.close()
+        for rows in self._states.values():
+            rows.close()
+
+    def _add(self, group: Group, num_blocks: int, make_writer: MakeWriter | None) -> _Memory:
+        import torch
+
+        spec = attention_spec(group)
+        block = spec.block_bytes(self._block_size)
+        row = row_bytes(group, self._block_size, self.memory.page_bytes)
+        regions = tuple(
+            self.memory.reserve(num_blocks * (row or block))
+            for _ in (group.layers if row is None else group.layers[:1])
+        )
+        for number, layer in enumerate(group.layers):
+            region, first = (regions[number], 0) if row is None else (regions[0], number * block)
+            flat = region.tensor(torch.uint8)[: num_blocks * (row or block)]
+            own = flat.view(num_blocks, -1)[:, first : first + block]
+            self._layers[layer] = self._layer(spec, own, make_writer)
+        return _Memory(regions, row or block)
+
+    def _layer(
+        self, spec: AttentionSpec, blocks: "Tensor", make_writer: MakeWriter | None
+    ) -> _Blocks:
+        """``blocks``: u8[N, bytes of one]."""
         import torch
 
         size, dtype = self._block_size, getattr(torch, spec.dtype)
         (heads, key_dim), (_, value_dim) = spec.entry_shapes
-        region = self.memory.reserve(slots * spec.bytes_per_token)
-        flat = region.tensor(torch.uint8)[: slots * spec.bytes_per_token]
         # Bytes of a head: its keys, its values, the scales of both.
         scales = size * scale_bytes(spec.dtype)
         sizes = [size * width * dtype_bytes(spec.dtype) for width in (key_dim, value_dim)]
-        parts = torch.split(flat.view(slots // size, heads, -1), [*sizes, scales, scales], 2)
+        parts = torch.split(blocks.view(len(blocks), heads, -1), [*sizes, scales, scales], 2)
         k = parts[0].view(dtype).view(-1, heads, size, key_dim)
         v = parts[1].view(dtype).view(-1, heads, size, value_dim)
         keys, values = Entries(k), Entries(v)
@@ -231,7 +265,7 @@ class BlockStorage:
             keys = Entries(k, parts[2].view(torch.float32))
             values = Entries(v, parts[3].view(torch.float32))
         view = layer_view(keys, values, slots_per_row=size)
-        return _Blocks(region, view, keys, values, make_writer and make_writer(view))
+        return _Blocks(view, keys, values, make_writer and make_writer(view))
 
     def _copy(self, held: _Blocks, change: Copy) -> None:
         """Within one block: this is copy-on-write."""
@@ -242,18 +276,3 @@ class BlockStorage:
             blocks[target, :, goal : goal + change.num_slots] = blocks[
                 source, :, start : start + change.num_slots
             ]
-
-
-def back(change: Commit | Release, pages: list[Pages]) -> None:
-    """Carry a change out in every layer. A commit that is refused has committed none of them."""
-    if isinstance(change, Release):
-        for piece in pages:
-            piece.decommit()
-        return
-    for index, piece in enumerate(pages):
-        try:
-            piece.commit()
-        except MemoryUnavailable:
-            for done in pages[:index]:
-                done.decommit()
-            raise

@@ -32,15 +32,9 @@ from quire.blocks import (
     peak_bytes,
     verdict_on_length,
 )
-from quire.spec import Group
-from quire.strategies.base import (
-    CacheConfig,
-    Counts,
-    Slots,
-    Usage,
-    one_by_one,
-)
-from quire.strategies.layout import page_tokens
+from quire.spec import Group, KeptWhole
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.layout import page_tokens, range_slots, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
 
@@ -55,19 +49,25 @@ class _Row:
 
 
 class VirtualAccounting:
-    """``max_num_seqs`` ranges of ``max_model_len`` slots; bytes are counted in pages."""
+    """``max_num_seqs`` ranges of ``max_model_len`` slots; bytes are counted in pages.
+
+    A state is a range of one slot.
+    """
 
     shares_blocks = False
+    state_block_size = 0
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         self.groups = groups
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
-        self._slot_bytes = [group.bytes_per_token for group in groups]
-        self._row_slots = [align_up(config.max_model_len, step) for step in self._page_tokens]
-        page_bytes = [n * size for n, size in zip(self._page_tokens, self._slot_bytes, strict=True)]
-        self._peaks = peak_bytes(groups, self._page_tokens, page_bytes, config.max_model_len)
+        self._slot_bytes = [slot_bytes(group, config.page_bytes) for group in groups]
+        self._is_state = [isinstance(group.spec, KeptWhole) for group in groups]
+        longest, page_bytes = config.max_model_len, config.page_bytes
+        self._row_slots = [range_slots(group, longest, page_bytes) for group in self.groups]
+        sizes = [n * size for n, size in zip(self._page_tokens, self._slot_bytes, strict=True)]
+        self._peaks = peak_bytes(groups, self._page_tokens, sizes, longest)
         self._nothing = [range(0)] * len(groups)
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._rows: dict[int, _Row] = {}
@@ -84,8 +84,11 @@ class VirtualAccounting:
     def num_slots(self, group: int) -> int:
         return self._config.max_num_seqs * self._row_slots[group]
 
+    def slot_bytes(self, group: int) -> int:
+        return self._slot_bytes[group]
+
     def block_size(self, group: int) -> int:
-        return self._config.max_model_len
+        return 1 if self._is_state[group] else self._config.max_model_len
 
     def add(
         self,
@@ -110,6 +113,9 @@ class VirtualAccounting:
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         """Nothing is shared here, whatever it is."""
+
+    def keep_state(self, seq_id: int) -> bool:
+        return False
 
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         wanted = min(capacity_bytes, self._config.most_bytes)
@@ -162,10 +168,11 @@ class VirtualAccounting:
             del self._rows[new_id]
             return verdict
         for group, pages in enumerate(backed):
-            if pages.start < num_tokens:
+            stop = min(num_tokens, self._row_slots[group])
+            if pages.start < stop:
                 start = self._first_slot(group, source) + pages.start
                 goal = self._first_slot(group, target) + pages.start
-                self._changes.append(Copy(group, start, goal, num_tokens - pages.start))
+                self._changes.append(Copy(group, start, goal, stop - pages.start))
         return verdict
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
@@ -229,6 +236,9 @@ class VirtualAccounting:
             assert held.row >= 0 or not any(held.backed), "pages without a row"
             for group, backed in enumerate(held.backed):
                 total += len(backed) * self._slot_bytes[group]
+                if self._is_state[group]:
+                    assert bool(backed) == (held.row >= 0), "a state without a page"
+                    continue
                 live = self.groups[group].live_range(held.num_tokens)
                 assert not live or (backed.start <= live.start and live.stop <= backed.stop), (
                     "a token that can be read has no page"
@@ -266,8 +276,11 @@ class VirtualAccounting:
         So a step never frees what its own tokens read, and undoing the step never misses a token.
         """
         ranges: list[range] = []
-        for group, backed in zip(self.groups, held.backed, strict=True):
+        for group, backed, state in zip(self.groups, held.backed, self._is_state, strict=True):
             step = self._page_tokens[len(ranges)]
+            if state:
+                ranges.append(range(min(1, num_tokens)))
+                continue
             live = group.live_range(begin)
             first = max(backed.start, align_down(live.start, step))
             ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
@@ -275,7 +288,10 @@ class VirtualAccounting:
 
     def _is_backed(self, held: _Row, num_tokens: int) -> bool:
         """Whether a step up to there changes no page, as most steps of decoding."""
-        for group, backed, step in zip(self.groups, held.backed, self._page_tokens, strict=True):
+        each = zip(self.groups, held.backed, self._page_tokens, self._is_state, strict=True)
+        for group, backed, step, state in each:
+            if state and backed:
+                continue
             if num_tokens > backed.stop:
                 return False
             if align_down(group.live_start(held.num_tokens), step) > backed.start:
@@ -284,8 +300,11 @@ class VirtualAccounting:
 
     def _fresh_bytes(self, num_tokens: int) -> int:
         """What a sequence takes that reaches its length in one step."""
-        sizes = zip(self._page_tokens, self._slot_bytes, strict=True)
-        return sum(align_up(num_tokens, step) * size for step, size in sizes)
+        sizes = zip(self._page_tokens, self._slot_bytes, self._is_state, strict=True)
+        return sum(
+            (min(1, num_tokens) if state else align_up(num_tokens, step)) * size
+            for step, size, state in sizes
+        )
 
     def _grown_bytes(self, before: list[range], after: list[range]) -> int:
         """Bytes by which the committed total grows when ``before`` becomes ``after``."""

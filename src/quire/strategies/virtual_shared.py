@@ -29,7 +29,7 @@ from quire.blocks import (
 )
 from quire.spec import Group
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
-from quire.strategies.layout import stacked_block_size, stacks
+from quire.strategies.layout import attention_groups, stacked_block_size, stacks
 from quire.strategies.packed import packed_ranges
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.windows import Table, Windows
@@ -44,14 +44,16 @@ class SharedVirtualAccounting:
     shares_blocks = True
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
-        size = stacked_block_size(groups, config.block_size, config.page_bytes, config.stack_layers)
+        seen = attention_groups(groups)  # they come first; a state needs no window
+        size = stacked_block_size(seen, config.block_size, config.page_bytes, config.stack_layers)
         self.groups = groups
         self.pool = PagedAccounting(groups, replace(config, block_size=size), whole_pages=True)
         self.ceiling = self.pool.ceiling
         self._config = config
-        num_stacks = max(len(stacks(group, config.stack_layers)) for group in groups)
+        self._num_seen = len(seen)
+        num_stacks = max((len(stacks(group, config.stack_layers)) for group in seen), default=1)
         self._heap_blocks = [
-            max(1, config.heap_bytes // (size * group.bytes_per_token)) for group in groups
+            max(1, config.heap_bytes // (size * group.bytes_per_token)) for group in seen
         ]
         self._row_blocks = ceil_div(config.max_model_len, size)
         self._windows = Windows(
@@ -64,6 +66,10 @@ class SharedVirtualAccounting:
         self._rows: dict[int, int] = {}  # windows, by sequence
         self._sequences: dict[int, int] = {}  # … of each row of the block tables …
         self._changed = self.pool.blocks.tables.changed = set[int]()  # … and which have changed
+
+    @property
+    def state_block_size(self) -> int:
+        return self.pool.state_block_size
 
     @property
     def held_bytes(self) -> int:
@@ -79,13 +85,20 @@ class SharedVirtualAccounting:
         return self._config.stack_layers
 
     def num_slots(self, group: int) -> int:
+        if group >= self._num_seen:
+            return self.pool.num_slots(group)
         return self._config.max_num_seqs * self._row_blocks * self._windows.block_size
 
+    def slot_bytes(self, group: int) -> int:
+        return self.pool.slot_bytes(group)
+
     def block_size(self, group: int) -> int:
-        return self._config.max_model_len
+        return self._config.max_model_len if group < self._num_seen else 1
 
     def pool_slots(self, group: int) -> int:
         """Slots in which entries can lie, in whole heaps; those of windows are ``num_slots``."""
+        if group >= self._num_seen:
+            return self.num_slots(group)
         return align_up(self.pool.num_slots(group), self.heap_slots(group))
 
     def heap_slots(self, group: int) -> int:
@@ -154,18 +167,21 @@ class SharedVirtualAccounting:
         # Whoever has no window yet, or may pass the limit of mappings, is told one by one.
         num_new = (-(-ends // size) - tables.num_tokens[rows] // size).clip(0)
         fitting = len(seq_ids)
-        if not self._windows.have_mappings(int(num_new.sum()) * len(self.groups)):
+        if not self._windows.have_mappings(int(num_new.sum()) * self._num_seen):
             fitting = 0
         waiting = (index for index, seq_id in enumerate(seq_ids) if self._rows[seq_id] < 0)
         fitting = min(fitting, next(waiting, fitting))
         count = self.pool.try_extend_each(seq_ids[:fitting], num_tokens[:fitting])
-        self._windows.num_promised += int(num_new[:count].sum()) * len(self.groups)
+        self._windows.num_promised += int(num_new[:count].sum()) * self._num_seen
         return count
 
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
         self.pool.mark_computed(seq_ids, counts, token_ids)
+
+    def keep_state(self, seq_id: int) -> bool:
+        return self.pool.keep_state(seq_id)
 
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         if capacity_bytes < self.ceiling.now_bytes:
@@ -204,6 +220,8 @@ class SharedVirtualAccounting:
         return self.pool.num_tokens(seq_id)
 
     def table(self, group: int, seq_id: int) -> Slots:
+        if group >= self._num_seen:
+            return self.pool.table(group, seq_id)
         row = self._rows[seq_id]
         return np.array([self._windows.first_slot(row)] if row >= 0 else [], np.int64)
 
@@ -224,7 +242,7 @@ class SharedVirtualAccounting:
         hidden, shown = self._windows.drain(), list[Change]()
         windows = self._changed_windows()
         for change in changes:
-            if isinstance(change, Release):
+            if isinstance(change, Release) and change.group < self._num_seen:
                 first, stop = change.start // self._block_size, change.stop // self._block_size
                 hidden += self._windows.release(change.group, first, stop, windows)
         for window, seq_id in windows.items():
@@ -236,8 +254,10 @@ class SharedVirtualAccounting:
 
     def usage(self) -> Usage:
         reserved_bytes = sum(
-            (self.num_slots(number) + self.pool_slots(number)) * group.bytes_per_token
-            for number, group in enumerate(self.groups)
+            self.num_slots(number) * self.slot_bytes(number) for number in range(len(self.groups))
+        )
+        reserved_bytes += sum(
+            self.pool_slots(number) * self.slot_bytes(number) for number in range(self._num_seen)
         )
         return replace(self.pool.usage(), reserved_bytes=reserved_bytes)
 
@@ -257,10 +277,13 @@ class SharedVirtualAccounting:
         return self._windows.block_size
 
     def _tables(self, seq_id: int) -> list[Table]:
-        """Its blocks in each group; -1 where a window has passed."""
+        """Its blocks in each group that is seen; -1 where a window has passed."""
         tables = self.pool.blocks.tables
         row = tables.rows[seq_id]
-        return [ids[row, : tables.ends[group, row]] for group, ids in enumerate(tables.ids)]
+        return [
+            ids[row, : tables.ends[group, row]]
+            for group, ids in enumerate(tables.ids[: self._num_seen])
+        ]
 
     def _note(self, seq_id: int) -> None:
         """A sequence has come, without a window."""
@@ -285,13 +308,13 @@ class SharedVirtualAccounting:
     def _new_mappings(self, seq_id: int, begin: int, end: int) -> int:
         """How many it takes at most to show what a step takes or copies: one for each block."""
         size, tables, pools = self._block_size, self.pool.blocks.tables, self.pool.blocks.pools
-        count = (ceil_div(end, size) - ceil_div(begin, size)) * len(self.groups)
+        count = (ceil_div(end, size) - ceil_div(begin, size)) * self._num_seen
         if self._rows[seq_id] < 0:
-            count += 2 * len(self.groups)  # what is before and behind the first one
+            count += 2 * self._num_seen  # what is before and behind the first one
         if begin % size == 0:
             return count
         row, column = tables.rows[seq_id], begin // size
-        for number, ids in enumerate(tables.ids):
+        for number, ids in enumerate(tables.ids[: self._num_seen]):
             # A hit's last block, used in part, is copied; so is one that others hold too.
             held = column < tables.ends[number, row]
             count += not held or int(pools[number].refs[ids[row, column]] > 1)
@@ -304,7 +327,7 @@ class SharedVirtualAccounting:
         index, size = self.pool.blocks.index, self._block_size
         starts = (
             start_of(index, number, group, size, hit, hit.num_tokens)
-            for number, group in enumerate(self.groups)
+            for number, group in enumerate(self.groups[: self._num_seen])
         )
         return sum(self._windows.num_runs(n, start.blocks) for n, start in enumerate(starts))
 

@@ -14,10 +14,11 @@ from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes, scale_bytes
-from quire.strategies.base import LayerView, MakeWriter
 from quire.strategies.entries import Entries, RangeLayer
 from quire.strategies.layout import attention_spec, stacks
-from quire.strategies.storage import Pages, back
+from quire.strategies.pages import Pages, back
+from quire.strategies.states import StateRows, make_states
+from quire.strategies.view import LayerView, MakeWriter
 from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ class WindowStorage:
     ) -> None:
         self.memory = CountedMemory(provider)
         self._layers: dict[int, RangeLayer] = {}
-        self._stacks: list[list[_Stack]] = []  # of each group
+        self._states = make_states(self.memory, accounting)
+        self._stacks: list[list[_Stack]] = []  # of each group with tokens; they come first
         for index, group in enumerate(accounting.groups):
+            if index in self._states:
+                continue
             spec, slots = attention_spec(group), accounting.num_slots(index)
             longest = accounting.block_size(index)
             self._stacks.append([])
@@ -67,6 +71,9 @@ class WindowStorage:
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
+            if change.group in self._states:
+                self._states[change.group].apply(change)
+                continue
             stacks_ = self._stacks[change.group]
             if isinstance(change, Map):
                 _show(stacks_, change)
@@ -94,10 +101,15 @@ class WindowStorage:
     def view(self, layer: int) -> LayerView:
         return self._layers[layer].view
 
+    def states(self, group: int) -> StateRows:
+        return self._states[group]
+
     def close(self) -> None:
         for several in self._stacks:
             for stack in several:
                 stack.region.close()
+        for rows in self._states.values():
+            rows.close()
 
     def _stack(self, accounting: SharedVirtualAccounting, group: int, token_bytes: int) -> _Stack:
         slots = accounting.pool_slots(group)
