@@ -32,9 +32,9 @@ from torch import Tensor
 from quire.attention import SdpaAttention, make_batch
 from quire.config import KV_CACHE_DTYPES
 from quire.memory import HostMemory
-from quire.models.hooks import make_step
 from quire.models.loader import LoadedModel, load
-from quire.models.packed import PackedModel
+from quire.models.ways.hooks import make_step
+from quire.models.ways.packed import PackedModel
 from quire.strategies import CacheConfig, Fits, build_accounting, build_storage
 from quire.units import format_seconds
 

@@ -7,13 +7,9 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    CodeGenConfig,
     Gemma3nTextConfig,
     GPT2Config,
-    GPTJConfig,
     Llama4TextConfig,
-    MambaConfig,
     Phi3Config,
     PreTrainedModel,
 )
@@ -21,16 +17,16 @@ from transformers import (
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory
-from quire.models.hooks import ATTENTION_NAME, EngineCache, Step, attend, reading_through_attend
-from quire.strategies import STRATEGIES
-from tiny import CONFIGS, tiny_model
+from quire.models.ways.hooks import (
+    ATTENTION_NAME,
+    EngineCache,
+    Step,
+    attend,
+    reading_through_attend,
+)
+from tiny import CONFIGS, random_model, tiny_model
 
 _TINY: dict[str, Any] = dict(vocab_size=99, bos_token_id=1, eos_token_id=2)
-OUTSIDE_THE_INTERFACE: dict[str, Callable[[], Any]] = {
-    "bloom": lambda: BloomConfig(**_TINY, hidden_size=32, n_layer=2, n_head=2, seq_length=64),
-    "gptj": lambda: GPTJConfig(**_TINY, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
-    "codegen": lambda: CodeGenConfig(**_TINY, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
-}
 
 
 def llm_of(model: PreTrainedModel, **options: Any) -> LLM:
@@ -48,22 +44,6 @@ def refusal(model: PreTrainedModel) -> str:
 
 
 # -- models that cannot be carried ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OUTSIDE_THE_INTERFACE)
-def test_attention_outside_the_interface_is_refused(name: str) -> None:
-    message = refusal(AutoModelForCausalLM.from_config(OUTSIDE_THE_INTERFACE[name]()).eval())
-    assert f"({name})" in message
-    assert "no layer can be reached" in message
-    assert "past_key_values=quire.cache(model)" in message
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_recurrent_model_is_sent_to_generate(strategy: str) -> None:
-    config = MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModel, match=r"mamba: layers \[0, 1\] keep a recurrent state"):
-        llm_of(model, cache=strategy)
 
 
 def test_positions_that_one_long_sequence_would_turn_for_all_are_refused() -> None:
@@ -116,17 +96,22 @@ def test_layers_that_never_report_are_named() -> None:
         count = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
         return hidden_states.cumsum(1) / count, None
 
-    assert "layers [2] never reached the cache" in refusal(with_layer_replaced(2, average))
+    message = refusal(with_layer_replaced(2, average))
+    assert "table, gathered, alone: layers [2] never reached the cache" in message
 
 
-def test_a_layer_that_writes_and_reads_by_itself_is_named() -> None:
+def test_a_layer_that_writes_and_does_not_read_has_its_model_run_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def eager(attention: Any, hidden_states: Any, past_key_values: Any = None, **_: Any) -> Any:
         if past_key_values is not None:
             k = torch.zeros(1, 2, hidden_states.shape[1], 16)
             past_key_values.update(k, k, 1)
         return hidden_states, None
 
-    assert "layers [1] never reached the cache" in refusal(with_layer_replaced(1, eager))
+    with llm_of(with_layer_replaced(1, eager)) as llm:
+        assert llm.attention_way == "alone"
+    assert "table, gathered: layers [1] never reached the cache" in caplog.text
 
 
 def test_a_layer_that_asks_the_cache_for_something_else_is_refused() -> None:
@@ -136,15 +121,19 @@ def test_a_layer_that_asks_the_cache_for_something_else_is_refused() -> None:
         return hidden_states, None
 
     message = refusal(with_layer_replaced(3, odd))
-    assert "LlamaForCausalLM (llama) does not run packed" in message
-    assert "layers" in message
+    assert "LlamaForCausalLM (llama) runs in none of the ways" in message
+    assert "IndexError" in message
 
 
-def test_a_layer_that_keeps_the_step_to_itself_is_refused() -> None:
+def test_a_layer_that_keeps_the_step_to_itself_has_its_model_run_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def alone(attention: Any, *args: Any, quire_step: Any = None, **kwargs: Any) -> Any:
         return attention(*args, **kwargs)
 
-    assert "keyword arguments did not reach" in refusal(with_layer_replaced(0, alone))
+    with llm_of(with_layer_replaced(0, alone)) as llm:
+        assert llm.attention_way == "alone"
+    assert "keyword arguments did not reach" in caplog.text
 
 
 def test_other_logits_than_alone_are_refused_with_both_figures() -> None:
@@ -155,14 +144,14 @@ def test_other_logits_than_alone_are_refused_with_both_figures() -> None:
         return out * hidden_states.shape[1], weights
 
     message = refusal(with_layer_replaced(0, counting))
-    assert "gives other logits packed than alone" in message
+    assert "gives other logits than by itself" in message
     assert "1e-03 allowed" in message
 
 
 def test_entries_of_another_shape_than_the_config_says_are_refused() -> None:
     model = tiny_model("llama")
     model.config.num_key_value_heads = 4
-    assert "does not run packed" in refusal(model)
+    assert "this layer keeps 4 heads" in refusal(model)
 
 
 # -- both seams -----------------------------------------------------------------------------------
@@ -283,7 +272,7 @@ def test_a_layer_that_counts_positions_itself_counts_each_sequences_own() -> Non
     assert got == want
 
 
-def test_layers_that_share_another_layers_memory_are_refused_by_number() -> None:
+def test_layers_that_share_another_layers_memory_read_it_in_a_packed_step() -> None:
     config = Gemma3nTextConfig(
         **_TINY,
         hidden_size=32,
@@ -293,7 +282,7 @@ def test_layers_that_share_another_layers_memory_are_refused_by_number() -> None
         num_key_value_heads=1,
         head_dim=16,
         sliding_window=9,
-        layer_types=["full_attention"] * 3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         num_kv_shared_layers=1,
         max_position_embeddings=128,
         pad_token_id=0,
@@ -302,5 +291,13 @@ def test_layers_that_share_another_layers_memory_are_refused_by_number() -> None
         laurel_rank=4,
         activation_sparsity_pattern=None,
     )
-    message = refusal(AutoModelForCausalLM.from_config(config).eval())
-    assert "layer 2 keeps nothing of its own and reads another layer's" in message
+    model = random_model(config)
+    prompts = [[3 + (7 * i + j) % 90 for i in range(20 + j)] for j in range(3)]
+    with llm_of(model, max_num_batched_tokens=13) as llm:
+        assert llm.attention_way == "table"
+        said = llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True, temperature=0))
+    for prompt, completion in zip(prompts, said, strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.inference_mode():
+            likeliest = model(ids, use_cache=False).logits[0].argmax(-1)
+        assert likeliest[len(prompt) - 1 : -1].tolist() == list(completion.token_ids)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire import LLM
-from quire.errors import ConfigError, ModelNotLoadable, QuireError, UnsupportedModel
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, ModelNotLoadable, QuireError
 from quire.models.loader import adopt, load
 from quire.spec import ModelSpec
 from tiny import tiny_model
@@ -205,13 +205,14 @@ def test_a_model_type_that_cannot_run_is_refused(folder: Path, model_type: objec
         load(folder)
 
 
-def test_a_recurrent_model_is_sent_to_generate(folder: Path) -> None:
+def test_a_model_of_recurrent_layers_alone_is_loaded(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, MambaConfig
 
     config = MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with pytest.raises(UnsupportedModel, match=r"layers \[0, 1\].*past_key_values=quire.cache"):
-        LLM(folder)
+    with LLM(folder, kv_cache_memory_bytes="1MB", max_model_len=64) as llm:
+        (said,) = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(said.token_ids) == 3
 
 
 def test_code_in_the_folder_is_never_run(folder: Path) -> None:

@@ -23,7 +23,6 @@ from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 17, 1, 30)]
-DEPENDS_ON_LATENTS = {"deepseek_v3"}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ def test_every_family_says_the_same(name: str, dtype: torch.dtype) -> None:
     model = shared_model(name, dtype)
     with llm_of(model) as llm:
         got = texts(llm)
-        assert bool(recordings(llm)._made) == (name not in DEPENDS_ON_LATENTS)
+        assert recordings(llm)._made
     if dtype == torch.float32:  # in bfloat16 a row may be rounded otherwise beside more rows
         assert got == unrecorded_texts(model)
 
@@ -96,6 +95,7 @@ def test_codes_are_written_the_same(kept_as: str) -> None:
 def test_logits_are_those_of_the_model(name: str, num_tokens: int) -> None:
     """Of a step that has fewer rows than its recording; of one with more there is none."""
     with llm_of(shared_model(name), max_model_len=256) as llm:
+        recordings(llm)._made.clear()  # what the trial at load has led to
         prompt = [tokens(1, num_tokens, seed=3)[0].tolist()]
         told = llm.generate(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=0))[0]
         made = recordings(llm)._made
@@ -199,10 +199,10 @@ def test_another_number_of_threads_is_recorded_anew() -> None:
         try:
             torch.set_num_threads(1)
             want = texts(llm)
-            made = set(map(id, recordings(llm)._made.values()))
+            made = list(recordings(llm)._made.values())
             torch.set_num_threads(2)
             assert texts(llm) == want
-            assert made.isdisjoint(map(id, recordings(llm)._made.values()))
+            assert not any(each is old for each in recordings(llm)._made.values() for old in made)
         finally:
             torch.set_num_threads(before)
 

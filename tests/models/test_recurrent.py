@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     BambaConfig,
     FalconH1Config,
@@ -25,15 +25,17 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
-from transformers.cache_utils import LinearAttentionLayer
 
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
 from quire.engine.beam import BeamSearchParams
+from quire.engine.plan import StepPlan
 from quire.engine.runner import ModelRunner
-from quire.errors import ConfigError, RequestError, UnsupportedModel
-from quire.models.recurrent import KEPT_STATES, States
+from quire.engine.scheduler import NO_DRAFTS, Drafts
+from quire.errors import ConfigError, UnsupportedModel
+from quire.spec import ModelSpec, RecurrentState
 from quire.strategies import STRATEGIES
+from quire.strategies.layout import slot_bytes
 from tiny import random_model, tiny_model
 
 _COMMON: dict[str, Any] = dict(
@@ -98,6 +100,18 @@ PURE: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": lambda: MambaConfig(**_PURE),
     "mamba2": lambda: Mamba2Config(**_PURE, num_heads=2, head_dim=16, n_groups=1),
 }
+JAMBA: dict[str, Any] = dict(
+    **_COMMON,
+    **_EXPERTS,
+    num_experts=4,
+    attn_layer_period=4,
+    attn_layer_offset=2,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    mamba_d_state=8,
+    mamba_dt_rank=8,
+    use_mamba_kernels=False,
+)
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
 # One longer than several steps take in, one of a single token.
 PROMPTS = [[3 + (7 * i + 5 * j) % 190 for i in range(n)] for j, n in enumerate((4, 23, 11, 1, 17))]
@@ -170,7 +184,7 @@ def test_in_any_company_a_sequence_says_what_it_says_alone(name: str) -> None:
         assert llm.engine.scheduler.num_preemptions == 1
         assert pieces[1:] == want[1:]
         assert pieces[0] == want[0][: len(pieces[0])]
-        assert runner_of(llm).state_bytes == 0
+        assert llm._kv.accounting.held_bytes == 0
         assert runner_of(llm)._model._recordings is None  # states are its own matter
     assert forwards(model) == []
 
@@ -183,15 +197,66 @@ def test_under_every_strategy(
         assert texts(llm) == alone
 
 
-def test_siblings_compute_the_prompt_themselves(hybrid: PreTrainedModel) -> None:
+def test_siblings_share_the_prompt(hybrid: PreTrainedModel) -> None:
     """A seat for one or for all of them: the text is the same."""
     params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
     with llm_of(hybrid) as llm:
         (together,) = llm.generate([PROMPTS[1]], params)
+        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
     with llm_of(hybrid, max_num_seqs=1) as llm:
         (one_by_one,) = llm.generate([PROMPTS[1]], params)
     assert [c.token_ids for c in together.choices] == [c.token_ids for c in one_by_one.choices]
     assert len({c.token_ids for c in together.choices}) == 3
+
+
+def test_beams_go_on_from_copies_of_states(hybrid: PreTrainedModel) -> None:
+    """What a beam says is as likely as when it is computed without a cache."""
+    with llm_of(hybrid) as llm:
+        (found,) = llm.beam_search([PROMPTS[2]], BeamSearchParams(beam_width=3, max_tokens=6))
+    for choice in found.choices:
+        text = [*PROMPTS[2], *choice.token_ids]
+        with torch.inference_mode():
+            logprobs = hybrid(torch.tensor([text])).logits[0].log_softmax(-1)
+        steps = range(len(PROMPTS[2]), len(text))
+        total = sum(float(logprobs[at - 1, text[at]]) for at in steps)
+        assert choice.cumulative_logprob == pytest.approx(total, abs=1e-3)
+    assert len({choice.token_ids for choice in found.choices}) == 3
+
+
+# -- prefixes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["paged", "virtual"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "falcon_h1", "mamba2"])
+def test_who_begins_alike_goes_on_from_a_copy_of_the_state(name: str, cache: str) -> None:
+    model = random_model({**HYBRIDS, **PURE}[name]())
+    begin = [3 + 7 * i % 90 for i in range(40)]
+    prompts = [begin, [*begin[:36], 5, 6, 7, 8, 9], [*begin[:20], 11, 12], begin[:33]]
+    want = [without_a_cache(model, prompt) for prompt in prompts]
+    # As many tokens a block as a page of the small model's has, where pages are shared.
+    with llm_of(model, cache=cache, block_size=8, max_num_batched_tokens=64) as llm:
+        size = llm._kv.accounting.state_block_size
+        cached = []
+        for prompt, text in zip(prompts, want, strict=True):
+            (said,) = llm.generate([prompt], GREEDY)
+            assert list(said.token_ids) == text
+            cached.append(said.num_cached_tokens)
+            assert llm._kv.accounting.held_bytes == 0
+        # Kept where the first prompt's last full block ends, and where those of the others do.
+        assert 39 // size * size == 32
+        assert cached == [0, 32, 0, 32]
+        llm._kv.accounting.check()
+        assert llm.reset_prefix_cache()
+        assert llm._kv.accounting.usage().cached_bytes == 0
+
+
+def without_a_cache(model: PreTrainedModel, prompt: list[int], count: int = 9) -> list[int]:
+    """The likeliest tokens by the model's own full forward."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 # -- steps that fail ------------------------------------------------------------------------------
@@ -229,7 +294,32 @@ def test_a_step_computed_again_gives_the_same(
             assert texts(llm) == alone
         with failing_once(runner_of(llm), "run", at, late=late):
             assert texts(llm) == alone
-        assert runner_of(llm).state_bytes == 0
+        assert llm._kv.accounting.held_bytes == 0
+        assert not llm.engine.scheduler.suspects or llm.engine.scheduler.plan().num_tokens == 0
+
+
+def test_who_fails_every_time_ends_and_the_others_go_on(
+    hybrid: PreTrainedModel, alone: list[list[int]]
+) -> None:
+    """Everybody's state is lost with the step; each is computed alone until the guilty is found."""
+    with llm_of(hybrid) as llm:
+        runner, poison = runner_of(llm), PROMPTS[1][-1]
+        own = runner.run
+
+        def run(plan: StepPlan) -> torch.Tensor:
+            logits = own(plan)
+            if any(poison in chunk.token_ids for chunk in plan.chunks):
+                raise MemoryError("poison")
+            return logits
+
+        runner.run = run  # type: ignore[method-assign]
+        said = llm.generate(PROMPTS, GREEDY)
+        ends = [completion.finish_reason for completion in said]
+        assert ends == ["length", "error", "length", "length", "length"]
+        for index in (0, 2, 3, 4):
+            assert list(said[index].token_ids) == alone[index]
+        llm._kv.accounting.check()
+        assert llm._kv.accounting.held_bytes == 0
 
 
 def test_a_pass_that_fails_half_way_leaves_states_and_model_as_they_were(
@@ -293,50 +383,85 @@ def test_a_forward_of_the_owners_own_is_used_and_stays(alone: list[list[int]]) -
 def test_states_take_the_bytes_that_the_spec_says_and_are_given_back(
     name: str, dtype: torch.dtype
 ) -> None:
+    """One row of pages for each sequence, in all layers together, and no second one."""
     model = random_model(HYBRIDS[name]()).to(dtype)
-    with llm_of(model) as llm:
-        runner = runner_of(llm)
-        assert runner.state_bytes == 0  # nothing is left of the trial
-        most = 0
-        stream = llm.stream(PROMPTS, GREEDY)
-        for _ in stream:
-            num_running = llm.engine.scheduler.num_running
-            most = max(most, runner.state_bytes)
-            assert runner.state_bytes % llm.spec.state_bytes == 0
-            assert runner.state_bytes <= KEPT_STATES * llm.spec.state_bytes * (num_running + 1)
-        assert most > KEPT_STATES * llm.spec.state_bytes
-        assert most <= llm.ledger.state_bytes == 4 * KEPT_STATES * llm.spec.state_bytes
-        assert runner.state_bytes == 0
+    with llm_of(model, enable_prefix_caching=False) as llm:
+        accounting = llm._kv.accounting
+        (group,) = (g for g in accounting.groups if isinstance(g.spec, RecurrentState))
+        row_bytes = slot_bytes(group, 4096)
+        assert group.bytes_for(1) <= row_bytes < group.bytes_for(1) + 4096 + 8 * group.num_layers
+        assert accounting.held_bytes == 0  # nothing is left of the trial
+        for _ in llm.stream(PROMPTS, GREEDY):
+            tokens = [accounting.num_tokens(s.seq_id) for s in llm.engine.scheduler._queues.running]
+            full = [g for g in accounting.groups if g is not group]
+            blocks = sum(-(-n // 16) for n in tokens)
+            in_blocks = sum(g.block_bytes(16) for g in full) * blocks
+            assert accounting.held_bytes >= len(tokens) * row_bytes + in_blocks
+            assert llm._kv.memory.committed_bytes == accounting.usage().committed_bytes
+        assert accounting.held_bytes == 0
+        assert llm._kv.memory.committed_bytes == 0
         next(llm.stream(PROMPTS, GREEDY))  # and left early
-        assert runner.state_bytes == 0
-        stream = llm.stream(PROMPTS, GREEDY)
+        assert accounting.held_bytes == 0
+
+
+def test_a_short_prompt_beside_a_large_pool_takes_its_state_and_little_else() -> None:
+    """No block of one group is padded to another's: 12 tokens in a pool for 100,000."""
+    config = JAMBA | {"hidden_size": 512, "num_hidden_layers": 8, "attn_layer_offset": 4}
+    model = random_model(JambaConfig(**config | {"attn_layer_period": 8}))
+    pool = 100_000 * ModelSpec.from_config(model.config.to_dict()).bytes_per_token
+    with LLM(model, kv_cache_memory_bytes=pool, max_model_len=256, max_num_seqs=2) as llm:
+        stream = llm.stream([list(range(3, 15))], GREEDY)
         next(stream)
-        assert runner.state_bytes > 0
-    assert runner.state_bytes == 0
+        taken = llm._kv.memory.committed_bytes
+        assert llm.spec.state_bytes < taken
+        assert taken - llm.spec.state_bytes <= 0.01 * pool
+        assert taken <= 1.1 * llm.spec.bytes_for(16)  # a block of 16 tokens
 
 
 def test_who_makes_room_keeps_no_state(hybrid: PreTrainedModel) -> None:
-    with llm_of(hybrid) as llm:
+    with llm_of(hybrid, enable_prefix_caching=False) as llm:
         stream = llm.stream([PROMPTS[0], PROMPTS[2]], GREEDY)
         for _ in range(6):
             next(stream)
-        assert runner_of(llm).state_bytes == 2 * KEPT_STATES * llm.spec.state_bytes
+        assert llm._kv.accounting.held_bytes > 2 * llm.spec.state_bytes
         while llm.engine.scheduler.preempt_youngest(spare_oldest=False):
             pass
-        llm.step()
-        assert runner_of(llm).state_bytes == 2 * llm.spec.state_bytes  # the first chunk's
+        assert llm._kv.accounting.held_bytes == 0
         list(stream)
 
 
-def test_kv_and_states_stay_within_the_ceiling(hybrid: PreTrainedModel) -> None:
+@pytest.mark.parametrize("to_file", [False, True])
+@pytest.mark.parametrize("cache", ["paged", "virtual", "growing"])
+def test_who_makes_room_may_have_its_state_saved(
+    hybrid: PreTrainedModel, alone: list[list[int]], cache: str, to_file: bool, tmp_path: Path
+) -> None:
+    where = str(tmp_path) if to_file else None
+    swap = dict(swap_space="4MB", swap_path=where, enable_prefix_caching=False)
+    with llm_of(hybrid, cache=cache, **swap) as llm:
+        scheduler = llm.engine.scheduler
+        scheduler.costs.swap_s = lambda _: 0.0  # type: ignore[method-assign]
+        own, plans = scheduler.plan, iter(range(100))
+
+        def plan(drafts: Drafts = NO_DRAFTS) -> StepPlan:
+            if next(plans) in (4, 7, 8):
+                scheduler._preempt(scheduler._queues.running[-1], "a test")
+            return own(drafts)
+
+        scheduler.plan = plan  # type: ignore[method-assign]
+        assert texts(llm) == alone
+        stats = scheduler.stats
+        assert stats.num_swaps == 3
+        assert stats.num_recomputed_tokens == 0
+        assert stats.loaded_bytes == stats.saved_bytes >= 3 * llm.spec.state_bytes
+
+
+def test_states_and_tokens_draw_on_one_budget(hybrid: PreTrainedModel) -> None:
     with llm_of(hybrid, kv_cache_memory_bytes="1MB") as llm:
-        states = 4 * KEPT_STATES * llm.spec.state_bytes
-        capacity = llm._kv.accounting.ceiling.capacity_bytes
-        assert 0 < capacity <= 10**6 - states
+        assert llm._kv.accounting.ceiling.capacity_bytes == 10**6
         row = next(line for line in llm.ledger.explain().splitlines() if "states" in line)
         assert "max_num_seqs" in row
-    with pytest.raises(ConfigError, match="cannot hold the states of 4 sequences"):
-        llm_of(hybrid, kv_cache_memory_bytes="100KB")
+    with pytest.raises(ConfigError, match="cannot hold even a short sequence"):
+        llm_of(hybrid, kv_cache_memory_bytes="20KB")
 
 
 def test_a_rule_that_gives_what_is_asked_for_gives_room_for_the_states_too(
@@ -348,102 +473,52 @@ def test_a_rule_that_gives_what_is_asked_for_gives_room_for_the_states_too(
         assert completion.finish_reason == "length"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2), st.sampled_from(["on", "again", "anew", "ends"]), st.integers(1, 5)
-        ),
-        max_size=40,
-    )
-)
-@settings(max_examples=60, deadline=None)
-def test_states_are_those_of_the_tokens_before(steps: list[tuple[int, str, int]]) -> None:
-    """A step that goes on, is computed again, or begins anew finds what a list of all would say."""
-    states = States()
-    computed = {0: [0], 1: [0], 2: [0]}  # after how many tokens each has been, since it began
-    for sequence, what, num_tokens in steps:
-        been = computed[sequence]
-        if what == "ends":
-            states.forget(sequence)
-            computed[sequence] = [0]
-            continue
-        if what == "anew":
-            been[:] = [0]
-        elif what == "again" and len(been) > 1:
-            been.pop()
-        start = been[-1]
-        before = states.at(sequence, start)
-        assert [layer.conv_states[0].item() for layer in before.values()] == [start][: len(before)]
-        assert bool(before) == (start > 0)
-        layer = LinearAttentionLayer()
-        layer.conv_states[0] = torch.tensor([float(start + num_tokens)])
-        states.put(sequence, start + num_tokens, {0: layer})
-        been[:] = [start, start + num_tokens]
-        assert states.num_bytes <= 3 * KEPT_STATES * 4
-    for sequence in computed:
-        states.forget(sequence)
-    assert states.num_bytes == 0
-
-
-def test_a_state_that_is_not_there_is_an_error() -> None:
-    states = States()
-    states.put(3, 8, {})
-    with pytest.raises(RuntimeError, match=r"goes on after 5 tokens.*\[8\]"):
-        states.at(3, 5)
-
-
 # -- what such a model cannot have ----------------------------------------------------------------
 
 
-def test_what_needs_earlier_states_is_left_out_and_said(
-    hybrid: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), llm_of(hybrid, swap_space="1MB") as llm:
-        assert [r.message.split(",")[0].split(": ")[1] for r in caplog.records] == [
-            "no prefix caching",
-            "no swap_space",
-        ]
-        first, again = llm.generate([PROMPTS[1]], GREEDY) + llm.generate([PROMPTS[1]], GREEDY)
-        assert first.token_ids == again.token_ids
-        assert again.num_cached_tokens == 0
-
-
-def test_speculation_and_beams_are_refused(hybrid: PreTrainedModel) -> None:
+def test_speculation_is_refused(hybrid: PreTrainedModel) -> None:
     lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=r"layers \[0, 1, 3\].*guess was wrong"):
         llm_of(hybrid, speculative_config=lookup)
     draft = SpeculativeConfig(model=hybrid, num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=r"draft model GraniteMoeHybrid.*guess was wrong"):
         llm_of(tiny_model("llama"), speculative_config=draft)
-    with llm_of(hybrid) as llm, pytest.raises(RequestError, match="beams cannot share"):
-        llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=2, max_tokens=3))
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_a_model_of_recurrent_layers_alone_is_sent_to_generate(name: str) -> None:
-    message = rf"{name}: layers \[0, 1\] keep a recurrent state.*past_key_values=quire.cache"
-    with pytest.raises(UnsupportedModel, match=message):
-        llm_of(random_model(PURE[name]()))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_of_recurrent_layers_alone(name: str, strategy: str) -> None:
+    model = random_model(PURE[name]())
+    prompts = [[token % 99 for token in prompt] for prompt in PROMPTS]
+    with llm_of(model, cache=strategy, kv_cache_memory_bytes="64KB") as llm:
+        said = llm.generate(prompts, GREEDY)
+        assert [list(c.token_ids) for c in said] == [without_a_cache(model, p) for p in prompts]
+        assert llm._kv.accounting.held_bytes == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_does_not_continue_a_prompt_exactly_is_sent_to_generate(
-    dtype: torch.dtype,
+def test_a_scan_that_begins_anew_with_each_chunk_gets_its_tokens_one_by_one(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Jamba's scan begins anew with each chunk of several tokens, in Transformers itself."""
-    config = JambaConfig(
-        **_COMMON,
-        **_EXPERTS,
-        num_experts=4,
-        attn_layer_period=4,
-        attn_layer_offset=2,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_d_state=8,
-        mamba_dt_rank=8,
-        use_mamba_kernels=False,
-    )
-    model = random_model(config).to(dtype)
+    """Jamba's, in Transformers itself, so that its own generate() is no measure here."""
+    model = random_model(JambaConfig(**JAMBA))
+    with caplog.at_level(logging.WARNING), llm_of(model) as llm:
+        assert any("JambaMambaMixer cannot go on" in r.message for r in caplog.records)
+        assert texts(llm) == [without_a_cache(model, prompt) for prompt in PROMPTS]
+    assert forwards(model) == []
+
+
+def test_a_scan_that_does_not_go_on_at_all_is_sent_to_generate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(HYBRIDS["lfm2"]())
+    mixer = type(model.model.layers[0].conv)
+    own = mixer.forward
+
+    @functools.wraps(own)
+    def forgetful(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(self, hidden_states + hidden_states.shape[1], *args, **kwargs)
+
+    monkeypatch.setattr(mixer, "forward", forgetful)
     with pytest.raises(UnsupportedModel, match=r"1e-03 allowed.*past_key_values=quire.cache"):
         llm_of(model)
     assert forwards(model) == []

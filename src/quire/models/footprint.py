@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from quire.memory.machine.probe import mapped_from_files
-from quire.models.loader import DEMO_MODEL, find_folder, read_config
+from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
 from quire.spec import ModelSpec
 
 _FLOAT32_BYTES = 4
@@ -84,7 +84,8 @@ def outline(
     config, spec = read_config(source, folder)
     wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+        made = auto_class(config)
+        model = made.from_config(config, dtype=wanted, trust_remote_code=False)
     named = DEMO_MODEL if name is None else source
     dtype_name = str(wanted).removeprefix("torch.")
     return named, footprint(model), spec.computed_in(dtype_name)

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -84,7 +86,7 @@ def load(
     quantized = _quantized(quantization)
     config, spec = read_config(source, folder)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = auto_class(config).from_pretrained(
             source,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -104,6 +106,23 @@ def load(
         tokenizer=_tokenizer(source),
         spec=spec.computed_in(_dtype_name(model)),
     )
+
+
+def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
+    """What a model hears, [mels, frames], of which two are a token; None for one that reads ids."""
+    model = loaded.model
+    if model.main_input_name != "input_features":
+        return None
+    mels: int = model.config.num_mel_bins
+    return mels, 2 * loaded.spec.source_tokens
+
+
+def auto_class(config: Any) -> Any:
+    """Transformers' class for what a config describes: one that reads a source, or text alone."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return AutoModelForCausalLM
+    hears = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
+    return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
 
 
 def _quantized(quantization: str | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from quire.attention import VaryingCall
 from quire.kernels.threads import Call
-from quire.models.hooks import Step
+from quire.models.ways.hooks import Step
 
 
 class Operator:

@@ -13,6 +13,7 @@ from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.sums import Sums
 from quire.models.recorded.parts import Attend, Operator, Part, Write
 from quire.models.recorded.pieces import Pieces
+from quire.spec import AttentionSpec, LatentAttention
 
 _INPUT_DEPENDENT = (
     torch.Tag.data_dependent_output,
@@ -44,9 +45,13 @@ class MadeUp:
     def write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor) -> None:
         self._written[layer] = k, v
 
-    def attend(self, q: Tensor, view: int, *_: object, **__: object) -> Tensor:
+    def attend(
+        self, q: Tensor, view: int, batch: object, *, spec: AttentionSpec, **_: object
+    ) -> Tensor:
         """As much of each token's value as its query and key have in common: [T, H, Dv]."""
         kept = self._written.pop(view)
+        if isinstance(spec, LatentAttention):
+            kept = torch.cat(kept, -1), kept[0]
         k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in kept)
         shares = torch.sigmoid((q.float() * k).mean(-1, keepdim=True))
         return (shares * v).to(q.dtype)
@@ -142,13 +147,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view: int,  # as ``view`` gives it
         batch: object,
         *,
-        spec: object,
+        spec: AttentionSpec,
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
         with self._unwatched():
-            made_up = self._made_up.attend(q, view)
+            made_up = self._made_up.attend(q, view, batch, spec=spec)
             out = self._pieces.like(made_up).copy_(made_up)
         queries, outs, sinks = self._kept([q, out, sinks])
         self._add(

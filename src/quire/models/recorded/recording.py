@@ -10,8 +10,8 @@ from quire.attention import AttentionBatch, FindWords, VaryingCall
 from quire.kernels.player import Player
 from quire.kernels.threads import Call
 from quire.layers.cpu import CpuLinear
-from quire.models.hooks import Step
 from quire.models.recorded.parts import Attend, Part, Write
+from quire.models.ways.hooks import Step
 
 Run: TypeAlias = Callable[[Step, int], None]  # (the step, how many rows of the pass are wanted)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.layers.cpu import CpuLinear
-from quire.models.hooks import Step
 from quire.models.recorded.pieces import Pieces
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.models.recorded.recording import Recording
 from quire.models.recorded.unchanged import Unchanged
-from quire.spec import AttentionSpec, LatentAttention
+from quire.models.ways.hooks import Step
+from quire.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,6 @@ class Recordings:
 
     def _make(self, size: int, specs: dict[int, AttentionSpec]) -> Recording:
         """Raises: NotRecordable."""
-        if any(isinstance(spec, LatentAttention) for spec in specs.values()):
-            raise NotRecordable("its latents are expanded by what a step holds")
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         every = torch.arange(size)
         other_ids, other_positions = (5 + 11 * every) % vocab_size, 3 + every

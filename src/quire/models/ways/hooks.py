@@ -10,9 +10,10 @@ Both hold for one ``forward`` only: between two steps the model is its owner's, 
 ``Step.silent`` names the layers whose reads or writes did not come by.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from quire.attention import AttentionBackend, AttentionBatch
-from quire.attention.gather import read_sequence, readable
-from quire.attention.sdpa import attend_sequence
 from quire.errors import UnsupportedModel
-from quire.spec import AttentionSpec, LatentAttention
+from quire.models.states.recurrent import StepStates
+from quire.models.ways.gathered import attend_gathered, gather
+from quire.models.ways.latent import AbsorbedLatent
+from quire.models.ways.latent_read import attend_latents
+from quire.models.ways.source import KeptSource
+from quire.spec import AttentionSpec
 from quire.strategies import Accounting, Storage
-from quire.strategies.layout import attention_spec
+from quire.strategies.layout import attention_groups, attention_spec
 
 ATTENTION_NAME = "quire"
 
@@ -38,8 +42,21 @@ class Step:
     backend: AttentionBackend
     specs: Mapping[int, AttentionSpec]
     batches: Mapping[int, AttentionBatch]  # a layer's group's
+    # Layers that read through block tables what their model would expand first …
+    absorbed: Mapping[int, AbsorbedLatent] = field(default_factory=dict)
+    # … and those that are given all that they can read, for their model to change it as it likes.
+    gathered: Collection[int] = ()
+    states: StepStates | None = None  # where layers are recurrent
+    # A layer that keeps nothing of its own → whose keys and values it reads.
+    lenders: Mapping[int, int] = field(default_factory=dict)
+    sources: Sequence[KeptSource] = ()  # of each chunk, where the model reads any
     written: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    latest: int = -1  # the layer that was written last
+
+    def in_states(self, number: int | None = None) -> AbstractContextManager[None]:
+        """Recurrent layers go on from their states: for a pass over the step, or one chunk."""
+        return nullcontext() if self.states is None else self.states.in_place(number)
 
     @property
     def silent(self) -> list[int]:
@@ -50,7 +67,9 @@ class Step:
 class EngineCache:
     """What a model sees as its ``past_key_values`` during one step (the write seam)."""
 
+    layers: tuple[Any, ...] = ()  # whoever looks in finds nothing that came from outside
     is_compileable = False
+    is_initialized = True  # no chunk is anything but a continuation
 
     def __init__(self, step: Step, positions: Tensor) -> None:
         self._step = step
@@ -61,23 +80,19 @@ class EngineCache:
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's entries ([1, K, T, D] and [1, K, T, Dv]).
 
-        Returns them, unless the model expands them further (a latent): then those of every token
-        that the step's sequences hold, one sequence after the other.
+        Returns them; of a layer that is gathered those of every token that its queries may read,
+        one sequence after the other.
         """
         step = self._step
         batch = step.batches[layer_idx]
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         step.storage.write(layer_idx, batch.slots, k, v)
         step.written.add(layer_idx)
-        if not isinstance(step.specs[layer_idx], LatentAttention):
+        step.latest = layer_idx
+        if layer_idx not in step.gathered:
             return key_states, value_states
         view = step.storage.view(layer_idx)
-        held = [read_sequence(view, batch, index, 0) for index in range(batch.num_seqs)]
-        # In the model's own dtype, whatever they are kept in.
-        return (
-            torch.cat([k for k, _ in held], 1)[None].to(key_states.dtype),
-            torch.cat([v for _, v in held], 1)[None].to(value_states.dtype),
-        )
+        return gather(view, batch, step.specs[layer_idx], key_states.dtype)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         """What a token's place in the batch lacks to its position.
@@ -112,13 +127,14 @@ def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
     try:
         if config._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModel(
-                f"{type(model).__name__} ({config.model_type}): no layer can be reached, for its "
-                f"attention does not go through Transformers' interface; "
-                f"model.generate(past_key_values=quire.cache(model)) runs it"
+                "no layer can be reached, for its attention does not go through Transformers' "
+                "interface"
             )
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation({name: what for name, what in own.items() if what})
+        for name in (name for name, what in own.items() if name and not what):
+            getattr(config, name)._attn_implementation_internal = None  # it never had one
 
 
 def make_step(
@@ -126,15 +142,16 @@ def make_step(
     storage: Storage,
     backend: AttentionBackend,
     batches: list[AttentionBatch],
+    lenders: Mapping[int, int],
 ) -> Step:
-    """``batches``: one for each group of the accounting."""
+    """``batches``: one for each of the accounting's groups that have tokens."""
     specs: dict[int, AttentionSpec] = {}
     by_layer: dict[int, AttentionBatch] = {}
-    for group, batch in zip(accounting.groups, batches, strict=True):
+    for group, batch in zip(attention_groups(accounting.groups), batches, strict=True):
         for layer in group.layers:
             specs[layer] = attention_spec(group)
             by_layer[layer] = batch
-    return Step(storage=storage, backend=backend, specs=specs, batches=by_layer)
+    return Step(storage=storage, backend=backend, specs=specs, batches=by_layer, lenders=lenders)
 
 
 def attend(  # noqa: PLR0913 - the signature is Transformers'
@@ -152,39 +169,34 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
     """Transformers' attention function (the read seam): [1, T, H, Dv]."""
     if quire_step is None:
         raise RuntimeError("the step's keyword arguments did not reach the attention layers")
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = _layer_of(module, quire_step)
     if layer not in quire_step.specs:
-        raise RuntimeError(f"layer {layer} keeps nothing of its own and reads another layer's")
+        raise RuntimeError(f"layer {layer} attends, and keeps nothing that it could read")
     spec, batch = quire_step.specs[layer], quire_step.batches[layer]
     quire_step.read.add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1)
-    if isinstance(spec, LatentAttention):
-        out = _attend_expanded(q, key[0], value[0], batch, spec, scale)
-    else:
-        view = quire_step.storage.view(layer)
-        out = quire_step.backend.attend(
-            q, view, batch, spec=spec, scale=scale, softcap=softcap, sinks=s_aux
+    if layer in quire_step.gathered:
+        out = attend_gathered(
+            q, key[0], value[0], batch, spec, scale=scale, softcap=softcap, sinks=s_aux
         )
+        return out[None], None
+    view = quire_step.storage.view(layer)
+    read = partial(quire_step.backend.attend, scale=scale, softcap=softcap, sinks=s_aux)
+    absorbed = quire_step.absorbed.get(layer)
+    if absorbed is None:
+        out = read(q, view, batch, spec=spec)
+    else:
+        out = attend_latents(q, key, value, absorbed, view, batch, read, spec=spec)
     return out[None], None
 
 
-def _attend_expanded(
-    q: Tensor,  # [T, H, D]
-    k: Tensor,  # [H, all tokens of all sequences, D]
-    v: Tensor,
-    batch: AttentionBatch,
-    spec: AttentionSpec,
-    scale: float,
-) -> Tensor:
-    """Latents that the model has expanded itself, one sequence after the other."""
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
-    first = 0
-    for begin, end, context_len in batch.chunks():
-        own = slice(first, first + context_len)
-        mask = readable(spec, end - begin, context_len, 0, q.device)
-        out[begin:end] = attend_sequence(
-            q[begin:end], k[:, own], v[:, own], mask, scale=scale, softcap=None, sinks=None
-        )
-        first += context_len
-    return out
+def _layer_of(module: torch.nn.Module, step: Step) -> int:
+    """Whose memory it reads: what was written last, for one module may serve several layers.
+
+    Unless it is of a layer that keeps nothing of its own, and reads another one's.
+    """
+    own = getattr(module, "layer_idx", None)
+    if not isinstance(own, int) or own < 0 or own in step.specs:
+        return step.latest
+    return step.lenders.get(own, own)

@@ -1,21 +1,25 @@
 """A Hugging Face model that computes packed steps."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.models.hooks import ATTENTION_NAME, EngineCache, Step, reading_through_attend
+from quire.errors import UnsupportedModel
 from quire.models.recorded import Recordings
 from quire.models.stand_ins import StandIns
+from quire.models.ways.hooks import ATTENTION_NAME, EngineCache, Step, reading_through_attend
+from quire.models.ways.latent import LatentLayers
+from quire.spec import LatentAttention
 
 
 class PackedModel:
     """A model that computes packed steps. Between two of them it is its owner's, as it was.
 
-    Raises: UnsupportedModel as ``reading_through_attend`` does.
+    Raises: UnsupportedModel as ``reading_through_attend`` does, and for latents that have to be
+    expanded where nothing is gathered.
     """
 
     def __init__(
@@ -23,10 +27,16 @@ class PackedModel:
         model: PreTrainedModel,
         stand_ins: StandIns | None = None,
         *,
+        latents: Mapping[int, LatentAttention] | None = None,  # layers that keep them
+        gathers: bool = False,  # every layer: its model changes what was kept
         records: bool = True,  # passes over few tokens; False for what has states of its own
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
+        self._gathers = gathers
+        self._latents = LatentLayers(model, {} if gathers or latents is None else latents)
+        for layer, why in self._latents.refused.items():
+            raise UnsupportedModel(f"layer {layer} keeps latents that cannot be absorbed: {why}")
         # Transformers goes through every module to set its attention: once is enough to see where.
         with reading_through_attend(model):
             configs = {id(config): config for config in _configs(model)}.values()
@@ -45,8 +55,9 @@ class PackedModel:
     ) -> Tensor:
         """One packed forward pass: logits [S, vocabulary]."""
         with torch.inference_mode():
-            recordings = self._recordings
-            recording = None if recordings is None else recordings.find(step, len(token_ids))
+            recording = None
+            if self._recordings is not None and self._latents.unchanged:
+                recording = self._recordings.find(step, len(token_ids))
             if recording is None:
                 return self._run(step, token_ids, positions, logits_at)
             logits = recording.play(step, token_ids, positions)
@@ -55,7 +66,10 @@ class PackedModel:
     def _run(self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
         """The model's own, in inference mode."""
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
-        with self._reading(), exchanged:
+        # Latents first: they ask whether a linear layer is its owner's, and stand-ins exchange it.
+        with self._reading(), self._latents.in_place() as absorbed, exchanged, step.in_states():
+            step.absorbed = absorbed
+            step.gathered = self._gathered(step, absorbed)
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -64,7 +78,13 @@ class PackedModel:
                 logits_to_keep=logits_at,
                 quire_step=step,
             ).logits[0]
-        return logits
+        # A model that does not know ``logits_to_keep`` gives those of all tokens.
+        return logits if len(logits) == len(logits_at) else logits[logits_at]
+
+    def _gathered(self, step: Step, absorbed: Collection[int]) -> Collection[int]:
+        if self._gathers:
+            return step.specs.keys()
+        return [n for n in self._latents.layers if n not in absorbed]  # to be expanded
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""Recurrent layers, whose states the engine keeps sequence by sequence."""

@@ -1,0 +1,137 @@
+"""A few tokens that a model computes chunk by chunk, and what it says of them by itself.
+
+How it is run, and over which cache, whoever tries it knows.
+"""
+
+import inspect
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.models.loader import LoadedModel, features_shape
+from quire.models.rounded import RoundedCache
+from quire.models.ways.source import Encoded, Source, encode
+from quire.spec import AttentionSpec, ChunkedAttention, SlidingWindow
+
+_LEAST_TOKENS = 12
+# What a window leaves out, and what is gone when it has passed, is seen in a trial whose first
+# chunk is longer. A long window is not waited for, because that takes a large model half a minute.
+_PAST_WINDOW = 4
+_MOST_WINDOW = 256
+_NO_WINDOW = 2**62
+_FOR_THE_REST = 3
+
+
+class Trial:
+    """What one model is tried with, in two chunks or more.
+
+    ``kept_as``: the dtype of keys and values; ``most``: the tokens that a sequence can have.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, specs: Iterable[AttentionSpec], kept_as: torch.dtype, most: int
+    ) -> None:
+        window = min(map(_window, specs), default=_NO_WINDOW)
+        past = window + _PAST_WINDOW if window <= _MOST_WINDOW else 0
+        num_tokens = min(most, max(_LEAST_TOKENS, past + _PAST_WINDOW))
+        self.token_ids = [(3 + 7 * i) % loaded.vocab_size for i in range(num_tokens)]
+        self.source = _source(loaded, most)
+        self._past = past
+        self._loaded, self._kept_as = loaded, kept_as
+
+    def first_stop(self, num_tokens: int) -> int:
+        """Where the first chunk ends if there is room for so many tokens."""
+        half = (num_tokens + 1) // 2
+        return self._past if half < self._past < num_tokens else half
+
+    def judge(self, logits: Tensor, first: int) -> None:
+        """Logits [n, vocabulary] of the first n tokens, ``first`` of them in the first chunk.
+
+        Raises: UnsupportedModel, with both figures.
+        """
+        expected = self._expected[: len(logits)]
+        deviations = (logits - expected).abs().amax(-1) / expected.abs().max()
+        limit = max(limit_for(self._loaded.model.dtype), limit_for(self._kept_as))
+        if limit == limit_for(torch.float32):
+            _require(deviations.max(), limit)
+            return
+        # In fewer bits a mixture may send a single token to another expert: the median decides. The
+        # rest, where windows have passed, is judged apart; but that one token may be among the few
+        # that all of the rest read, and move them a little.
+        _require(deviations.median(), limit)
+        if len(logits) > first:
+            _require(deviations[first:].median(), _FOR_THE_REST * limit)
+
+    @cached_property
+    def _expected(self) -> Tensor:
+        """What the model says by itself, keys and values rounded as they are kept."""
+        model = self._loaded.model
+        rounded = self._kept_as != model.dtype
+        if self.source is not None:
+            return self._expected_of_source(self.source)
+        cache = RoundedCache(model.config, self._kept_as) if rounded else None
+        given: dict[str, Tensor] = {}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            given["position_ids"] = torch.arange(len(self.token_ids))[None]  # as in generate()
+        with torch.inference_mode():
+            logits: Tensor = model(
+                input_ids=torch.tensor([self.token_ids]),
+                past_key_values=cache,
+                use_cache=rounded,
+                **given,
+            ).logits[0]
+        return logits
+
+    def _expected_of_source(self, source: Source) -> Tensor:
+        """The same of an encoder-decoder, whose keys are not rounded: few bits are given way."""
+        model = self._loaded.model
+        with torch.inference_mode():
+            logits: Tensor = model(
+                encoder_outputs=Encoded(last_hidden_state=encode(model, source)),
+                decoder_input_ids=torch.tensor([self.token_ids]),
+                use_cache=False,
+            ).logits[0]
+        return logits
+
+
+def _source(loaded: LoadedModel, most_tokens: int) -> Source | None:
+    """A short one, of the kind that the model reads; None if it reads none."""
+    most = loaded.spec.source_tokens
+    if not most:
+        return None
+    shape = features_shape(loaded)
+    if shape is not None:
+        generator = torch.Generator().manual_seed(0)
+        return Source(num_tokens=most, features=torch.randn(shape, generator=generator))
+    token_ids = tuple(
+        (5 + 3 * i) % loaded.vocab_size for i in range(min(most, most_tokens, _LEAST_TOKENS))
+    )
+    return Source(num_tokens=len(token_ids), token_ids=token_ids)
+
+
+def _require(deviation: Tensor, limit: float) -> None:
+    if not deviation <= limit:  # nor if it is no number
+        raise UnsupportedModel(
+            f"it gives other logits than by itself: {deviation:.1e} of the largest, "
+            f"{limit:.0e} allowed"
+        )
+
+
+def limit_for(dtype: torch.dtype) -> float:
+    """How far logits may be apart that were computed in another order, or kept in ``dtype``.
+
+    In eight bits a product at the edge between two codes may fall to either side.
+    """
+    if dtype == torch.float32:
+        return 1e-3
+    return 5e-2 if dtype.itemsize > 1 else 0.25
+
+
+def _window(spec: AttentionSpec) -> int:
+    """Tokens that it reaches back."""
+    if isinstance(spec, SlidingWindow):
+        return spec.window
+    return spec.chunk if isinstance(spec, ChunkedAttention) else _NO_WINDOW
