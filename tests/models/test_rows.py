@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.memory import CheckedMemory, HostMemory
-from quire.models.rows import Rows
+from quire.models.drop_in.rows import Rows
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from quire.strategies import STRATEGIES, CacheConfig
 

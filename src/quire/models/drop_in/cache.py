@@ -1,8 +1,8 @@
 """A cache for ``model.generate(past_key_values=…)``: one line in code that exists already.
 
-Attention layers are kept by the strategy; what recurrent layers remember stays with Transformers'
-own layer classes. Reads are views wherever the strategy holds a range, so that any attention kernel
-works unchanged.
+Keys and values are kept by the strategy, and what recurrent layers remember lies beside them
+(``row_states``). Reads are views wherever the strategy holds a range, so that any attention
+kernel works unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,27 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
-from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import CountedMemory, HostMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
+from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, StateLayer
+from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import footprint
-from quire.models.rows import Rows
-from quire.spec import AttentionSpec, ChunkedAttention, ModelSpec, RecurrentState, SlidingWindow
+from quire.spec import (
+    AttentionSpec,
+    ChunkedAttention,
+    KeptWhole,
+    Layer,
+    ModelSpec,
+    RecurrentState,
+    SlidingWindow,
+)
 from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
 from quire.units import format_count, parse_bytes
 
+# Whose recurrent layers ask no cache of Transformers for their states, though it has a place.
+_KEEP_THEIR_OWN = frozenset({"recurrent_gemma", "minimax"})
+# Whose attention calls ``view`` on keys, which works for tensors without gaps only.
+_IN_ONE_PIECE = frozenset({"gpt_neox_japanese"})
+
 
 class DropInCache(Cache):
-    """A Transformers cache whose attention layers are kept by one of Quire's strategies.
+    """A Transformers cache whose layers are kept by one of Quire's strategies.
 
     Nothing is reserved before the first token; ``close()``, or the end of a ``with`` block, gives
     everything back. ``memory`` counts bytes reserved, committed, at peak and returned; ``usage()``
-    says what of them holds tokens.
+    says what of them holds tokens and states. A refused step loses no token; where layers keep
+    states, those before the layer that was refused have gone on, and ``reset()`` is what is left.
     """
 
     def __init__(
@@ -42,42 +64,75 @@ class DropInCache(Cache):
         spec: ModelSpec,
         memory: CountedMemory,
         make_rows: Callable[[ModelSpec, int], Rows],
+        dtype: torch.dtype,
     ) -> None:
+        """``dtype``: of the model, and of its keys where states come before them."""
         self._memory = memory
-        self._spec = _windows_for_chunks(spec)
         self._make_rows = make_rows
+        self._model_dtype = dtype
         self._rows: Rows | None = None
-        self._dtype: torch.dtype | None = None  # of the rows
-        # Transformers' own layers, where they are not simply attention: states, nothing at all.
+        self._dtype: torch.dtype | None = None  # of the keys in the rows
         layers: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
-        for index in range(len(layers)):
-            kept = _only_attention(self._spec, index)
-            if kept is not None:
-                layers[index] = DropInLayer(self, index, kept)
+        self._spec = _without_foreign_states(_windows_for_chunks(spec), layers)
+        # Transformers' own layers stay where there is nothing to keep.
+        for index, own in enumerate(layers):
+            layers[index] = self._layer(index, own)
         super().__init__(layers=layers)
+
+    def _layer(self, index: int, own: Any) -> Any:
+        """What stands for Transformers' ``own`` layer."""
+        states, attention = _kinds(self._spec, index)
+        if states is not None and attention is not None:
+            return DropInStateLayer(self, index, attention, states, own.number_of_states)
+        if states is not None:
+            return StateLayer(self, index, states, own.number_of_states)
+        return own if attention is None else DropInLayer(self, index, attention)
 
     def rows_for(self, k: Tensor) -> Rows:
         """The rows, made when the first keys arrive ([rows, K, T, D]) and tell how many there are.
 
         Raises: ConfigError for a device or dtype that cannot be kept.
         """
-        if k.device.type != "cpu":
-            raise ConfigError(f"the model runs on {k.device}; this cache keeps CPU tensors only")
-        if self._rows is None:
-            dtype = str(k.dtype).removeprefix("torch.")
-            self._rows = self._make_rows(self._spec.with_kv_dtype(dtype), k.shape[0])
-            self._dtype = k.dtype
+        rows = self._rows_like(k, k.dtype)
         if k.dtype != self._dtype:
             raise ConfigError(
                 f"this cache holds {self._dtype} and was given {k.dtype}: "
                 f"make a new one, or call reset()"
             )
-        if len(self._rows) != k.shape[0]:
+        return rows
+
+    def begin_states(self, state: Tensor) -> None:
+        """Have rows, as many as the first state of a layer ([rows, …]).
+
+        Raises: ConfigError for a device that cannot be kept.
+        """
+        self._rows_like(state, self._model_dtype)
+
+    def states_of(self, layer: int) -> tuple[Tensor, ...]:
+        """A recurrent layer's states as its spec lists them: [rows, *shape], a view each."""
+        assert self._rows is not None, "states before the first of them"
+        with self.whole_or_empty():
+            return self._rows.states(layer)
+
+    def _rows_like(self, new: Tensor, dtype: torch.dtype) -> Rows:
+        """As many rows as ``new`` has; if there are none yet, with keys of this dtype."""
+        if new.device.type != "cpu":
+            raise ConfigError(f"the model runs on {new.device}; this cache keeps CPU tensors only")
+        if self._rows is None:
+            spec = self._spec.with_kv_dtype(str(dtype).removeprefix("torch."))
+            self._rows = self._make_rows(spec, new.shape[0])
+            self._dtype = dtype
+        if len(self._rows) != new.shape[0]:
             raise ConfigError(
-                f"this cache holds {len(self._rows)} rows and was given {k.shape[0]}: "
+                f"this cache holds {len(self._rows)} rows and was given {new.shape[0]}: "
                 f"make a new one, or call reset()"
             )
         return self._rows
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether this model must be given keys and values without gaps."""
+        return self._spec.model_type in _IN_ONE_PIECE
 
     @property
     def rows(self) -> Rows | None:
@@ -105,6 +160,8 @@ class DropInCache(Cache):
         for layer in self._own_layers:
             layer.cumulative_length = 0
             layer.is_initialized = False
+        for state_layer in self._state_layers:
+            state_layer.forget()
 
     def __enter__(self) -> "DropInCache":
         return self
@@ -121,35 +178,48 @@ class DropInCache(Cache):
         for layer in self._other_layers:
             layer.reorder_cache(beam_idx)
         if self._rows is not None:
+            self._put_back_states()
             self._rows.reorder(beam_idx.cpu())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (Transformers' sign).
 
-        A number above zero is what shall be left of them, as before Transformers 5.18.
+        A number above zero is what shall be left of them, as before Transformers 5.18; a recurrent
+        layer knows no such number, and goes back only over what it was told to record.
         """
+        for layer in [*self._state_layers, *self._other_layers]:
+            layer.crop(tokens_to_remove)
         if self._rows is not None and tokens_to_remove:
             held = self._rows.num_tokens
             left = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
             self._rows.trim(min(held, max(0, left)))
             for layer in self._own_layers:
                 layer.cumulative_length = self._rows.num_tokens
-        for layer in self._other_layers:
-            layer.crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._other_layers:
             layer.batch_repeat_interleave(repeats)
         if self._rows is not None:
-            with self.whole_or_empty():
-                self._rows.select([row for row in range(len(self._rows)) for _ in range(repeats)])
+            self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         for layer in self._other_layers:
             layer.batch_select_indices(indices)
         if self._rows is not None:
-            with self.whole_or_empty():
-                self._rows.select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+            self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+
+    def _select(self, source_rows: list[int]) -> None:
+        assert self._rows is not None, "no rows to choose from"
+        self._put_back_states()
+        with self.whole_or_empty():
+            self._rows.select(source_rows)
+        for layer in self._state_layers:
+            layer.rows_changed()
+
+    def _put_back_states(self) -> None:
+        """What moves with the rows are states that lie in them."""
+        for layer in self._state_layers:
+            layer.put_back()
 
     @contextmanager
     def whole_or_empty(self) -> Iterator[None]:
@@ -161,63 +231,25 @@ class DropInCache(Cache):
             raise
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Whether layers are recurrent only: Transformers looks for the others' masks."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin)
+            and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
+
+    @property
     def _own_layers(self) -> list["DropInLayer"]:
         return [layer for layer in self.layers if isinstance(layer, DropInLayer)]
 
     @property
+    def _state_layers(self) -> list[StateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
     def _other_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, DropInLayer)]
-
-
-class DropInLayer(CacheLayerMixin):
-    """One attention layer of a ``DropInCache``, as Transformers wants to see it."""
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, owner: DropInCache, layer: int, spec: AttentionSpec) -> None:
-        super().__init__()
-        self.is_sliding = isinstance(spec, SlidingWindow)
-        self.cumulative_length = 0
-        self._owner = owner
-        self._layer = layer
-        self._spec = spec
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        got = tuple((x.shape[1], x.shape[3]) for x in (key_states, value_states))
-        if got != self._spec.entry_shapes:
-            raise UnsupportedModel(
-                f"layer {self._layer} caches entries of {got} (heads, width), but config.json says "
-                f"{self._spec.entry_shapes}: this model cannot be kept"
-            )
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        rows = self._owner.rows_for(key_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.cumulative_length
-        stop = start + key_states.shape[-2]
-        if rows.num_tokens < stop:  # the first layer of a step makes room in all of them
-            with self._owner.whole_or_empty():
-                rows.extend(stop)
-        rows.write(self._layer, start, key_states, value_states)
-        self.cumulative_length = stop
-        return rows.read(self._layer, self._spec.live_range(start).start, stop)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that ``update`` will return."""
-        first = self._spec.live_range(self.cumulative_length).start
-        return self.cumulative_length + query_length - first, first
-
-    def get_seq_length(self) -> int:
-        return self.cumulative_length
-
-    def get_max_length(self) -> int:
-        return -1  # anything else makes generate() treat the cache as static
+        return [layer for layer in self.layers if not isinstance(layer, DropInLayer | StateLayer)]
 
 
 def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults work
@@ -232,8 +264,9 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     growth_tokens: int = 256,
     keep_old: bool = False,
     shares_pages: bool = False,
+    max_source_tokens: int | None = None,
     provider: MemoryProvider | None = None,
-) -> DropInCache:
+) -> DropInCache | SourceCache:
     """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
 
     ``strategy`` is ``contiguous``, ``growing``, ``paged`` or ``virtual``. ``max_model_len``
@@ -241,7 +274,12 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     ceiling, to what the machine has available, less headroom; ``max_num_seqs`` to enough rows for
     this batch and its beams. ``block_size`` is for ``paged``; ``growth``, ``growth_tokens`` and
     ``keep_old`` are for ``growing``. With ``shares_pages``, ``virtual`` has one copy of what beams
-    have in common, in a layout that is slower to read. ``provider`` is where the pages come from.
+    have in common, in a layout that is slower to read. Of an encoder-decoder each row also has room
+    for a source of ``max_source_tokens``, the model's own longest. ``provider`` is where the pages
+    come from.
+
+    The states of recurrent layers lie there too, but for those of models that keep them in their
+    own modules (RecurrentGemma). Mamba's classes take the cache as ``cache_params=…``.
 
     Raises: ConfigError, UnsupportedModel.
     """
@@ -249,12 +287,15 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
         raise ConfigError(f"cache strategy {strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
     spec = ModelSpec.from_config(model.config.to_dict(), type(model).__name__ + ".config")
     longest = spec.max_model_len if max_model_len is None else max_model_len
+    if spec.recurrent_layers:
+        spec = spec.computed_in(str(model.dtype).removeprefix("torch."))
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
     memory = CountedMemory(HostMemory() if provider is None else provider)
     if shares_pages and memory.cannot_share is not None:
         raise ConfigError(f"shares_pages cannot be had: {memory.cannot_share}; leave it out")
+    spec = _with_source(model, spec, max_source_tokens)
     asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
     ceiling = _ceiling(model, spec, longest, asked)
 
@@ -273,7 +314,14 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
         )
         return Rows(strategy, spec, config, memory, num_rows)
 
-    return DropInCache(model.config, spec, memory, make_rows)
+    if spec.source_tokens:
+        return SourceCache(
+            model.config,
+            spec,
+            make_rows,
+            lambda config, text, make: DropInCache(config, text, memory, make, model.dtype),
+        )
+    return DropInCache(model.config, spec, memory, make_rows, model.dtype)
 
 
 def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int | None) -> int:
@@ -284,17 +332,45 @@ def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int |
         counted_weights_bytes=own.counted_bytes,
         bytes_per_token=spec.bytes_per_token,
         context_tokens=longest,
-        least_bytes=spec.bytes_per_token,
+        least_bytes=spec.bytes_per_token + spec.state_bytes,
     )
     return make_ledger(read_machine(), needs, kv_cache_memory_bytes=asked).require()
 
 
-def _only_attention(spec: ModelSpec, layer: int) -> AttentionSpec | None:
-    """The layer's spec if attention is all that it remembers."""
+def _with_source(
+    model: PreTrainedModel, spec: ModelSpec, max_source_tokens: int | None
+) -> ModelSpec:
+    """With room for sources as long as asked, if it reads any. Raises: ConfigError."""
+    if max_source_tokens is None:
+        return spec
+    if not spec.source_tokens:
+        raise ConfigError(
+            f"max_source_tokens={format_count(max_source_tokens)}: {type(model).__name__} reads no "
+            f"source; leave it out"
+        )
+    _at_least_one(max_source_tokens=max_source_tokens)
+    return spec.with_source_tokens(max_source_tokens)
+
+
+def _kinds(spec: ModelSpec, layer: int) -> tuple[RecurrentState | None, AttentionSpec | None]:
+    """What a layer keeps: a state, keys and values, both or neither."""
     specs = spec.layers[layer].specs
-    if len(specs) == 1 and not isinstance(specs[0], RecurrentState):
-        return specs[0]
-    return None
+    states = [kept for kept in specs if isinstance(kept, RecurrentState)]
+    attention = [kept for kept in specs if not isinstance(kept, KeptWhole)]
+    return next(iter(states), None), next(iter(attention), None)
+
+
+def _without_foreign_states(spec: ModelSpec, own: list[Any]) -> ModelSpec:
+    """Less the layers whose states no cache ever sees: some models keep them for themselves."""
+
+    def seen(index: int, layer: Layer) -> Layer:
+        in_cache = spec.model_type not in _KEEP_THEIR_OWN
+        if in_cache and isinstance(own[index], LinearAttentionLayer):
+            return layer
+        specs = tuple(kept for kept in layer.specs if not isinstance(kept, RecurrentState))
+        return replace(layer, specs=specs)
+
+    return replace(spec, layers=tuple(seen(*pair) for pair in enumerate(spec.layers)))
 
 
 def _windows_for_chunks(spec: ModelSpec) -> ModelSpec:

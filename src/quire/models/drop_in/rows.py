@@ -4,6 +4,9 @@ All rows are equally long and change together, as ``generate`` demands. Where bl
 beam that continues another one shares its blocks. Where they are not, nothing is moved either: the
 *beam table* says for each row and token whose range holds it, and only the table is permuted.
 
+Keys and values are kept here. The states of recurrent layers are in ``row_states``, under the same
+ceiling: they are few, as long as the batch, and taken off before tokens get any.
+
 Source: beam table as in OpenVINO's indirect KV cache.
 """
 
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.memory import CountedMemory, MemoryProvider
+from quire.models.drop_in.row_sources import Sources
+from quire.models.drop_in.row_states import RowStates, state_row_bytes
 from quire.spec import ModelSpec
 from quire.strategies import (
     Accounting,
@@ -27,6 +32,7 @@ from quire.strategies import (
     build_accounting,
     build_storage,
 )
+from quire.strategies.layout import attention_groups
 from quire.units import format_bytes, format_count
 
 
@@ -42,17 +48,25 @@ class Rows:
         num_rows: int,
     ) -> None:
         self.num_tokens = 0
+        self._memory = CountedMemory(provider)
         self._max_rows = config.max_num_seqs
         self._check_room_for(num_rows)
+        self._ceiling_bytes = config.capacity_bytes
+        self._state_bytes = state_row_bytes(spec.groups, self._memory.page_bytes)  # of a row
+        if self._state_bytes:
+            left = self._left_for_tokens(num_rows)
+            config = replace(config, capacity_bytes=left, max_capacity_bytes=config.capacity_bytes)
         if config.shares_pages:  # while rows become copies of others, old and new have windows
             config = replace(config, max_num_seqs=2 * config.max_num_seqs)
-        self._accounting: Accounting = build_accounting(strategy, spec, config)
-        self._storage: Storage = build_storage(strategy, self._accounting, provider)
+        self._accounting: Accounting = build_accounting(strategy, spec.attention_alone, config)
+        self._storage: Storage = build_storage(strategy, self._accounting, self._memory)
+        self._states = RowStates(self._memory, spec.groups, num_rows, self._max_rows)
         self._group_of = {
             layer: index
-            for index, group in enumerate(self._accounting.groups)
+            for index, group in enumerate(attention_groups(self._accounting.groups))
             for layer in group.layers
         }
+        self._sources = Sources(self._accounting, self._storage)
         self._next_id = 0
         self._ids = self._new_ids(num_rows)
         for seq_id in self._ids:
@@ -66,10 +80,17 @@ class Rows:
 
     @property
     def memory(self) -> CountedMemory:
-        return self._storage.memory
+        return self._memory
 
     def usage(self) -> Usage:
-        return self._accounting.usage()
+        return self._states.added_to(self._accounting.usage())
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """A recurrent layer's states as its spec lists them: [rows, *shape], a view each.
+
+        Raises: MemoryUnavailable, and then only ``close`` is left.
+        """
+        return self._states.layer(layer)
 
     def extend(self, num_tokens: int) -> None:
         """Make room up to ``num_tokens`` in every row, or in none.
@@ -115,11 +136,27 @@ class Rows:
         k, v = self._storage.gather(layer, slots)
         return k.transpose(0, 1), v.transpose(0, 1)
 
+    def write_source(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put in what an encoder made of each row's source: k [rows, K, S, D], v likewise.
+
+        After the first tokens have room, and before anybody reads it.
+        """
+        self._sources.write(layer, self._ids, k, v)
+
+    def read_source(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Those keys and values: a view where the rows lie at equal distances, else a copy."""
+        owners = None if self._beam_table is None else self._beam_table[:, 0]
+        return self._sources.read(layer, self._ids, owners)
+
     def reorder(self, source_rows: Tensor) -> None:
-        """Row i becomes a copy of row ``source_rows[i]`` (i64[rows]). No key or value is moved."""
+        """Row i becomes a copy of row ``source_rows[i]`` (i64[rows]).
+
+        No key or value is moved. States are: the next token overwrites each of them.
+        """
         rows = source_rows.tolist()
         if rows == list(range(len(self._ids))):
             return
+        self._states.select(rows)
         if self._accounting.shares_blocks:
             self._become(rows)
             return
@@ -131,16 +168,33 @@ class Rows:
     def select(self, source_rows: list[int]) -> None:
         """Keep copies of some rows, in that order; there may be more or fewer than before."""
         self._check_room_for(len(source_rows))
+        before = len(self._ids)
+        if len(source_rows) > before:
+            self._leave_for_states(len(source_rows))
+        try:
+            self._select_tokens(source_rows)
+        except OutOfKVMemory:
+            self._leave_for_states(len(self._ids))
+            raise
+        self._states.select(source_rows)
+        if len(source_rows) < before:
+            self._leave_for_states(len(source_rows))
+
+    def _select_tokens(self, source_rows: list[int]) -> None:
         if self._beam_table is None:
             self._become(source_rows)
             return
         layers = {layer: self.read(layer, 0, self.num_tokens) for layer in self._group_of}
         copies = {layer: (k[source_rows], v[source_rows]) for layer, (k, v) in layers.items()}
+        sources = {layer: self.read_source(layer) for layer in self._sources.layers}
+        chosen = {layer: (k[source_rows], v[source_rows]) for layer, (k, v) in sources.items()}
         num_tokens = self.num_tokens
         self.clear(len(source_rows))
         self.extend(num_tokens)
         for layer, (k, v) in copies.items():
             self.write(layer, 0, k, v)
+        for layer, (k, v) in chosen.items():
+            self.write_source(layer, k, v)
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first ``num_tokens`` tokens of every row."""
@@ -152,11 +206,11 @@ class Rows:
         self.num_tokens = num_tokens
         self._slots.clear()
 
-    def clear(self, num_rows: int | None = None) -> None:
-        """Begin again with empty rows; every page is given back."""
+    def clear(self, num_rows: int) -> None:
+        """Begin again with rows that have no tokens; every page of theirs is given back."""
         for seq_id in self._ids:
             self._accounting.free(seq_id)
-        self._ids = self._new_ids(len(self._ids) if num_rows is None else num_rows)
+        self._ids = self._new_ids(num_rows)
         for seq_id in self._ids:
             self._accounting.add(seq_id)
         self._apply()
@@ -166,6 +220,7 @@ class Rows:
 
     def close(self) -> None:
         self._storage.close()
+        self._states.close()
 
     def _become(self, source_rows: list[int]) -> None:
         """Replace the rows by forks of rows; the first fork of each takes its memory over."""
@@ -196,6 +251,36 @@ class Rows:
         if num_rows > self._max_rows:
             raise OutOfKVMemory(
                 f"{num_rows} rows asked, {self._max_rows} at most: raise max_num_seqs"
+            )
+
+    def _left_for_tokens(self, num_rows: int) -> int:
+        """Bytes of the ceiling that so many rows' states leave. Raises: OutOfKVMemory."""
+        states_bytes = num_rows * self._state_bytes
+        if states_bytes > self._ceiling_bytes:
+            raise OutOfKVMemory(
+                f"the recurrent states of {num_rows} rows take {format_bytes(states_bytes)}, and "
+                f"{format_bytes(self._ceiling_bytes)} can ever be had: raise "
+                f"kv_cache_memory_bytes, or lower the number of rows"
+            )
+        return self._ceiling_bytes - states_bytes
+
+    def _leave_for_states(self, num_rows: int) -> None:
+        """Give tokens what the states of so many rows leave.
+
+        Raises: OutOfKVMemory if they hold more than that, and nothing has changed.
+        """
+        if not self._state_bytes:
+            return
+        before, left = self._accounting.ceiling.capacity_bytes, self._left_for_tokens(num_rows)
+        now = self._accounting.resize(left)
+        if now > left:
+            self._accounting.resize(before)
+        self._apply()
+        if now > left:
+            raise OutOfKVMemory(
+                f"the recurrent states of {num_rows} rows leave {format_bytes(left)} for keys and "
+                f"values, which take {format_bytes(now)}: raise kv_cache_memory_bytes, or lower "
+                f"the number of rows"
             )
 
     def _new_ids(self, count: int) -> list[int]:

@@ -1,0 +1,69 @@
+"""What a batch's rows read of their sources: one place a row, which rows may share.
+
+A source is written when its row has its first tokens and is as long in all rows, as an encoder's
+output is. Which row has which place, accounting knows.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.spec import CrossAttention
+from quire.strategies import Accounting, Storage
+
+
+class Sources:
+    """The keys and values of all rows' sources, over an accounting and its storage."""
+
+    def __init__(self, accounting: Accounting, storage: Storage) -> None:
+        self._accounting, self._storage = accounting, storage
+        self._group_of = {
+            layer: number
+            for number, group in enumerate(accounting.groups)
+            if isinstance(group.spec, CrossAttention)
+            for layer in group.layers
+        }
+        self._length = 0  # tokens of a source
+
+    @property
+    def layers(self) -> list[int]:
+        """Those that read a source."""
+        return list(self._group_of)
+
+    def write(self, layer: int, seq_ids: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """Put in each row's keys and values: [rows, K, S, D] and […, Dv]."""
+        slots = torch.tensor(self._slots(layer, seq_ids))
+        self._length = k.shape[2]
+        for kept, new in zip(self._kept(layer), (k, v), strict=True):
+            kept[slots, :, : self._length] = new
+
+    def read(
+        self, layer: int, seq_ids: Sequence[int], owners: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """They as they were written; ``owners`` (i64[rows]): whose place a row reads, if not its.
+
+        A view where one place or equally distant ones are read, else a copy.
+        """
+        slots = self._slots(layer, seq_ids)
+        if owners is not None:
+            slots = [slots[owner] for owner in owners.tolist()]
+        k, v = (kept[:, :, : self._length] for kept in self._kept(layer))
+        step = slots[1] - slots[0] if len(slots) > 1 else 1
+        if step < 0 or any(b - a != step for a, b in pairwise(slots)):
+            several = torch.tensor(slots)
+            return k[several], v[several]
+        if not step:
+            num_rows, place = len(slots), slice(slots[0], slots[0] + 1)
+            return k[place].expand(num_rows, -1, -1, -1), v[place].expand(num_rows, -1, -1, -1)
+        places = slice(slots[0], slots[-1] + 1, step)
+        return k[places], v[places]
+
+    def _kept(self, layer: int) -> tuple[Tensor, ...]:
+        """[slots, K, longest source, D] and […, Dv]."""
+        return self._storage.states(self._group_of[layer]).layer(layer)
+
+    def _slots(self, layer: int, seq_ids: Sequence[int]) -> list[int]:
+        group = self._group_of[layer]
+        return [int(self._accounting.table(group, seq_id)[0]) for seq_id in seq_ids]

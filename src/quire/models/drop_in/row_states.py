@@ -1,0 +1,95 @@
+"""What recurrent layers remember of a batch: one state a row, in the order of the rows.
+
+The rows of a batch change together and each step overwrites all their states, so no state is ever
+shared and none needs a place of its own choice: row i has slot i of each group, and a layer's
+states are always one view. What is given here is memory; Transformers' own code fills it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.memory import CountedMemory
+from quire.spec import Group, RecurrentState
+from quire.strategies import Commit, Release, Usage
+from quire.strategies.layout import slot_bytes
+from quire.strategies.states import StateRows
+
+
+def state_row_bytes(groups: Sequence[Group], page_bytes: int) -> int:
+    """What one row's states take, in whole pages."""
+    return sum(slot_bytes(group, page_bytes) for group in _recurrent(groups))
+
+
+class RowStates:
+    """The states of ``num_rows`` rows. Their pages are taken when the first one is asked for."""
+
+    def __init__(
+        self, memory: CountedMemory, groups: Sequence[Group], num_rows: int, max_rows: int
+    ) -> None:
+        kept = _recurrent(groups)
+        self.num_rows = num_rows
+        self._row_bytes = state_row_bytes(groups, memory.page_bytes)
+        self._used_bytes = sum(group.bytes_for(1) for group in kept)  # of a row
+        self._max_rows = max_rows
+        self._groups = [StateRows(memory, group, max_rows) for group in kept]
+        self._group_of = {
+            layer: rows
+            for rows, group in zip(self._groups, kept, strict=True)
+            for layer in group.layers
+        }
+        self._num_committed = 0  # rows with pages
+
+    def layer(self, layer: int) -> tuple[Tensor, ...]:
+        """Each of a layer's states as the spec lists them: [rows, *shape], a view.
+
+        Raises: MemoryUnavailable, and then only ``close`` is left.
+        """
+        self._back(self.num_rows)
+        return tuple(kept[: self.num_rows] for kept in self._group_of[layer].layer(layer))
+
+    def select(self, source_rows: list[int]) -> None:
+        """Row i becomes a copy of row ``source_rows[i]``; there may be more or fewer than before.
+
+        Raises: as ``layer``.
+        """
+        self.num_rows = len(source_rows)
+        if not self._num_committed:
+            return
+        self._back(max(self._num_committed, self.num_rows))
+        sources = torch.tensor(source_rows)
+        for layer, rows in self._group_of.items():
+            for kept in rows.layer(layer):  # one at a time: what is copied lies twice meanwhile
+                kept[: self.num_rows] = kept[sources]
+        self._back(self.num_rows)
+
+    def added_to(self, usage: Usage) -> Usage:
+        """The usage of keys and values, and of these."""
+        return Usage(
+            reserved_bytes=usage.reserved_bytes + self._max_rows * self._row_bytes,
+            committed_bytes=usage.committed_bytes + self._num_committed * self._row_bytes,
+            used_bytes=usage.used_bytes + self._num_committed * self._used_bytes,
+            cached_bytes=usage.cached_bytes,
+            num_sequences=usage.num_sequences,
+            num_tokens=usage.num_tokens,
+        )
+
+    def close(self) -> None:
+        """Give everything back."""
+        for rows in self._groups:
+            rows.close()
+
+    def _back(self, num_rows: int) -> None:
+        """Have pages behind exactly so many rows."""
+        held = self._num_committed
+        for number, rows in enumerate(self._groups):
+            if held < num_rows:
+                rows.apply(Commit(number, held, num_rows))
+            elif held > num_rows:
+                rows.apply(Release(number, num_rows, held))
+        self._num_committed = num_rows
+
+
+def _recurrent(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if isinstance(group.spec, RecurrentState)]
