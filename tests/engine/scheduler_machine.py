@@ -33,6 +33,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, Sampled, StepPlan
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
+from quire.engine.scheduling.preemption import slots_of
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
@@ -197,8 +198,10 @@ class Watch:
             sequence = save.sequence
             num_saved = sequence.num_saved_tokens
             assert 0 < num_saved <= len(self._texts[sequence.seq_id])
-            sizes = zip(save.slots, self.accounting.groups, strict=True)
-            assert save.num_bytes == sum(len(slots) * g.bytes_per_token for slots, g in sizes)
+            assert save.num_bytes == sum(
+                len(slots) * (group.bytes_per_token or group.bytes_for(1))
+                for slots, group in zip(save.slots, self.accounting.groups, strict=True)
+            )
             firsts = [num_saved - len(slots) for slots in save.slots]
             self.saved[sequence.seq_id] = num_saved, firsts
         for save in plan.saves:
@@ -262,7 +265,9 @@ class Watch:
                 # What is brought back was saved, and there is room for it.
                 wanted = max(begin, group.live_start(chunk.start))
                 assert first <= wanted
-                slots = self.accounting.slots(number, sequence.seq_id, wanted, chunk.start)
+                tokens = range(wanted, chunk.start)
+                slots = slots_of(self.accounting, number, sequence.seq_id, tokens)
+                assert len(slots) == len(tokens)
                 assert (slots >= 0).all()
 
     def note_computed(self, chunk: Chunk, num_kept: int) -> None:

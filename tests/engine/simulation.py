@@ -82,10 +82,7 @@ class ReadingRunner:
                 rows.append([float("nan")] * VOCAB if NO_NUMBER in prompt else row)
         return torch.tensor(rows).reshape(-1, VOCAB)
 
-    def forget(self, sequence: Sequence) -> None:
-        """It keeps nothing."""
-
-    def forget_all(self) -> None: ...
+    overwrites_states = False
 
     def _write(self, chunk: Chunk) -> None:
         tokens = torch.tensor(chunk.token_ids, dtype=torch.float32)

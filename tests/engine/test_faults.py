@@ -174,7 +174,9 @@ def test_logits_that_are_no_numbers_end_their_own_sequence(strategy: str, value:
         assert ids(llm.generate(prompts(), GREEDY)) == want
 
 
-@pytest.mark.parametrize("first", range(0, 1000, 250))
+@pytest.mark.parametrize(
+    "first", [0, 250, *(pytest.param(n, marks=pytest.mark.full) for n in (500, 750))]
+)
 def test_a_thousand_worlds(first: int) -> None:
     num_steps = sum(replay(seed) for seed in range(first, first + 250))
     assert num_steps > 250 * 10

@@ -79,6 +79,7 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
 
     kv = KVCache(make_pair)
     runner = ModelRunner(loaded, kv, SdpaAttention())
+    runner.go("table")
     scheduler = Scheduler(
         kv.accounting,
         Limits(max_model_len=64, max_num_seqs=len(LENGTHS), max_num_batched_tokens=BUDGET),

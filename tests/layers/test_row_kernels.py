@@ -91,8 +91,13 @@ def test_a_norm_is_torchs(
 ) -> None:
     x = spread((torch.randn(1, num_rows, 2, width) * 3).to(dtype), how)
     weight = torch.randn(width).to(dtype)
-    got = norm(isa, dtype, width, form)(x, weight)
-    assert agrees(got, torch_norm(x, weight, form))
+    got, want = norm(isa, dtype, width, form)(x, weight), torch_norm(x, weight, form)
+    if form.rounds_first:  # twice, so that a last bit of the first can become two of the second
+        eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
+        apart = (got.float() - want.float()).abs()
+        assert (apart <= 2 * eps * want.float().abs() + 1e-30).all()
+    else:
+        assert agrees(got, want)
 
 
 @every_set

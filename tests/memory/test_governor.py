@@ -187,7 +187,7 @@ def simulate(processes: list[Process], others: list[int], *, seconds: int) -> li
 @settings(max_examples=30)
 @given(
     phases=st.lists(st.integers(0, 3), min_size=2, max_size=4),
-    fill=st.integers(5, 100),
+    fill=st.integers(10, 100),
     others=st.lists(st.integers(1, 16), max_size=3),
     last=st.integers(1, 12),
 )

@@ -24,7 +24,7 @@ class Diagnosis:
 
     def num_tokens(self, ledger: Ledger) -> int:
         """Tokens that a ledger's bytes hold, while nothing is forgotten."""
-        return max(0, ledger.kv_bytes - ledger.state_bytes) // max(1, self.needs.bytes_per_token)
+        return max(0, ledger.kv_bytes) // max(1, self.needs.bytes_per_token)
 
     def num_sequences(self, ledger: Ledger) -> float:
         """Sequences at their longest."""

@@ -11,7 +11,7 @@ from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
 from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
-from quire.strategies.layout import attention_spec
+from quire.strategies.layout import attention_groups, attention_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class Assembly:
     kv: KVCache
     runner: ModelRunner
     attention_backend: str
+    attention_way: str  # one of ``models.ways``
 
 
 def assemble(
@@ -40,7 +41,7 @@ def assemble(
     refuse_too_little(empty, sizes.max_model_len)
     backend = choose_backend(
         config.attention_backend,
-        [attention_spec(group) for group in empty.groups],
+        [attention_spec(group) for group in attention_groups(empty.groups)],
         loaded.model.device,
         kernel_dir=kernel_dir(),
     )
@@ -56,4 +57,4 @@ def assemble(
     except BaseException:
         kv.close()
         raise
-    return Assembly(kv=kv, runner=runner, attention_backend=backend.name)
+    return Assembly(kv=kv, runner=runner, attention_backend=backend.name, attention_way=runner.way)

@@ -12,6 +12,7 @@ from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
 from quire.engine.params import SamplingParams
+from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.strategies import Usage
@@ -47,7 +48,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -74,7 +75,7 @@ class AsyncLLM:
 
     async def complete(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -131,7 +132,7 @@ class AsyncLLM:
 
     async def _request(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None,
         priority: int,
         keys: PrefixKeys,

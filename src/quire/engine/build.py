@@ -8,12 +8,13 @@ from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
-from quire.engine.recurrence import fit_options
+from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.swap import Costs, SwapSpace
-from quire.engine.sizing import cache_config, kv_ledger, stored_spec, token_bytes
+from quire.engine.sizing import cache_config, kv_ledger, stored_spec
+from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
 from quire.engine.swap_store import make_swap_store
 from quire.errors import ConfigError
@@ -35,10 +36,12 @@ class Machinery:
     max_model_len: int
     most_bytes: int  # of KV memory, ever
     attention_backend: str
+    attention_way: str
     engine: Engine
     kv: KVCache
     resident: Resident
     elastic: Elastic
+    source_prompts: SourcePrompts | None  # how prompts are read, of an encoder-decoder
 
 
 def build(
@@ -52,13 +55,13 @@ def build(
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
-    config = fit_options(config, loaded)
+    refuse_speculation(config, loaded)
     provider = _provider(provider, config.residency)
     draft = load_draft(config, loaded)
     ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
-    for_tokens = token_bytes(config, ledger)
-    for_drafts = draft_bytes(for_tokens, stored_spec(config, loaded.spec), draft)
-    sizes = cache_config(config, loaded, provider, for_tokens - for_drafts)
+    kv_bytes = ledger.require()
+    for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
+    sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
     resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
@@ -85,7 +88,6 @@ def build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=_eos_token_ids(loaded),
         policy=config.scheduling_policy,
-        can_fork=not spec.recurrent_layers,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
     scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
@@ -95,6 +97,7 @@ def build(
         max_model_len=sizes.max_model_len,
         most_bytes=sizes.most_bytes,
         attention_backend=model.attention_backend,
+        attention_way=model.attention_way,
         engine=Engine(
             scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
@@ -107,6 +110,7 @@ def build(
             Governor(config.memory_mode),
             HostGauge() if gauge is None else gauge,
         ),
+        source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
 
 

@@ -103,7 +103,11 @@ class Engine:
             sampled = self._compute(plan)
         except Exception as error:
             log.warning("a step failed (%r): each of its sequences is computed alone", error)
-            plan, sampled = self._compute_one_by_one(plan)
+            if self._runner.overwrites_states:
+                self._begin_alone(plan, error)
+                plan, sampled = _NOTHING, []
+            else:
+                plan, sampled = self._compute_one_by_one(plan)
         self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), self._clock() - started_s)
         return self.scheduler.update(plan, sampled)
 
@@ -115,14 +119,13 @@ class Engine:
 
     def close(self) -> None:
         """Give back what is held outside of the cache."""
-        self._runner.forget_all()
         if self.drafter is not None:
             self.drafter.close()
         if self._swap is not None:
             self._swap.close()
 
     def _compute(self, plan: StepPlan) -> list[Sampled]:
-        """What came of each draw. Done twice, it gives the same."""
+        """What came of each draw. Done twice, it gives the same, if no states are overwritten."""
         if not plan.chunks:
             return []
         logits = self._runner.run(plan)
@@ -141,6 +144,16 @@ class Engine:
             else:
                 done.append(chunk)
         return StepPlan.of(done), sampled
+
+    def _begin_alone(self, plan: StepPlan, error: Exception) -> None:
+        """The states of a plan's sequences are of no use: later plans compute them, one by one."""
+        for chunk in plan.chunks:
+            if chunk.sequence in self.scheduler.suspects and len(plan.chunks) == 1:
+                log.error("sequence %d cannot be computed: %r", chunk.sequence.seq_id, error)
+                self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")
+            else:
+                self.scheduler.suspects.add(chunk.sequence, chunk.stop)
+                self.scheduler.lose(chunk.sequence)
 
     def _begin_with_less(self, plan: StepPlan, error: Exception) -> None:
         """Empty the cache, and let it become as large as it was: so much the system has.
@@ -161,12 +174,10 @@ class Engine:
     def _begin_anew(self) -> None:
         """Everybody keeps its text and computes it again. Raises: MemoryUnavailable."""
         self._kv.restart()
-        self._runner.forget_all()
         self.scheduler.restart(self._kv.accounting)
 
     def _forget(self, sequence: Sequence) -> None:
         self._sampler.forget(sequence)
-        self._runner.forget(sequence)
         if self.drafter is not None:
             self.drafter.forget(sequence)
 

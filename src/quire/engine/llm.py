@@ -22,6 +22,7 @@ from quire.errors import ConfigError, MemoryUnavailable, RequestError
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
 from quire.models.loader import LoadedModel, adopt, load
+from quire.models.ways.source import Source
 from quire.strategies import Usage
 from quire.units import format_bytes, parse_bytes
 
@@ -56,11 +57,13 @@ class LLM:
         parts = build(self.config, loaded, provider=provider, gauge=gauge)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.spec, self.ledger = parts.spec, parts.ledger
-        self.max_model_len, self.attention_backend = parts.max_model_len, parts.attention_backend
+        self.max_model_len = parts.max_model_len
+        self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
         self.engine, self._kv = parts.engine, parts.kv
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
         self._vocab_size = loaded.vocab_size
+        self._source_prompts = parts.source_prompts
         self._grammars = Grammars(
             self.tokenizer, self._vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
@@ -76,6 +79,11 @@ class LLM:
         observe: Observer | None = None,
     ) -> list[Completion]:
         """Continue every prompt (text, or token ids); all of them run together.
+
+        For an encoder-decoder a prompt is the source, and its text begins as ``generate`` has it:
+        with decoder_start_token_id and what the generation config forces next, which count as the
+        prompt. ``{"source": …, "prompt_token_ids": […]}`` lets it begin otherwise. A source is
+        text, token ids, or the input_features of a speech model (a tensor [mels, frames]).
 
         ``params`` are for all of them, or one for each. ``observe`` is called with the cache's
         usage after each step.
@@ -110,12 +118,7 @@ class LLM:
 
         Raises: as ``generate``.
         """
-        limits = self.engine.scheduler.limits
-        if not limits.can_fork:
-            raise RequestError(
-                f"{self.name} keeps recurrent states, which beams cannot share: use n= instead"
-            )
-        eos_token_ids = limits.eos_token_ids
+        eos_token_ids = self.engine.scheduler.limits.eos_token_ids
         sampling = params.sampling(eos_token_ids, self._vocab_size)
         requests = [
             replace(request, chosen_outside=True) for request in self._requests(prompts, sampling)
@@ -203,7 +206,7 @@ class LLM:
 
     def request(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -216,10 +219,12 @@ class LLM:
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
         refuse_unknown_ids(params.logit_bias or (), self._vocab_size, "logit_bias")
         structured = params.structured_outputs
+        source, token_ids = self._read(prompt)
         request = Request(
             request_id=next(self._ids),
-            prompt_token_ids=encode(prompt, self.tokenizer, self._vocab_size),
+            prompt_token_ids=token_ids,
             params=params,
+            source=source,
             keys=keys,
             priority=priority,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer, self._vocab_size),
@@ -269,6 +274,12 @@ class LLM:
         except MemoryUnavailable:
             self.close()
             raise
+
+    def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
+        """What an encoder reads, if there is one, and the text so far. Raises: RequestError."""
+        if self._source_prompts is not None:
+            return self._source_prompts.read(prompt)
+        return None, encode(prompt, self.tokenizer, self._vocab_size)
 
     def _queue(self, request: Request) -> list[Sequence]:
         self._elastic.watch()

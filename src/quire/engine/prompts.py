@@ -10,16 +10,17 @@ from typing import Any, TypeAlias
 from quire.errors import RequestError
 from quire.units import format_count
 
-Prompt: TypeAlias = str | list[int]
+# Of an encoder-decoder also a mapping: see ``source_prompts``.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Several prompts, though it may be one. Raises: RequestError for what is neither."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, list | tuple) and prompts and _token_id(prompts[0]) is not None:
         return [prompts]
-    if isinstance(prompts, bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise _wrong_kind(prompts)
     return list(prompts)
 

@@ -1,7 +1,8 @@
-"""From a plan to logits: one packed forward pass of a Hugging Face model."""
+"""From a plan to logits: a step of a Hugging Face model, in the first way that is right for it."""
 
+import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Sequence as Several
 from itertools import pairwise
 from typing import Protocol
 
@@ -11,19 +12,20 @@ from torch import Tensor
 from quire.attention import AttentionBackend, make_batch, packed_tokens
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
-from quire.engine.sequence import Sequence
 from quire.errors import ConfigError, UnsupportedModel
-from quire.models.hooks import make_step
 from quire.models.loader import LoadedModel
-from quire.models.packed import PackedModel
-from quire.models.recurrent import RecurrentLayers
-from quire.models.rounded import RoundedCache
 from quire.models.stand_ins import StandIns
+from quire.models.states.recurrent import RecurrentLayers
+from quire.models.ways import WAYS, Way, make_way
+from quire.models.ways.hooks import make_step
+from quire.models.ways.source import Source, kept_sources
+from quire.models.ways.trial import Trial, limit_for
 from quire.strategies import Accounting, Fits, Never
-from quire.strategies.layout import attention_spec
+from quire.strategies.layout import attention_groups, attention_spec
 from quire.units import format_bytes, format_count
 
-_TRIAL_TOKENS = 12
+log = logging.getLogger(__name__)
+
 _TRIAL_ID = -1  # requests count from 1
 # What a model raises when it finds something else than it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -36,12 +38,9 @@ class Runner(Protocol):
         """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order."""
         ...
 
-    def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
-        ...
-
-    def forget_all(self) -> None:
-        """Everybody begins anew, or has ended."""
+    @property
+    def overwrites_states(self) -> bool:
+        """Whether a step that fails leaves its sequences with states that are of no use."""
         ...
 
 
@@ -56,84 +55,117 @@ class ModelRunner:
         stand_ins: StandIns | None = None,  # of the model
     ) -> None:
         layers = loaded.spec.recurrent_layers
-        self._model = PackedModel(loaded.model, stand_ins, records=not layers)
+        self._loaded, self._stand_ins = loaded, stand_ins
+        self._model: Way | None = None
+        self.way = ""  # in which the model runs: one of ``WAYS``, as soon as there is one
+        self._lenders = {
+            number: layer.shares_with
+            for number, layer in enumerate(loaded.spec.layers)
+            if layer.shares_with is not None
+        }
         self._kv = kv
         self._backend = backend
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
-        self._stateful: dict[Sequence, int] = {}  # whose states are kept, since which preemption
 
     @property
-    def state_bytes(self) -> int:
-        """What is kept for recurrent layers at this moment."""
-        return 0 if self._recurrent is None else self._recurrent.states.num_bytes
+    def overwrites_states(self) -> bool:
+        return self._recurrent is not None
 
     def run(self, plan: StepPlan) -> Tensor:
         chunks: list[tuple[int, int, int]] = []
+        sources = [
+            chunk.sequence.request.source
+            for chunk in plan.chunks
+            if isinstance(chunk.sequence.request.source, Source)
+        ]
         token_ids: list[int] = []
         wanted: list[int] = []  # the packed tokens whose logits are
         for chunk in plan.chunks:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        if self._recurrent is not None:
-            for sequence in [s for s, n in self._stateful.items() if n < s.num_preemptions]:
-                self.forget(sequence)  # it has made room, and begins anew
-            for chunk in plan.chunks:
-                self._stateful[chunk.sequence] = chunk.sequence.num_preemptions
-        logits, _ = self._forward(chunks, token_ids, wanted)
+        logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
-    def forget(self, sequence: Sequence) -> None:
-        if self._recurrent is not None:
-            self._recurrent.states.forget(sequence.seq_id)
-            self._stateful.pop(sequence, None)
-
-    def forget_all(self) -> None:
-        for sequence in list(self._stateful):
-            self.forget(sequence)
+    def go(self, way: str) -> None:
+        """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
+        self._model, self.way = make_way(way, self._loaded, self._stand_ins), way
 
     def try_out(self, loaded: LoadedModel, *, max_tokens: int) -> None:
-        """A trial, chunk by chunk: the model must give through the hooks what it gives alone.
+        """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
 
-        Raises: UnsupportedModel if it does not, naming the layers that never reported.
+        Raises: UnsupportedModel if there is none, with what was wrong with each.
         """
         name = f"{loaded.name} ({loaded.spec.model_type})"
-        token_ids = _trial_tokens(loaded, min(max_tokens, _TRIAL_TOKENS))
-        stops = self._trial_stops(len(token_ids))
-        rows: list[Tensor] = []
-        self._kv.accounting.add(_TRIAL_ID, max_tokens=len(token_ids))
-        for start, stop in pairwise([0, *stops]):
-            if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
-                break  # a few tokens fit, so there is a use for it; each request is told
-            self._kv.carry_out()
-            self._kv.require()
-            rows.append(self._trial_chunk(name, token_ids, start, stop))
-        self._kv.accounting.free(_TRIAL_ID)
-        self._kv.carry_out()
+        groups = attention_groups(self._kv.accounting.groups)
+        specs = [attention_spec(group) for group in groups]
+        kept_as = getattr(torch, specs[0].dtype) if specs else loaded.model.dtype
+        trial = Trial(loaded, specs, kept_as, max_tokens)
         if self._recurrent is not None:
-            self._recurrent.states.forget(_TRIAL_ID)
-        if len(rows) < len(stops):
+            self._settle_states(loaded, trial)
+        wrong: dict[str, list[str]] = {}  # reasons, and the ways that they speak against
+        for way in WAYS:
+            try:
+                self.go(way)
+                self._try(trial)
+            except UnsupportedModel as error:
+                wrong.setdefault(str(error), []).append(way)
+                continue
+            if wrong:
+                log.warning("%s runs by way of %r: %s", name, way, _reasons(wrong))
+            else:
+                log.info("%s runs by way of %r", name, way)
             return
-        kept_as: torch.dtype = getattr(torch, attention_spec(self._kv.accounting.groups[0]).dtype)
-        expected = _plain_logits(loaded, token_ids, kept_as)
-        deviations = (torch.cat(rows) - expected).abs().amax(-1) / expected.abs().max()
-        limit = max(_limit(loaded.model.dtype), _limit(kept_as))
-        # In fewer bits a mixture may send a single token to another expert: the median decides.
-        exact = limit == _limit(torch.float32)
-        deviation = deviations.max() if exact else deviations.median()
-        if self._recurrent is not None:
-            self._refuse_inexact_states(loaded, name, stops)
-        if not deviation <= limit:
-            raise UnsupportedModel(
-                f"{name} gives other logits packed than alone: {deviation:.1e} of the largest, "
-                f"{limit:.0e} allowed{self._way_out}"
-            )
+        raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
-    def _refuse_inexact_states(self, loaded: LoadedModel, name: str, stops: list[int]) -> None:
-        """What the rounding of logits would hide. Raises: UnsupportedModel."""
+    def _try(self, trial: Trial) -> None:
+        """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
+        rows: list[Tensor] = []
+        stops = self._begin_trial(trial)
+        try:
+            for start, stop in pairwise([0, *stops]):
+                if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
+                    break  # what there is room for is judged
+                self._kv.carry_out()
+                self._kv.require()
+                rows.append(self._trial_chunk(trial, start, stop))
+        finally:
+            self._kv.accounting.free(_TRIAL_ID)
+            self._kv.carry_out()
+        trial.judge(torch.cat(rows), stops[0])
+
+    def _begin_trial(self, trial: Trial) -> list[int]:
+        """Where its chunks end. There is room for the first one; of a small cache, for a shorter.
+
+        A few tokens fit, so there is a use for it, and each request is told of its own room.
+        """
+        num_tokens = len(trial.token_ids)
+        while True:
+            stops = self._trial_stops(trial, num_tokens)
+            self._kv.accounting.add(_TRIAL_ID, max_tokens=num_tokens)
+            if isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stops[0]), Fits):
+                return stops
+            self._kv.accounting.free(_TRIAL_ID)
+            num_tokens //= 2
+            assert num_tokens, "refuse_too_little comes first"
+
+    def _settle_states(self, loaded: LoadedModel, trial: Trial) -> None:
+        """How recurrent layers go on from chunk to chunk, which the rounding of logits would hide.
+
+        Raises: UnsupportedModel if there is no way.
+        """
         assert self._recurrent is not None
-        hidden_size: int = loaded.model.config.get_text_config().hidden_size
-        deviation, limit = self._recurrent.deviation(stops, hidden_size), _limit(torch.float32)
+        name = f"{loaded.name} ({loaded.spec.model_type})"
+        stops = self._trial_stops(trial, len(trial.token_ids))
+        limit = limit_for(torch.float32)
+        deviation = self._recurrent.settle(trial.token_ids, stops, limit)
+        if slow := self._recurrent.slow_to_go_on:
+            log.warning(
+                "%s: %s cannot go on with several tokens at once, so that of a prompt longer than "
+                "max_num_batched_tokens they get all later ones one by one, which is slow",
+                name,
+                ", ".join(slow),
+            )
         if not deviation <= limit:
             raise UnsupportedModel(
                 f"{name} computes other states chunk by chunk: {deviation:.1e} of the largest "
@@ -149,42 +181,50 @@ class ModelRunner:
             "model.generate(past_key_values=quire.cache(model)) runs it"
         )
 
-    def _trial_stops(self, num_tokens: int) -> list[int]:
+    def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
         """Two chunks; of a model with states, some tokens of the second come one by one."""
-        middle = (num_tokens + 1) // 2
+        middle = trial.first_stop(num_tokens)
         if self._recurrent is None:
             return [middle, num_tokens]
         return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
-    def _trial_chunk(self, name: str, token_ids: list[int], start: int, stop: int) -> Tensor:
+    def _trial_chunk(self, trial: Trial, start: int, stop: int) -> Tensor:
         """Logits at each of the tokens [start, stop)."""
-        chunks, ids = [(_TRIAL_ID, start, stop)], token_ids[start:stop]
+        chunks, ids = [(_TRIAL_ID, start, stop)], trial.token_ids[start:stop]
+        sources = [] if trial.source is None else [trial.source]
         try:
-            logits, silent = self._forward(chunks, ids, [*range(len(ids))])
+            logits, silent = self._forward(chunks, ids, [*range(len(ids))], sources)
         except UnsupportedModel:
             raise
         except _MODEL_ERRORS as error:
-            raise UnsupportedModel(f"{name} does not run packed: {error!r}") from error
+            raise UnsupportedModel(f"it does not run: {_one_line(error)}") from error
         if silent:
             raise UnsupportedModel(
-                f"{name}: layers {silent} never reached the cache; their attention does not go "
-                f"through Transformers' interface"
+                f"layers {silent} never reached the cache, or attend by themselves"
             )
         return logits
 
     def _forward(
-        self, chunks: list[tuple[int, int, int]], token_ids: list[int], logits_at: list[int]
+        self,
+        chunks: list[tuple[int, int, int]],
+        token_ids: list[int],
+        logits_at: list[int],
+        sources: Several[Source] = (),  # of the chunks, or none at all
     ) -> tuple[Tensor, list[int]]:
         """Logits at some of the packed tokens, and the layers that did not report."""
-        groups = range(len(self._kv.accounting.groups))
-        batches = [make_batch(self._kv.accounting, group, chunks) for group in groups]
-        step = make_step(self._kv.accounting, self._kv.storage, self._backend, batches)
+        accounting, storage = self._kv.accounting, self._kv.storage
+        groups = range(len(attention_groups(accounting.groups)))
+        batches = [make_batch(accounting, group, chunks) for group in groups]
+        step = make_step(accounting, storage, self._backend, batches, self._lenders)
+        if sources:
+            step.sources = kept_sources(accounting, storage, chunks, sources)
         positions = packed_tokens(chunks)
         wanted = torch.tensor(logits_at, dtype=torch.long)
         ids = torch.tensor(token_ids)
-        states = nullcontext() if self._recurrent is None else self._recurrent.in_place(chunks)
-        with states:
-            logits = self._model.forward(step, ids, positions, wanted)
+        if self._recurrent is not None:
+            step.states = self._recurrent.of_step(accounting, storage, chunks)
+        assert self._model is not None, "no way to run the model has been taken"
+        logits = self._model.forward(step, ids, positions, wanted)
         return logits, step.silent
 
 
@@ -223,27 +263,9 @@ def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
         )
 
 
-def _trial_tokens(loaded: LoadedModel, num_tokens: int) -> list[int]:
-    return [(3 + 7 * i) % loaded.vocab_size for i in range(num_tokens)]
+def _reasons(wrong: Mapping[str, list[str]]) -> str:
+    return "; ".join(f"{', '.join(ways)}: {reason}" for reason, ways in wrong.items())
 
 
-def _plain_logits(loaded: LoadedModel, token_ids: list[int], kept_as: torch.dtype) -> Tensor:
-    """What the model says by itself, keys and values rounded to ``kept_as``: [T, vocabulary]."""
-    rounded = kept_as != loaded.model.dtype
-    cache = RoundedCache(loaded.model.config, kept_as) if rounded else None
-    with torch.inference_mode():
-        ids = torch.tensor([token_ids])
-        logits: Tensor = loaded.model(
-            input_ids=ids, past_key_values=cache, use_cache=rounded
-        ).logits[0]
-    return logits
-
-
-def _limit(dtype: torch.dtype) -> float:
-    """How far logits may be apart that were computed in another order, or kept in ``dtype``.
-
-    In eight bits a product at the edge between two codes may fall to either side.
-    """
-    if dtype == torch.float32:
-        return 1e-3
-    return 5e-2 if dtype.itemsize > 1 else 0.25
+def _one_line(error: Exception) -> str:
+    return " ".join(repr(error).split())[:200]

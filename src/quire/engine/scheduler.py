@@ -19,6 +19,7 @@ from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues
 from quire.engine.scheduling.room import NoRoom, Room
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
+from quire.engine.scheduling.suspects import Suspects
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.strategies import Accounting, Fits
@@ -46,6 +47,7 @@ class Scheduler:
         self._grade = policy.grade
         self._queues = Queues(policy)
         self._room = Room(accounting, self.swap, limits)
+        self.suspects = Suspects()
         self.costs = costs or Costs()
         self._preemption = Preemption(policy, self.swap, self.costs)
         self._admission = Admission(limits)
@@ -72,8 +74,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        queues = self._queues
-        return bool(queues.waiting or queues.running or self._ended or self._outputs)
+        return bool(self._queues.waiting or self.num_running or self._ended or self._outputs)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -94,8 +95,7 @@ class Scheduler:
         first = self._num_sequences
         self._num_sequences += request.params.n
         leader, *siblings = (
-            Sequence(request, seq_id=first + index, index=index)
-            for index in range(request.params.n)
+            Sequence(request, seq_id=first + i, index=i) for i in range(request.params.n)
         )
         self._lead(leader, siblings)
         return [leader, *siblings]
@@ -106,7 +106,8 @@ class Scheduler:
         ``drafts``: guesses at what comes next, by sequence id. They are left out where there is no
         room for them.
         """
-        step = Step(self.limits, drafts, self.limits.max_num_batched_tokens)
+        self.suspects.acquit()
+        step = Step(self.limits, drafts, self._room.snapshots, one_chunk=bool(self.suspects))
         self._made_room.clear()
         while step.budget and (newcomer := self._queues.first_to_come):
             if newcomer.seq_id in self._made_room:
@@ -135,7 +136,7 @@ class Scheduler:
         for draw, result in draws:
             if result.error:
                 self.fail(draw.sequence, result.error)
-        mark_computed(self._accounting, self._preemption, plan.chunks, num_kept)
+        mark_computed(self._room, self._preemption, plan.chunks, num_kept)
         for draw, _ in draws:
             self._part(draw.sequence)
         self._outputs += [
@@ -260,8 +261,7 @@ class Scheduler:
     def _branch(self, parent: Sequence, sequence: Sequence) -> None:
         """Share what ``parent`` holds with a sequence of the same tokens; else it computes them."""
         has_seat = parent in self._queues.running and self.num_running < self.limits.max_num_seqs
-        can_fork = self.limits.can_fork and has_seat
-        if can_fork and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
+        if has_seat and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
             sequence.num_computed_tokens = parent.num_computed_tokens
             sequence.most_computed_tokens = parent.num_computed_tokens
             self._queues.run(sequence)
@@ -293,6 +293,8 @@ class Scheduler:
             and not s.awaits_choice
             and (at_most is None or self._grade(s) <= at_most)
         ]
+        if step.one_chunk:
+            due = self.suspects.among(due, or_all=at_most is None)
         while step.budget and due:
             chunks = step.chunks_due(due)
             fitting = self._accounting.try_extend_each(

@@ -34,6 +34,7 @@ class Request:
     priority: int = 0  # smaller ones go first, and what they leave in the cache goes last
     bad_words: tuple[tuple[int, ...], ...] = ()  # the params' words, as token ids
     grammar: Grammar | None = None  # of the params' structured_outputs
+    source: object = None  # what an encoder reads for it, as the runner knows it
     chosen_outside: bool = False  # a search chooses its tokens, by their log-probabilities
 
     @property

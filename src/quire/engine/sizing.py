@@ -12,10 +12,10 @@ from quire.memory.machine import Machine, read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import Footprint, footprint
 from quire.models.loader import LoadedModel
-from quire.models.recurrent import KEPT_STATES
-from quire.spec import ModelSpec, RecurrentState
+from quire.spec import KeptWhole, ModelSpec
 from quire.strategies import CacheConfig
-from quire.units import format_bytes, format_count
+from quire.strategies.layout import slot_bytes
+from quire.units import format_count
 
 log = logging.getLogger(__name__)
 
@@ -52,21 +52,6 @@ def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
     )
 
 
-def token_bytes(config: EngineConfig, ledger: Ledger) -> int:
-    """What the states of recurrent layers leave of the KV memory.
-
-    Raises: ConfigError if that is nothing, or there is no KV memory at all.
-    """
-    left = ledger.require() - ledger.state_bytes
-    if left <= 0:
-        raise ConfigError(
-            f"{format_bytes(ledger.kv_bytes)} of KV memory cannot hold the states of "
-            f"{config.max_num_seqs} sequences, {format_bytes(ledger.state_bytes)}: raise "
-            f"kv_cache_memory_bytes or lower max_num_seqs"
-        )
-    return left
-
-
 def kv_needs(
     config: EngineConfig, name: str, spec: ModelSpec, own: Footprint, page_bytes: int
 ) -> Needs:
@@ -83,18 +68,22 @@ def kv_needs(
         )
     whole = config.cache == "contiguous" and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
-    num_groups = sum(not isinstance(group.spec, RecurrentState) for group in spec.groups) or 1
-    state_bytes = config.max_num_seqs * KEPT_STATES * spec.state_bytes
+    one_state = sum(
+        slot_bytes(group, page_bytes) for group in spec.groups if isinstance(group.spec, KeptWhole)
+    )
+    state_bytes = config.max_num_seqs * one_state
     num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
     return Needs(
         weights_bytes=own.weights_bytes,
         counted_weights_bytes=own.counted_bytes,
-        activation_bytes=own.activation_bytes(config.max_num_batched_tokens, num_logits),
+        activation_bytes=own.activation_bytes(
+            max(config.max_num_batched_tokens, spec.source_tokens), num_logits
+        ),
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
-        addresses_per_byte=(2 if config.cache == "virtual" else 1) * num_groups,
+        addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
         context_tokens=longest,
-        least_bytes=least_tokens * spec.bytes_per_token + state_bytes,
+        least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
         state_bytes=state_bytes,
     )
@@ -108,6 +97,10 @@ def cache_config(
     if shares_pages and (reason := provider.cannot_share) is not None:
         log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
         shares_pages = False
+    caching = config.enable_prefix_caching
+    if caching and loaded.spec.source_tokens:
+        log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
+        caching = False
     return CacheConfig(
         max_model_len=config.max_model_len or loaded.spec.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -117,7 +110,7 @@ def cache_config(
         reserve=config.reserve,
         shares_pages=shares_pages,
         max_mappings=spare_mappings() if shares_pages else None,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=caching,
         eviction_policy=config.prefix_caching_policy,
         growth=config.growth,
         growth_tokens=config.growth_tokens,
@@ -126,6 +119,8 @@ def cache_config(
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """The model with keys and values as they are kept."""
+    if config.max_model_len and spec.source_tokens == spec.max_model_len:  # one limit for both
+        spec = spec.with_source_tokens(min(config.max_model_len, spec.source_tokens))
     kept_as = KV_CACHE_DTYPES[config.kv_cache_dtype]
     return spec if kept_as is None else spec.with_kv_dtype(kept_as)
 
@@ -148,7 +143,7 @@ def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes:
         2 * heads
         for layer in spec.layers
         for kept in layer.specs
-        if not isinstance(kept, RecurrentState)
+        if not isinstance(kept, KeptWhole)
         for heads, _ in kept.entry_shapes[:1]
     )
     sequence = copies * spec.bytes_per_token * longest + slack

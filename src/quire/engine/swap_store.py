@@ -9,8 +9,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, final
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import Chunk, Save
-from quire.engine.scheduling.preemption import readable_tokens
+from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.scheduling.swap import Clock, Costs
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
+from quire.spec import Group, KeptWhole
 
 log = logging.getLogger(__name__)
 
@@ -173,9 +175,9 @@ class SwapStore:
             start_s = self._clock()
             try:
                 layers = [
-                    self._kv.storage.save(layer, torch.from_numpy(slots))
-                    for group, slots in zip(self._kv.accounting.groups, save.slots, strict=True)
-                    for layer in group.layers
+                    parts
+                    for number, slots in enumerate(save.slots)
+                    for parts in self._taken_out(number, torch.from_numpy(slots))
                 ]
                 self._shelf.put(save.sequence.seq_id, layers)
             except (OSError, MemoryError, RuntimeError) as error:
@@ -195,11 +197,11 @@ class SwapStore:
         try:
             saved = iter(self._shelf.get(seq_id))
             for number, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
-                slots = self._kv.accounting.slots(number, seq_id, tokens.start, tokens.stop)
+                slots = torch.from_numpy(slots_of(self._kv.accounting, number, seq_id, tokens))
                 skipped = tokens.start - self._firsts[seq_id][number]
-                for layer in group.layers:
+                for put_back in self._ways_back(number, group):
                     parts = [part[skipped:] for part in next(saved)]
-                    self._kv.storage.load(layer, torch.from_numpy(slots), parts)
+                    put_back(slots, parts)
                     size += sum(part.nbytes for part in parts)
         except (OSError, MemoryError, RuntimeError) as error:
             log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
@@ -216,6 +218,25 @@ class SwapStore:
 
     def close(self) -> None:
         self._shelf.close()
+
+    def _taken_out(self, number: int, slots: Tensor) -> Iterator[Parts]:
+        """What a group has in these slots: of each layer, or of all of them where it is states."""
+        group, storage = self._kv.accounting.groups[number], self._kv.storage
+        if isinstance(group.spec, KeptWhole):
+            yield storage.states(number).save(slots)
+            return
+        for layer in group.layers:
+            yield storage.save(layer, slots)
+
+    def _ways_back(
+        self, number: int, group: Group
+    ) -> Iterator[Callable[[Tensor, list[Tensor]], None]]:
+        """What puts back each of the parts that were ``_taken_out``."""
+        if isinstance(group.spec, KeptWhole):
+            yield self._kv.storage.states(number).load
+            return
+        for layer in group.layers:
+            yield partial(self._kv.storage.load, layer)
 
     def _measure(self) -> None:
         """A first guess at what a byte costs. Raises: OSError."""

@@ -17,7 +17,6 @@ class Limits:
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     policy: str = "fcfs"
-    can_fork: bool = True  # else each sibling computes the prompt itself
     watermark_bytes: int = 0  # what a newcomer leaves free while others run
     headroom: bool = True  # … and what all of them will still need, as far as can be told
 

@@ -8,12 +8,12 @@ import numpy as np
 from quire.engine.plan import Chunk, Sampled, TokenOutput
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.preemption import Preemption
+from quire.engine.scheduling.room import Room
 from quire.engine.sequence import Sequence
-from quire.strategies import Accounting
 
 
 def mark_computed(
-    accounting: Accounting,
+    room: Room,
     preemption: Preemption,
     chunks: Iterable[Chunk],
     num_kept: Mapping[int, int],
@@ -25,7 +25,7 @@ def mark_computed(
     going_on = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
     if not going_on:
         return
-    counts: list[int] = []
+    accounting, counts = room.accounting, list[int]()
     for chunk in going_on:
         sequence, stop = chunk.sequence, chunk.stop
         if chunk.drafts:
@@ -41,6 +41,7 @@ def mark_computed(
     accounting.mark_computed(
         [chunk.sequence.seq_id for chunk in going_on], counts, np.fromiter(tokens, np.int32)
     )
+    room.snapshots.keep(accounting, going_on)
 
 
 def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOutput]:

@@ -13,8 +13,9 @@ from quire.engine.plan import Chunk, Save
 from quire.engine.scheduling.policy import Policy
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import Sequence
-from quire.spec import Group, RecurrentState
+from quire.spec import Group, KeptWhole
 from quire.strategies import Accounting
+from quire.strategies.base import Slots
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,6 @@ class Preemption:
             and 0 < size <= self.swap.free_bytes
             and swap_s < recompute_s
             and not victim.lacks_prompt_logprobs  # for which its tokens are computed again anyway
-            and not any(isinstance(group.spec, RecurrentState) for group in accounting.groups)
         )
         log.info(
             "sequence %d makes room for %s: %d tokens, %s; %s, %.3g s (to recompute them: %.3g s, "
@@ -90,8 +90,7 @@ class Preemption:
         if swaps:
             self.swap.take(victim, size)
             slots = tuple(
-                accounting.slots(group, victim.seq_id, of.start, of.stop)
-                for group, of in enumerate(tokens)
+                slots_of(accounting, group, victim.seq_id, of) for group, of in enumerate(tokens)
             )
             self._saves.append(Save(sequence=victim, slots=slots, num_bytes=size))
 
@@ -116,12 +115,26 @@ class Preemption:
         self._stats = replace(self._stats, **changed)
 
 
+def slots_of(accounting: Accounting, number: int, seq_id: int, tokens: range) -> Slots:
+    """Where a sequence's entries of these tokens are in a group; its state's, if it keeps one."""
+    if isinstance(accounting.groups[number].spec, KeptWhole):
+        return accounting.table(number, seq_id)[: len(tokens)]
+    return accounting.slots(number, seq_id, tokens.start, tokens.stop)
+
+
 def readable_tokens(groups: tuple[Group, ...], start: int, stop: int) -> list[range]:
-    """Those of the tokens [start, stop) that a later one can still read, in each group."""
+    """Those of the tokens [start, stop) that a later one can still read, in each group.
+
+    Of a state that is the last one, which it stands for.
+    """
     return [range(max(start, group.live_start(stop)), stop) for group in groups]
 
 
 def num_bytes(groups: tuple[Group, ...], tokens: list[range]) -> int:
-    """Of so many tokens in each group."""
-    pairs = zip(groups, tokens, strict=True)
-    return sum(group.bytes_per_token * len(of) for group, of in pairs)
+    """Of so many tokens in each group, or of its state."""
+    return sum(
+        group.bytes_for(len(of))
+        if isinstance(group.spec, KeptWhole)
+        else group.bytes_per_token * len(of)
+        for group, of in zip(groups, tokens, strict=True)
+    )

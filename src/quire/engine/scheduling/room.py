@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.engine.plan import Chunk
 from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit
@@ -47,6 +48,7 @@ class Room:
 
     def __init__(self, accounting: Accounting, swap: SwapSpace, limits: Limits) -> None:
         self.accounting = accounting
+        self.snapshots = Snapshots(accounting)
         self._swap = swap
         self._limits = limits
 
@@ -86,7 +88,10 @@ class Room:
             hit = self.accounting.match_prefix(sequence.seq_id, token_ids)
             num_restored = max(0, sequence.num_saved_tokens - hit.num_tokens)
             start = hit.num_tokens + num_restored
-        return _Attempt(start, min(sequence.num_tokens, start + budget), hit, num_restored)
+        stop = self.snapshots.end(
+            start, min(sequence.num_tokens, start + budget), sequence.num_tokens
+        )
+        return _Attempt(start, stop, hit, num_restored)
 
     def _taken(self, sequence: Sequence, attempt: _Attempt) -> Chunk:
         sequence.needs_room_at_once = False

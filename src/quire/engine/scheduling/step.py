@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from quire.engine.plan import Chunk
 from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.sequence import Sequence
 from quire.strategies import Accounting
 
@@ -20,14 +21,21 @@ class Step:
 
     limits: Limits
     drafts: Drafts
-    budget: int  # tokens that may still be computed
+    snapshots: Snapshots  # where chunks end
+    one_chunk: bool = False  # and no more
+    budget: int = field(init=False)  # tokens that may still be computed
     chunks: list[Chunk] = field(default_factory=list)
     served: set[int] = field(default_factory=set)  # sequences that have a chunk
+
+    def __post_init__(self) -> None:
+        self.budget = self.limits.max_num_batched_tokens
 
     def add(self, chunks: Several[Chunk]) -> None:
         self.chunks += chunks
         self.served.update(chunk.sequence.seq_id for chunk in chunks)
         self.budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+        if self.one_chunk and self.chunks:
+            self.budget = 0
 
     def chunks_due(self, due: list[Sequence]) -> list[Chunk]:
         """What these running sequences have to compute, as far as the budget goes."""
@@ -36,12 +44,14 @@ class Step:
         if self.drafts:  # guesses take what is left when everybody has what is certain
             spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
         for sequence in due:
-            start, stop = sequence.num_computed_tokens, sequence.num_tokens
-            if stop - start > budget:
-                chunks.append(
-                    Chunk(sequence=sequence, start=start, stop=start + budget, samples=False)
-                )
-                break
+            start, last = sequence.num_computed_tokens, sequence.num_tokens
+            stop = self.snapshots.end(start, min(last, start + budget), last)
+            if stop < last:
+                chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
+                budget -= stop - start
+                if not budget or self.one_chunk:
+                    break
+                continue
             guesses: tuple[int, ...] = ()
             if sequence.seq_id in self.drafts:
                 # The last token that it may have is never computed.
@@ -53,7 +63,7 @@ class Step:
                 Chunk(sequence=sequence, start=start, stop=stop, drafts=guesses, samples=True)
             )
             budget -= stop - start
-            if not budget:
+            if not budget or self.one_chunk:
                 break
         return chunks
 

@@ -24,7 +24,7 @@ class Needs:
     addresses_per_byte: int = 1  # of KV: each group of layers reserves for the whole of it
     least_bytes: int  # of KV, below which nothing useful runs
     most_bytes: int | None = None  # of KV, above which nothing more can be used
-    state_bytes: int = 0  # of KV, for what recurrent layers keep: the same at any length
+    state_bytes: int = 0  # of KV, for recurrent states and sources, of all sequences
 
     @property
     def weights_to_come_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Ledger:
     bound: str  # what decided: a limit of the machine, or an option
     room_bytes: int  # the most that KV memory could take here, by any rule
     room_source: str  # which limit of the machine says so
-    state_bytes: int = 0  # of KV memory, for recurrent states
+    state_bytes: int = 0  # of KV memory, for recurrent states and sources, if all sequences run
     unused_bytes: int = 0  # that the rule would give above what can ever be used
     committed_whole: bool = False  # taken at the start, not as tokens come
     refusal: str | None = None
@@ -77,7 +77,8 @@ class Ledger:
         rows = [(term.label, term.num_bytes, term.source) for term in self.terms]
         rows.append((f"KV memory ({self.rule})", self.kv_bytes, self.bound))
         if self.state_bytes:
-            rows.append(("of it for states", self.state_bytes, "recurrent layers × max_num_seqs"))
+            words = "max_num_seqs × recurrent states and sources"
+            rows.append(("of it for states, at most", self.state_bytes, words))
         rows.append(("the most that fits", max(0, self.room_bytes), self.room_source))
         width = max(len(label) for label, *_ in rows)
         return "\n".join(

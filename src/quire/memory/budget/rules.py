@@ -220,9 +220,9 @@ def _llamacpp(case: _Case) -> _Offer:
     words = f"max_model_len={format_count(needs.context_tokens)} tokens, committed whole"
     label = "not asked for" if left >= asked else "asked for beyond"
     for_tokens = min(left, case.lasting_bytes) - needs.state_bytes
-    shorter = for_tokens // needs.bytes_per_token
-    least_bytes = needs.least_bytes - needs.state_bytes
-    helps = shorter >= 2 and shorter * needs.bytes_per_token >= least_bytes
+    shorter = for_tokens // max(1, needs.bytes_per_token)
+    enough = shorter * needs.bytes_per_token + needs.state_bytes >= needs.least_bytes
+    helps = shorter >= 2 and enough
     return _Offer(
         terms=(*terms, Term(label=label, num_bytes=asked - left, source=words)),
         bound="max_model_len",
