@@ -24,11 +24,11 @@ help: ## print this list
 demo: $(READY) ## the shipped model's text and memory with each of the four strategies
 	@$(BIN)/quire compare
 
-test: $(READY) ## run the tests
-	@$(BIN)/pytest
+test: $(READY) ## run the tests, in as many processes as there are cores
+	@$(BIN)/pytest -n logical --dist loadfile
 
 test-all: $(READY) ## the tests, and the whole grid of attention: minutes for each instruction set
-	@$(BIN)/pytest -m ""
+	@$(BIN)/pytest -n logical --dist loadfile -m ""
 
 check: lint types test ## lint, types and test, one after the other
 

@@ -1,0 +1,41 @@
+"""What came of one class: the facts that the page shows and the tests assert."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["exact", "differs", "fails", "refused", "not judged"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Finding:
+    """Filled in step by step; what has not come about stays empty."""
+
+    model_type: str
+    class_name: str
+    verdict: Verdict = "not judged"
+    reason: str = ""  # one line, where the verdict is not "exact"
+    not_built: str = ""  # what its own code raised at this size
+    not_generated: str = ""  # what Transformers' generate() raised
+    own_cache_is_right: bool = False  # generate() says the same with its cache as without
+    kinds: list[str] = field(default_factory=list)  # of memory, as the spec reads its config
+    way: str = ""  # how the engine runs it
+    deviation: float | None = None  # of logits, of the largest one
+    num_rows: int = 0  # of logits that were compared
+    num_cached_tokens: int = 0  # that were found in the prefix cache
+    bytes_differ: str = ""  # from what Transformers' own cache holds, where it can be asked
+    drop_in: str = ""  # what became of generate() with our cache, where it is not the same tokens
+
+    @property
+    def generates(self) -> bool:
+        """Whether Transformers' own generate() runs it at this size."""
+        return not self.not_built and not self.not_generated
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def one_line(error: BaseException) -> str:
+    """What it says, its type before it where it is not ours."""
+    text = " ".join(str(error).split())
+    ours = type(error).__module__ == "quire.errors"
+    return text if ours else f"{type(error).__name__}: {text}"[:200]

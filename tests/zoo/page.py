@@ -1,0 +1,145 @@
+"""The page ``docs/reference/models.md``, made from what was found."""
+
+import math
+from collections.abc import Iterable
+
+import transformers
+
+from zoo.finding import Finding
+from zoo.sizes import ENCODERS, HALVES
+
+COMMAND = "python tools/model_matrix.py --write"
+_INTRO = """\
+# Models
+
+Each class that Transformers {version} lists as a causal language model, built at a tiny size with
+random weights in float32 and run through the engine: prompts in chunks beside other sequences that
+decode, a prompt with two continuations, one that makes room and begins anew, and a prompt that
+begins as an earlier one, in blocks of 4 tokens. Windows and chunks are of 7 and 8 tokens, prompts
+of up to 27, so that windows move.
+
+*Exact* means four things. Every token's logits are those of the model's own forward without a
+cache, within 1e-5 of the largest one, 1e-3 where a layer scans. Greedy tokens are those of
+Transformers' own `generate`, where that says the same with its cache as without. Transformers' own
+cache holds the shapes that Quire read from the config. And step by step the engine takes, to the
+byte, what an accounting without tensors takes, made from the config alone. What is not exact
+is refused when it is loaded, with the sentence that stands here.
+
+A tiny model with random weights shows that positions, masks and states are right. It does not show
+that a checkpoint is good, nor how fast it runs.
+
+This page is made by `{command}`. Do not edit it.
+"""
+_NAMES = "| `model_type` | class |"
+
+
+def page(findings: Iterable[Finding]) -> str:
+    """All of it."""
+    several = sorted(findings, key=lambda found: found.model_type)
+    apart = {*ENCODERS, *HALVES}
+    own = [found for found in several if found.model_type not in apart]
+    groups = {
+        "decoders": own,
+        "encoders that were told to write": [f for f in several if f.model_type in ENCODERS],
+        "decoders cut out of encoder-decoders": [f for f in several if f.model_type in HALVES],
+    }
+    others = [found for found in several if found.generates and found.model_type in apart]
+    parts = [
+        _INTRO.format(version=transformers.__version__, command=COMMAND),
+        *_not_refused(several),
+        "## Counts\n",
+        _counts(groups),
+        "## Exact\n",
+        _exact([f for f in own if f.verdict == "exact"]),
+        "## Not exact\n",
+        _refused([f for f in own if f.generates and f.verdict != "exact"]),
+        "## Encoders and halves of encoder-decoders\n",
+        "Transformers' `generate` runs these too, but nobody trained them to be used so.\n",
+        _exact([f for f in others if f.verdict == "exact"]),
+        _refused([f for f in others if f.verdict != "exact"]),
+        "## Not judged\n",
+        "At this size Transformers does not build these, or its `generate` does not run them.\n",
+        _not_judged([found for found in several if not found.generates]),
+    ]
+    return "\n".join(parts)
+
+
+def model_types(text: str) -> list[str]:
+    """The model types that a page names, in its tables."""
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    return [row[1].strip().strip("`") for row in rows if row[1].strip() != "`model_type`"]
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """Of each model type the heading that it stands under."""
+    found, heading, exact = {}, "", False
+    for line in text.splitlines():
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        if line.startswith(_NAMES):
+            exact = "remembers" in line
+        elif line.startswith("| `"):
+            found[line.split("`")[1]] = f"{heading}: {'exact' if exact else 'not'}"
+    return found
+
+
+def _not_refused(found: list[Finding]) -> list[str]:
+    """A warning of those that are taken and are not exact; nothing where there are none."""
+    wrong = [f for f in found if f.generates and f.verdict in ("differs", "fails")]
+    names = [f"`{f.model_type}`" for f in wrong]
+    return [f"**Not refused yet, and not exact: {', '.join(names)}.**\n"] if wrong else []
+
+
+def _counts(groups: dict[str, list[Finding]]) -> str:
+    lines = ["| | classes | built | `generate` runs | exact | of those that run |", _rule(6)]
+    for name, found in groups.items():
+        run = sum(f.generates for f in found)
+        exact = sum(f.generates and f.verdict == "exact" for f in found)
+        built = sum(not f.not_built for f in found)
+        lines.append(
+            f"| {name} | {len(found)} | {built} | {run} | {exact} | {100 * exact / run:.0f} % |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _exact(found: list[Finding]) -> str:
+    lines = [f"{_NAMES} its layers remember | how it runs | logits apart |", _rule(5)]
+    lines += [f"{_name(f)} {', '.join(f.kinds)} | {f.way} | {_bound(f.deviation)} |" for f in found]
+    return "\n".join([*lines, ""])
+
+
+def _refused(found: list[Finding]) -> str:
+    lines = [f"{_NAMES} why | `generate` with `quire.cache` |", _rule(4)]
+    lines += [f"{_name(f)} {_cell(f.reason)} | {_drop_in(f)} |" for f in found]
+    return "\n".join([*lines, ""])
+
+
+def _not_judged(found: list[Finding]) -> str:
+    lines = [f"{_NAMES} what Transformers says |", _rule(3)]
+    lines += [f"{_name(f)} {_cell(f.not_built or f.not_generated)} |" for f in found]
+    return "\n".join([*lines, ""])
+
+
+def _name(found: Finding) -> str:
+    return f"| `{found.model_type}` | {found.class_name} |"
+
+
+def _drop_in(found: Finding) -> str:
+    if not found.kinds:  # no spec, so no cache
+        return "no"
+    return "differs" if found.drop_in else "the same tokens"
+
+
+def _bound(deviation: float | None) -> str:
+    """The power of ten above it, which is the same on every machine, or nearly."""
+    if not deviation:
+        return "0"
+    return f"< 1e{math.floor(math.log10(deviation)) + 1:d}"
+
+
+def _rule(num_columns: int) -> str:
+    return "|" + " --- |" * num_columns
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
