@@ -111,7 +111,7 @@ def attentions(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def tried(model: PreTrainedModel, backend: str = "cpu", **options: Any) -> Iterator[World]:
     with world_of(model, backend=backend, **options) as world:
-        world.runner.try_out(world.loaded, max_tokens=LENGTH)
+        world.runner.try_out(max_tokens=LENGTH)
         yield world
 
 

@@ -126,7 +126,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def taken(world: World) -> str:
-    world.runner.try_out(world.loaded, max_tokens=LENGTH)
+    world.runner.try_out(max_tokens=LENGTH)
     return world.runner.way
 
 

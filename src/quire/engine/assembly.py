@@ -53,7 +53,7 @@ def assemble(
     kv = KVCache(make_pair)
     try:
         runner = ModelRunner(loaded, kv, backend, StandIns(loaded.model, kernel_dir()))
-        runner.try_out(loaded, max_tokens=sizes.max_model_len)
+        runner.try_out(max_tokens=sizes.max_model_len)
     except BaseException:
         kv.close()
         raise

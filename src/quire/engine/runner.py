@@ -91,18 +91,18 @@ class ModelRunner:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
         self._model, self.way = make_way(way, self._loaded, self._stand_ins), way
 
-    def try_out(self, loaded: LoadedModel, *, max_tokens: int) -> None:
+    def try_out(self, *, max_tokens: int) -> None:
         """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
 
         Raises: UnsupportedModel if there is none, with what was wrong with each.
         """
-        name = f"{loaded.name} ({loaded.spec.model_type})"
+        loaded, name = self._loaded, self._name
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
         kept_as = getattr(torch, specs[0].dtype) if specs else loaded.model.dtype
         trial = Trial(loaded, specs, kept_as, max_tokens)
         if self._recurrent is not None:
-            self._settle_states(loaded, trial)
+            self._settle_states(trial)
         wrong: dict[str, list[str]] = {}  # reasons, and the ways that they speak against
         for way in WAYS:
             try:
@@ -149,13 +149,13 @@ class ModelRunner:
             num_tokens //= 2
             assert num_tokens, "refuse_too_little comes first"
 
-    def _settle_states(self, loaded: LoadedModel, trial: Trial) -> None:
+    def _settle_states(self, trial: Trial) -> None:
         """How recurrent layers go on from chunk to chunk, which the rounding of logits would hide.
 
         Raises: UnsupportedModel if there is no way.
         """
         assert self._recurrent is not None
-        name = f"{loaded.name} ({loaded.spec.model_type})"
+        name = self._name
         stops = self._trial_stops(trial, len(trial.token_ids))
         limit = limit_for(torch.float32)
         deviation = self._recurrent.settle(trial.token_ids, stops, limit)
@@ -169,17 +169,14 @@ class ModelRunner:
         if not deviation <= limit:
             raise UnsupportedModel(
                 f"{name} computes other states chunk by chunk: {deviation:.1e} of the largest "
-                f"output, {limit:.0e} allowed{self._way_out}"
+                f"output, {limit:.0e} allowed; its recurrent layers do not go on from one chunk to "
+                f"the next as this engine needs: "
+                f"model.generate(past_key_values=quire.cache(model)) runs it"
             )
 
     @property
-    def _way_out(self) -> str:
-        if self._recurrent is None:
-            return ""
-        return (
-            "; its recurrent layers do not go on from one chunk to the next as this engine needs: "
-            "model.generate(past_key_values=quire.cache(model)) runs it"
-        )
+    def _name(self) -> str:
+        return f"{self._loaded.name} ({self._loaded.spec.model_type})"
 
     def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
         """Two chunks; of a model with states, some tokens of the second come one by one."""

@@ -198,24 +198,28 @@ class StateTensor:
     dtype: str
 
     @property
+    def is_convolution(self) -> bool:
+        """Whether it is one of a layer's windows over its latest inputs; else what a scan keeps."""
+        return self.name.startswith("conv")
+
+    @property
     def num_bytes(self) -> int:
         return prod(self.shape) * dtype_bytes(self.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentState:
-    """A state of fixed size that each token overwrites (Mamba, linear attention, convolution).
+class _InOnePlace:
+    """What recurrent states and sources have in common: tensors of one size, whatever the length.
 
-    Speculation keeps one further state for each draft token, so that a rejected one can be undone.
+    No token has a slot there; the latest one stands for the whole, which all that follow read.
     """
 
+    __slots__ = ()
     states: tuple[StateTensor, ...]
-    num_speculative_blocks: int = 0
 
     @property
     def num_places(self) -> int:
-        """Places of a sequence, each for a whole state."""
-        return 1 + self.num_speculative_blocks
+        """Places of a sequence, each for the whole."""
+        return 1
 
     @property
     def state_bytes(self) -> int:
@@ -229,7 +233,6 @@ class RecurrentState:
         return (num_tokens - 1) * (num_tokens > 0)
 
     def live_range(self, num_tokens: int) -> range:
-        """Only the state after the last token is read again."""
         return range(self.live_start(num_tokens), num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
@@ -239,12 +242,27 @@ class RecurrentState:
         return min(num_tokens, 1)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one state, whatever the block size."""
+        """Bytes of the whole, whatever the block size."""
         return self.state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossAttention:
+class RecurrentState(_InOnePlace):
+    """A state of fixed size that each token overwrites (Mamba, linear attention, convolution).
+
+    Speculation keeps one further state for each draft token, so that a rejected one can be undone.
+    """
+
+    states: tuple[StateTensor, ...]
+    num_speculative_blocks: int = 0
+
+    @property
+    def num_places(self) -> int:
+        return 1 + self.num_speculative_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttention(_InOnePlace):
     """Keys and values of a source that an encoder has read: written once, and then only read.
 
     They come with the first token of a text and no other adds to them, so that the whole source is
@@ -258,7 +276,7 @@ class CrossAttention:
     value_head_dim: int | None = None  # None: as wide as the key
 
     @property
-    def states(self) -> tuple[StateTensor, StateTensor]:
+    def states(self) -> tuple[StateTensor, ...]:  # type: ignore[override]
         """The longest source's keys and values: [K, source tokens, D] and […, Dv]."""
         heads, length = self.num_kv_heads, self.source_tokens
         values = (heads, length, self.value_head_dim or self.head_dim)
@@ -266,36 +284,6 @@ class CrossAttention:
             StateTensor(name="keys", shape=(heads, length, self.head_dim), dtype=self.dtype),
             StateTensor(name="values", shape=values, dtype=self.dtype),
         )
-
-    @property
-    def num_places(self) -> int:
-        return 1
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(state.num_bytes for state in self.states)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of the text: none."""
-        return 0
-
-    def live_start(self, num_tokens: Count) -> Count:
-        return (num_tokens - 1) * (num_tokens > 0)
-
-    def live_range(self, num_tokens: int) -> range:
-        """The latest token stands for the source, which is read by all that follow."""
-        return range(self.live_start(num_tokens), num_tokens)
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return self.state_bytes if num_tokens else 0
-
-    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
-        return min(num_tokens, 1)
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one source, whatever the block size."""
-        return self.state_bytes
 
 
 LayerSpec: TypeAlias = (

@@ -151,26 +151,12 @@ class ModelSpec:
     @property
     def attention_alone(self) -> "ModelSpec":
         """The same model without the states of its recurrent layers."""
-        layers = (
-            replace(
-                layer,
-                specs=tuple(kept for kept in layer.specs if not isinstance(kept, RecurrentState)),
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(layers))
+        return self._without(RecurrentState)
 
     @property
     def text_alone(self) -> "ModelSpec":
         """The same model without the source that its layers attend to."""
-        layers = (
-            replace(
-                layer,
-                specs=tuple(kept for kept in layer.specs if not isinstance(kept, CrossAttention)),
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(layers))
+        return self._without(CrossAttention)
 
     def with_kv_dtype(self, dtype: str) -> "ModelSpec":
         """The same model with keys, values and latents of its text in ``dtype``.
@@ -217,6 +203,13 @@ class ModelSpec:
     def _with_specs(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         layers = (
             replace(layer, specs=tuple(change(spec) for spec in layer.specs))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    def _without(self, kind: type[RecurrentState] | type[CrossAttention]) -> "ModelSpec":
+        layers = (
+            replace(layer, specs=tuple(kept for kept in layer.specs if not isinstance(kept, kind)))
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))

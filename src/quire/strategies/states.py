@@ -72,6 +72,11 @@ class StateRows:
         self._region.close()
 
 
+def place_of(accounting: Accounting, group: int, seq_id: int) -> int:
+    """The slot of a sequence's states, or of its source."""
+    return int(accounting.table(group, seq_id)[0])
+
+
 def make_states(memory: CountedMemory, accounting: Accounting) -> dict[int, StateRows]:
     """Rows for the groups that keep something whole, by the groups' numbers."""
     return {

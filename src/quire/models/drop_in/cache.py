@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 from quire.errors import ConfigError, MemoryUnavailable
@@ -31,6 +30,7 @@ from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, StateLaye
 from quire.models.drop_in.rows import Rows
 from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import footprint
+from quire.models.states.mixers import find_mixers
 from quire.spec import (
     AttentionSpec,
     ChunkedAttention,
@@ -43,8 +43,6 @@ from quire.spec import (
 from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
 from quire.units import format_count, parse_bytes
 
-# Whose recurrent layers ask no cache of Transformers for their states, though it has a place.
-_KEEP_THEIR_OWN = frozenset({"recurrent_gemma", "minimax"})
 # Whose attention calls ``view`` on keys, which works for tensors without gaps only.
 _IN_ONE_PIECE = frozenset({"gpt_neox_japanese"})
 
@@ -73,7 +71,7 @@ class DropInCache(Cache):
         self._rows: Rows | None = None
         self._dtype: torch.dtype | None = None  # of the keys in the rows
         layers: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
-        self._spec = _without_foreign_states(_windows_for_chunks(spec), layers)
+        self._spec = _windows_for_chunks(spec)
         # Transformers' own layers stay where there is nothing to keep.
         for index, own in enumerate(layers):
             layers[index] = self._layer(index, own)
@@ -289,6 +287,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     longest = spec.max_model_len if max_model_len is None else max_model_len
     if spec.recurrent_layers:
         spec = spec.computed_in(str(model.dtype).removeprefix("torch."))
+        spec = _with_states_that_caches_see(model, spec)
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
@@ -360,17 +359,16 @@ def _kinds(spec: ModelSpec, layer: int) -> tuple[RecurrentState | None, Attentio
     return next(iter(states), None), next(iter(attention), None)
 
 
-def _without_foreign_states(spec: ModelSpec, own: list[Any]) -> ModelSpec:
-    """Less the layers whose states no cache ever sees: some models keep them for themselves."""
+def _with_states_that_caches_see(model: PreTrainedModel, spec: ModelSpec) -> ModelSpec:
+    """Less the states that modules keep for themselves, or in a cache of their own kind."""
+    seen = {mixer.layer for mixer in find_mixers(model) if mixer.attributes is None}
 
-    def seen(index: int, layer: Layer) -> Layer:
-        in_cache = spec.model_type not in _KEEP_THEIR_OWN
-        if in_cache and isinstance(own[index], LinearAttentionLayer):
-            return layer
+    def without(layer: Layer) -> Layer:
         specs = tuple(kept for kept in layer.specs if not isinstance(kept, RecurrentState))
         return replace(layer, specs=specs)
 
-    return replace(spec, layers=tuple(seen(*pair) for pair in enumerate(spec.layers)))
+    layers = (layer if n in seen else without(layer) for n, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
 
 
 def _windows_for_chunks(spec: ModelSpec) -> ModelSpec:

@@ -111,9 +111,9 @@ class StateLayer(LinearAttentionLayer):
         self._layer = layer
         self._spec = spec
         # Which of the spec's tensors are Transformers' convolutions 0, 1, …, and which its scans.
-        names = [state.name for state in spec.states]
-        self._convolutions = [at for at, name in enumerate(names) if name.startswith("conv")]
-        self._scans = [at for at, name in enumerate(names) if not name.startswith("conv")]
+        states = list(enumerate(spec.states))
+        self._convolutions = [at for at, state in states if state.is_convolution]
+        self._scans = [at for at, state in states if not state.is_convolution]
 
     def lazy_initialization(
         self,

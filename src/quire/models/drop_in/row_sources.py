@@ -12,6 +12,15 @@ from torch import Tensor
 
 from quire.spec import CrossAttention
 from quire.strategies import Accounting, Storage
+from quire.strategies.states import place_of
+
+
+def equally_spaced(places: Sequence[int]) -> slice | None:
+    """Them as a slice, if each lies behind the one before it at the same distance."""
+    step = places[1] - places[0] if len(places) > 1 else 1
+    if step < 1 or any(b - a != step for a, b in pairwise(places)):
+        return None
+    return slice(places[0], places[-1] + 1, step)
 
 
 class Sources:
@@ -50,14 +59,13 @@ class Sources:
         if owners is not None:
             slots = [slots[owner] for owner in owners.tolist()]
         k, v = (kept[:, :, : self._length] for kept in self._kept(layer))
-        step = slots[1] - slots[0] if len(slots) > 1 else 1
-        if step < 0 or any(b - a != step for a, b in pairwise(slots)):
-            several = torch.tensor(slots)
-            return k[several], v[several]
-        if not step:
+        if len(set(slots)) == 1:
             num_rows, place = len(slots), slice(slots[0], slots[0] + 1)
             return k[place].expand(num_rows, -1, -1, -1), v[place].expand(num_rows, -1, -1, -1)
-        places = slice(slots[0], slots[-1] + 1, step)
+        places = equally_spaced(slots)
+        if places is None:
+            several = torch.tensor(slots)
+            return k[several], v[several]
         return k[places], v[places]
 
     def _kept(self, layer: int) -> tuple[Tensor, ...]:
@@ -66,4 +74,4 @@ class Sources:
 
     def _slots(self, layer: int, seq_ids: Sequence[int]) -> list[int]:
         group = self._group_of[layer]
-        return [int(self._accounting.table(group, seq_id)[0]) for seq_id in seq_ids]
+        return [place_of(self._accounting, group, seq_id) for seq_id in seq_ids]

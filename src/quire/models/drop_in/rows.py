@@ -11,14 +11,13 @@ Source: beam table as in OpenVINO's indirect KV cache.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.memory import CountedMemory, MemoryProvider
-from quire.models.drop_in.row_sources import Sources
+from quire.models.drop_in.row_sources import Sources, equally_spaced
 from quire.models.drop_in.row_states import RowStates, state_row_bytes
 from quire.spec import ModelSpec
 from quire.strategies import (
@@ -323,8 +322,4 @@ class Rows:
         """The rows' ranges as a slice of a layer's view, if they lie at equal distances."""
         if self._accounting.block_size(group) < self.num_tokens:
             return None
-        starts = [int(self._accounting.table(group, seq_id)[0]) for seq_id in self._ids]
-        step = starts[1] - starts[0] if len(starts) > 1 else 1
-        if step < 1 or any(b - a != step for a, b in pairwise(starts)):
-            return None
-        return slice(starts[0], starts[-1] + 1, step)
+        return equally_spaced([int(self._accounting.table(group, i)[0]) for i in self._ids])

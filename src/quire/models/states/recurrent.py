@@ -26,6 +26,7 @@ from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixer
 from quire.models.states.settling import settle
 from quire.spec import RecurrentState
 from quire.strategies import Accounting, Storage
+from quire.strategies.states import place_of
 
 _Chunks = Sequence[tuple[int, int, int]]  # (sequence, start, stop) of each
 
@@ -124,13 +125,13 @@ def _kept_states(
     for number, group in enumerate(accounting.groups):
         if not isinstance(group.spec, RecurrentState):
             continue
-        rows, names = storage.states(number), [state.name for state in group.spec.states]
-        slots = torch.tensor([int(accounting.table(number, seq_id)[0]) for seq_id, _, _ in chunks])
+        rows, states = storage.states(number), group.spec.states
+        slots = torch.tensor([place_of(accounting, number, seq_id) for seq_id, _, _ in chunks])
         for layer in group.layers:
-            named = list(zip(names, rows.layer(layer), strict=True))
+            held = list(zip(states, rows.layer(layer), strict=True))
             kept[layer] = KeptStates(
-                convolutions=tuple(held for name, held in named if name.startswith("conv")),
-                scans=tuple(held for name, held in named if not name.startswith("conv")),
+                convolutions=tuple(tensor for state, tensor in held if state.is_convolution),
+                scans=tuple(tensor for state, tensor in held if not state.is_convolution),
                 slots=slots,
             )
     return kept

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from quire.spec import CrossAttention
 from quire.strategies import Accounting, Storage
+from quire.strategies.states import place_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +56,7 @@ def kept_sources(
         places = {}
         for number, group in enumerate(accounting.groups):
             if isinstance(group.spec, CrossAttention):
-                slot = int(accounting.table(number, seq_id)[0])
+                slot = place_of(accounting, number, seq_id)
                 for layer in group.layers:
                     keys, values = storage.states(number).layer(layer)
                     places[layer] = keys[slot], values[slot]
