@@ -57,10 +57,13 @@ def main(
                 ("not repetitive", words(num_seqs), drawn),
             ):
                 rates: dict[str, list[float]] = {"without": [], "again": [], "ahead": []}
-                scheduler = ahead.engine.scheduler
+                counted = ahead.statistics
                 for llm in (without, again, ahead):
                     llm.generate(prompts, own)  # kernels are compiled
-                before = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+                before = (
+                    counted.num_draft_tokens,
+                    counted.num_accepted_tokens,
+                )
                 with no_collection():
                     for _ in range(rounds):
                         for name, llm in (("without", without), ("ahead", ahead), ("again", again)):
@@ -68,8 +71,8 @@ def main(
                             llm.generate(prompts, own)
                             took_s = time.perf_counter() - start_s
                             rates[name].append(num_seqs * max_tokens / took_s)
-                num_drafts = scheduler.num_draft_tokens - before[0]
-                num_accepted = scheduler.num_accepted_tokens - before[1]
+                num_drafts = counted.num_draft_tokens - before[0]
+                num_accepted = counted.num_accepted_tokens - before[1]
                 ratio, noise = ratio_of(rates, "ahead"), ratio_of(rates, "again")
                 table.add_row(
                     case,

@@ -121,15 +121,16 @@ class Cache:
         *,
         keys: PrefixKeys = NO_KEYS,
         read: bool = True,
+        priority: int = 0,
     ) -> int:
         """A prompt that must fit: announce, match, extend, compute. Returns: tokens of the hit."""
-        self.add(seq_id, keys)
+        self.add(seq_id, keys, priority=priority)
         hit = self.blocks.match_prefix(seq_id, ids(tokens)) if read else None
         assert self.extend(seq_id, tokens, hit=hit) is FITS
         return hit.num_tokens if hit else 0
 
-    def add(self, seq_id: int, keys: PrefixKeys = NO_KEYS) -> None:
-        self.blocks.add(seq_id, keys)
+    def add(self, seq_id: int, keys: PrefixKeys = NO_KEYS, *, priority: int = 0) -> None:
+        self.blocks.add(seq_id, keys, priority=priority)
         self.tokens[seq_id], self.keys[seq_id] = [], keys
 
     def lookup(self, tokens: Sequence[int], keys: PrefixKeys = NO_KEYS) -> PrefixHit:

@@ -6,7 +6,7 @@ the behaviour is one of its. Contents are followed slot by slot in ``caches``.
 
 import pytest
 
-from blocks.caches import BLOCK_BYTES, FULL, LATENT, SIZE, Cache, ids, span
+from blocks.caches import BLOCK_BYTES, FULL, LATENT, SIZE, STATE, Cache, ids, sliding, span
 from quire.blocks import FITS, Commit, Copy, NotNow, PrefixHit
 from quire.spec import LayerSpec
 
@@ -269,6 +269,26 @@ def test_the_deepest_block_of_the_least_recent_sequence_goes_first() -> None:
     assert found == [[8, 4], [8, 0], [4, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_what_is_left_for_a_copy_matters_as_its_reader_does(priority: int) -> None:
+    """A sequence goes back into a block that another one shares, and goes on in a copy of it."""
+    cache = Cache(FULL, num_blocks=6)
+    if priority > 0:
+        cache.start(2, span(60, 68))
+        cache.free(2)
+    cache.start(0, span(0, 8), priority=priority)
+    assert cache.start(1, span(0, 9), priority=2) == 8
+    cache.trim(0, 6)
+    cache.extend(0, [50])
+    cache.free(1, 0)
+    if priority < 0:
+        cache.start(2, span(60, 68))
+        cache.free(2)
+    cache.start(3, span(70, 82))  # all that is empty, and a block more
+    found = [cache.lookup(span(at, at + 9)).num_tokens for at in (0, 60)]
+    assert found == ([8, 4] if priority < 0 else [4, 8])
+
+
 def test_a_hit_makes_recent() -> None:
     """vLLM: a hit takes a block out of the middle of the queue."""
     cache = Cache(FULL, num_blocks=4)
@@ -376,3 +396,38 @@ def test_a_gap_is_told_from_an_end() -> None:
     # Who computes the block again closes the gap, and finds the third one at the end of it.
     assert cache.start(1, span(0, 8)) == 4
     assert reason(cache.lookup(span(0, 13))) == (12, "")
+
+
+# -- forgetting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granule_blocks", [1, 2])
+def test_what_is_forgotten_is_found_by_nobody(granule_blocks: int) -> None:
+    """Not what it computed, nor what it began with; who holds that goes on, and may share anew."""
+    cache = Cache(FULL, sliding(5), STATE, num_blocks=60, granule_blocks=granule_blocks)
+    cache.start(0, span(0, 12))
+    assert cache.keep_state(0)
+    cache.start(1, span(0, 24))
+    cache.fork(1, 2)
+    cache.extend(1, span(24, 34))
+    cache.start(3, span(50, 60))
+    cache.blocks.free(1, forget=True)
+    cache.blocks.check()
+    assert cache.lookup(span(0, 34)).num_tokens == 0
+    cache.extend(2, span(70, 80))
+    cache.extend(0, span(12, 20))
+    assert cache.start(4, span(0, 30)) == 0
+    cache.free(0, 2, 3, 4)
+    assert cache.num_held == 0
+    assert cache.blocks.reset_prefix_cache()
+    assert cache.blocks.pools.committed_bytes == 0
+
+
+def test_a_lone_sequence_that_is_forgotten_leaves_no_page() -> None:
+    cache = Cache(FULL, num_blocks=20)
+    cache.start(0, span(0, 19))
+    cache.blocks.free(0, forget=True)
+    cache.blocks.check()
+    assert (cache.num_held, cache.num_cached, cache.blocks.pools.committed_bytes) == (0, 0, 0)
+    cache.end_step()
+    assert cache.lookup(span(0, 19)).num_tokens == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.census_checks import check_census
 from conformance.sharing_model import Held, Step
 from conformance.sharing_world import World
 from quire.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -29,6 +30,7 @@ class Checks:
         self.world.accounting.check()
         self.check_events()
         self.check_usage()
+        check_census(self.world.accounting, self.world.held)
         self.check_windows()
         for seq_id, held in self.world.held.items():
             self.check_contents(seq_id, held)
@@ -248,7 +250,7 @@ class Checks:
         pools, before = self.world.pools, []
         for g, importance in enumerate(self._importance):
             pool = pools[g]
-            if hit and hit.num_tokens % self.world.size:
+            if hit and (self.world.states[g] or hit.num_tokens % self.world.size):
                 importance[np.isin(pool.nodes, hit.rows[-1:])] = UNKNOWN
             known = (importance > UNKNOWN) & (importance < NOBODY)
             cached = np.flatnonzero((pool.nodes >= 0) & (pool.refs == 0) & known)
@@ -261,3 +263,5 @@ class Checks:
             least = self._importance[g][cached]
             first, last = least[gone].min(initial=NOBODY), least[left & ~gone].max(initial=UNKNOWN)
             assert first >= last, "a more important block went first"
+            # What comes to lie there within the same verb, a snapshot, is nobody's so far.
+            self._importance[g][cached[gone]] = NOBODY

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.mapping_checks import counted_mappings
 from conformance.sharing_checks import Checks
 from conformance.sharing_model import GARBAGE, Held, Step
 from conformance.sharing_world import World
@@ -150,7 +151,8 @@ class Engine:
             self.checks.check()
 
     def apply(self) -> None:
-        self.world.store.apply(self.world.accounting.drain())
+        with counted_mappings(self.world.accounting):
+            self.world.store.apply(self.world.accounting.drain())
 
     def write_step(self, g: int, seq_id: int, held: Held) -> None:
         """What a step computes, or is brought from outside, and its drafts."""

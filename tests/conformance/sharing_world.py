@@ -136,7 +136,8 @@ class World:
                 new += max(0, last - max(len(table), first))
             for block, count in writers.items():
                 if refs[block] > 1:
-                    copies = count if count < refs[block] else count - 1
+                    # Where all holders write it or pass it, the last one writes in place.
+                    copies = count - (count + losses[block] == refs[block])
                     losses[block] += copies
                     new += copies
             held = (held - {block for block, n in losses.items() if n == refs[block]}) | gained

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from conformance.census_checks import check_census
+from conformance.mapping_checks import counted_mappings
 from conformance.strategy_cases import KINDS_WITH_STATES, OPTIONS, layers_of, model_spec
 from quire.spec import ChunkedAttention, CrossAttention, Group, KeptWhole, SlidingWindow
 from quire.strategies import (
@@ -395,8 +397,9 @@ class StrategyMachine(RuleBasedStateMachine):
 
     def end_step(self) -> None:
         """Carry out the changes, write the new tokens, and look at everything."""
-        changes = self.accounting.drain()
-        self.store.apply(changes)
+        with counted_mappings(self.accounting):
+            changes = self.accounting.drain()
+            self.store.apply(changes)
         for seq_id, held in self.held.items():
             if held.written == len(held.ids):
                 continue
@@ -412,6 +415,7 @@ class StrategyMachine(RuleBasedStateMachine):
             held.written = len(held.ids)
         self.accounting.check()
         self.check_usage()
+        check_census(self.accounting, self.held)
         self.check_contents()
 
     def slots(self, number: int, seq_id: int, start: int, stop: int) -> Ids:

@@ -106,6 +106,10 @@ def _always(*_: Any) -> bool:
     return True
 
 
+def _none(self: Windows, rows: Any) -> Any:
+    return np.zeros(len(rows), np.int64)
+
+
 _show, _share, _carry_out = Windows.show, PrefixCache._share, Coordinator._carry_out
 _common_tokens, _mark_computed = prefix_index._common_tokens, PrefixCache.mark_computed
 _use, _try_extend = Recency.use, Coordinator.try_extend
@@ -130,6 +134,8 @@ WINDOW_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a copy is not shown in the place of its original": (Coordinator, "_carry_out", _note_only_new),
     "a row given up is shown again": (Windows, "_give_up", _forget_row),
     "all who ask have mappings enough": (Windows, "have_mappings", _always),
+    "a merge takes no mappings": (SharedVirtualAccounting, "_may_swap", _always),
+    "a window begins without what is beside it": (Windows, "num_blank", _none),
 }
 
 

@@ -26,6 +26,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from conformance.mapping_checks import counted_mappings
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
 from quire.blocks import POLICIES as EVICTION_POLICIES
@@ -134,7 +135,8 @@ class Watch:
         lost_by_first = first.num_preemptions if first else 0
         plan = self.scheduler.plan(drafts)
         self.swap_out(plan)
-        self.accounting.drain()
+        with counted_mappings(self.accounting):
+            self.accounting.drain()
         self.scheduler.check()
         ended = [s for s in unfinished if s.finish_reason is not None]
         if first and first.num_preemptions > lost_by_first:
@@ -155,7 +157,8 @@ class Watch:
         lengths = [draw.sequence.num_tokens for draw in plan.draws]
         results = [(*ids, next_token(d.sequence)) for ids, d in zip(kept, plan.draws, strict=True)]
         outputs = self.scheduler.update(plan, [Sampled(token_ids=ids) for ids in results])
-        self.accounting.drain()
+        with counted_mappings(self.accounting):
+            self.accounting.drain()
         sampling = [draw.sequence for draw in plan.draws]
         assert {o.sequence.seq_id for o in outputs} == {s.seq_id for s in [*sampling, *ended]}
         for sequence, length, ids in zip(sampling, lengths, results, strict=True):

@@ -132,7 +132,7 @@ class Schedule:
             scheduler = llm.engine.scheduler
             result.num_preemptions = scheduler.stats.num_preemptions
             result.num_swaps = scheduler.stats.num_swaps
-            result.num_accepted_tokens = scheduler.num_accepted_tokens
+            result.num_accepted_tokens = scheduler.statistics.num_accepted_tokens
         return result
 
     def compare(self, which: int, sequence: Sequence, result: Result) -> None:

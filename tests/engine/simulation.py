@@ -268,7 +268,7 @@ class World:
             priority=rng.randrange(3),
         )
         try:
-            self.sequences += self.scheduler.add(request)
+            self.sequences += self.scheduler.add(request, arrived_s=self.stage.time_s)
         except RequestTooLong:
             assert len(prompt) >= LONGEST or self.kv.accounting.ceiling.capacity_bytes
 
@@ -311,12 +311,37 @@ class World:
                 assert self.fault_share, sequence.finish_detail  # failed, and failed alone
         assert not self.scheduler.num_running
         assert not self.scheduler.num_waiting
+        self.check_statistics()
         assert self.kv.accounting.reset_prefix_cache()
         self.kv.carry_out()
         usage = self.kv.accounting.usage()
         assert usage.num_sequences == usage.used_bytes == usage.committed_bytes == 0
         assert self.kv.memory.committed_bytes == 0
         self.kv.close()
+
+    def check_statistics(self) -> None:
+        """Each sequence ended once and each token came once, whatever failed meanwhile."""
+        counted, told = (
+            self.scheduler.statistics,
+            [s for s in self.sequences if self.heard[s.seq_id]],
+        )
+        assert sum(counted.num_finished.values()) == counted.e2e_s.count == len(self.sequences)
+        assert counted.num_generation_tokens == sum(map(len, self.heard.values()))
+        assert counted.first_token_s.count == counted.decode_s.count == len(told)
+        no_numbers = [
+            s
+            for s in self.sequences
+            if NO_NUMBER in s.request.prompt_token_ids and s.finish_reason == "error"
+        ]
+        assert counted.num_corrupted <= len(no_numbers)
+        assert self.fault_share or counted.num_corrupted == len(no_numbers)
+        for sequence in self.sequences:
+            moments = sequence.arrived_s, sequence.came_s, sequence.first_token_s
+            several = [at for at in (*moments, sequence.last_token_s, sequence.ended_s) if at]
+            assert several == sorted(several), "it ended before it came"
+        hits = counted.prefix_hit_tokens + sum(counted.prefix_missed_tokens.values())
+        assert hits <= counted.prefix_query_tokens
+        assert sum(self.scheduler.waiting_by_reason.values()) == 0
 
     def text_alone(self, sequence: Sequence) -> list[int]:
         """What it gets with nobody beside it and nothing kept."""

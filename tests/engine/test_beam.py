@@ -295,7 +295,7 @@ def test_a_beam_that_is_preempted_recomputes(after: int) -> None:
 def test_guesses_are_not_for_beams() -> None:
     with small(speculative_config={"method": "ngram"}) as llm:
         assert_found(llm.beam_search(prompts(), params()), wanted("llama", SOME_ENDS, 1.0))
-        assert llm.engine.scheduler.num_draft_tokens == 0
+        assert llm.statistics.num_draft_tokens == 0
 
 
 # -- how it ends otherwise ------------------------------------------------------------------------

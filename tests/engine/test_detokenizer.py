@@ -69,7 +69,7 @@ def pieces(ids: list[int], *, flush: bool = False, codec: Any = None, **params: 
     shown = []
     for index, token_id in enumerate(ids):
         shown.append(detokenizer.add(token_id, last=not flush and index == len(ids) - 1))
-        if detokenizer.stopped:
+        if detokenizer.stopped_by is not None:
             return shown
     if flush:
         shown.append(detokenizer.flush())
@@ -156,7 +156,7 @@ def test_only_what_could_begin_a_stop_string_is_held_back(text: str) -> None:
     for index, token_id in enumerate(ids):
         shown += detokenizer.add(token_id)
         certain = tokenizer().decode(ids[: index + 1], skip_special_tokens=True)
-        if detokenizer.stopped or certain.endswith(REPLACEMENT):
+        if detokenizer.stopped_by is not None or certain.endswith(REPLACEMENT):
             continue
         held = certain.removeprefix(shown)
         assert certain == shown + held
@@ -167,7 +167,7 @@ def test_nothing_comes_after_the_stop_string() -> None:
     detokenizer = made(stop=("b",))
     for token_id in tokenizer().encode("abc"):
         detokenizer.add(token_id)
-    assert detokenizer.stopped
+    assert detokenizer.stopped_by is not None
     assert detokenizer.add(tokenizer().encode("z")[0], last=True) == ""
     assert detokenizer.flush() == ""
 

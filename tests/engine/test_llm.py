@@ -292,9 +292,24 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it() -> None:
             assert deltas[-1].finish_reason == "stop"
             (completion,) = llm.generate(prompt, stopped)
             assert (completion.text, completion.finish_reason) == (text, "stop")
+            assert deltas[-1].stopped_by == completion.choices[0].stopped_by == stop
             assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
             assert not llm.engine.scheduler.has_unfinished
             assert_all_is_given_back(llm)
+
+
+def test_a_stop_token_is_named_and_the_end_of_sequence_is_not() -> None:
+    with LLM(demo(), max_num_seqs=4) as llm:
+        greedy: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        (free,) = llm.generate("import", SamplingParams(**greedy))
+        token = free.token_ids[7]
+        (named,) = llm.generate("import", SamplingParams(**greedy, stop_token_ids=(token,)))
+        assert named.finish_reason == "stop"
+        assert named.choices[0].stopped_by == token == named.token_ids[-1]
+        (eos,) = llm.engine.scheduler.limits.eos_token_ids
+        ends = SamplingParams(max_tokens=3, temperature=0, logit_bias={eos: 100})
+        (ended,) = llm.generate("import", ends)
+        assert (ended.finish_reason, ended.choices[0].stopped_by) == ("stop", None)
 
 
 # -- prompts that begin alike ---------------------------------------------------------------------

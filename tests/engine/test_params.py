@@ -24,7 +24,7 @@ from tiny import VOCAB, tiny_model
         "top_k": [-2, 2.0, None],
         "top_p": [0, 1.01, math.nan, None],
         "min_p": [-0.1, 1.1, None],
-        "repetition_penalty": [0, -1, math.inf, math.nan, None],
+        "repetition_penalty": [0, -1, 1e-7, 1e7, math.inf, math.nan, None],
         "presence_penalty": [-2.1, 2.1, math.nan, None],
         "frequency_penalty": [-2.1, 2.1, math.nan, None],
         "logit_bias": [[1], {1: 101}, {1: math.nan}, {-1: 0}, {"1": 1}, {1: "x"}],

@@ -108,8 +108,8 @@ def test_greedy_texts_are_the_same_in_fewer_steps(name: str, strategy: str, how:
         got = ids(llm.generate(prompts(), GREEDY, observe=lambda _: steps.append(1)))
         scheduler = llm.engine.scheduler
         assert_same(name, got, wanted(name, GREEDY))
-        assert 0 < scheduler.num_accepted_tokens <= scheduler.num_draft_tokens
-        assert scheduler.num_accepted_tokens <= 4 * GREEDY.max_tokens - 4
+        assert 0 < scheduler.statistics.num_accepted_tokens <= scheduler.statistics.num_draft_tokens
+        assert scheduler.statistics.num_accepted_tokens <= 4 * GREEDY.max_tokens - 4
         assert llm.usage().num_sequences == 0
     if how == "draft_model":
         assert len(steps) < GREEDY.max_tokens
@@ -120,7 +120,7 @@ def test_greedy_texts_are_the_same_in_fewer_steps(name: str, strategy: str, how:
 def test_a_seed_draws_the_same_text(strategy: str, how: str) -> None:
     with small(cache=strategy, speculative_config=speculative(how, "llama")) as llm:
         assert ids(llm.generate(prompts(), SEEDED)) == wanted("llama", SEEDED)
-        assert llm.engine.scheduler.num_accepted_tokens > 0
+        assert llm.statistics.num_accepted_tokens > 0
     assert wanted("llama", SEEDED) != wanted("llama", GREEDY)
 
 
@@ -158,7 +158,7 @@ def test_several_choices_and_logprobs_come_with_guesses_too() -> None:
     for how in ("ngram", "draft_model"):
         with small(speculative_config=speculative(how, "llama")) as llm:
             got = llm.generate(prompts(), params)
-            assert llm.engine.scheduler.num_accepted_tokens > 0
+            assert llm.statistics.num_accepted_tokens > 0
         for ours, theirs in zip(got, want, strict=True):
             assert len(ours.prompt_logprobs) == len(theirs.prompt_logprobs)
             for choice, other in zip(ours.choices, theirs.choices, strict=True):
@@ -190,7 +190,7 @@ def test_a_text_ends_where_it_would_although_more_was_guessed() -> None:
             (completion,) = llm.generate(prompt, stop_ids)
             end = free.token_ids.index(free.token_ids[at]) + 1
             assert completion.token_ids == free.token_ids[:end]
-        assert llm.engine.scheduler.num_accepted_tokens > 0
+        assert llm.statistics.num_accepted_tokens > 0
         assert llm.usage().num_sequences == 0
 
 
@@ -204,7 +204,7 @@ def test_guesses_keep_to_a_grammar() -> None:
         (free,) = llm.generate("ab1ab1ab1xx ab1ab1ab1xx ", params)
     with LLM(demo(), **options, speculative_config=NGRAM) as llm:
         assert ids(llm.generate("ab1ab1ab1xx ab1ab1ab1xx ", params)) == [free.token_ids]
-        assert llm.engine.scheduler.num_accepted_tokens > 0
+        assert llm.statistics.num_accepted_tokens > 0
 
 
 # -- what a step makes of guesses -----------------------------------------------------------------
@@ -295,7 +295,8 @@ def test_guesses_take_no_turn_from_what_is_certain() -> None:
     plan = scheduler.plan({s.seq_id: (1, 1, 1) for s in scheduler.decoding})
     assert sorted(len(chunk.drafts) for chunk in plan.chunks) == [0, 0, 0, 1]
     scheduler.update(plan, [Sampled(token_ids=(1,))] * 4)
-    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (1, 0)
+    counted = scheduler.statistics
+    assert (counted.num_draft_tokens, counted.num_accepted_tokens) == (1, 0)
 
 
 # -- looking up -----------------------------------------------------------------------------------
@@ -407,7 +408,9 @@ def test_a_draft_model_that_is_the_model_is_always_right() -> None:
     with small(speculative_config=config) as llm:
         got = ids(llm.generate(prompts(), GREEDY))
         scheduler = llm.engine.scheduler
-        assert scheduler.num_accepted_tokens == scheduler.num_draft_tokens > 60
+        assert (
+            scheduler.statistics.num_accepted_tokens == scheduler.statistics.num_draft_tokens > 60
+        )
     assert_same("llama", got, wanted("llama", GREEDY))
 
 
@@ -421,7 +424,7 @@ def test_a_draft_model_holds_what_runs_and_gives_back_what_ends(name: str) -> No
         stream = llm.stream(prompts(), GREEDY)
         seen = [(next(stream), drafter_of(llm).memory.committed_bytes)[1] for _ in range(60)]
         assert max(seen) > 0
-        assert llm.engine.scheduler.num_accepted_tokens > 0
+        assert llm.statistics.num_accepted_tokens > 0
         stream.close()
         assert drafter_of(llm).memory.committed_bytes == 0
         assert_same(name, ids(llm.generate(prompts(), GREEDY)), wanted(name, GREEDY))
@@ -454,7 +457,7 @@ def test_who_finds_no_room_gets_no_guesses(num_tokens: int) -> None:
         drafter = drafter_of(llm)
         drafter._kv.accounting.resize(num_tokens * llm.spec.bytes_per_token)
         assert_same("llama", ids(llm.generate(prompts(), GREEDY)), wanted("llama", GREEDY))
-        num_guesses = llm.engine.scheduler.num_draft_tokens
+        num_guesses = llm.statistics.num_draft_tokens
     assert (num_guesses > 0) == (num_tokens >= 48)
 
 
@@ -490,7 +493,7 @@ def test_a_draft_model_without_pages_makes_no_guesses(
         if for_good:
             monkeypatch.setattr(drafter._kv, "_make", refuse)
         assert_same("llama", ids(llm.generate(prompts(), GREEDY)), wanted("llama", GREEDY))
-        assert llm.engine.scheduler.num_draft_tokens == 0
+        assert llm.statistics.num_draft_tokens == 0
         assert drafter.memory.committed_bytes == 0
 
 

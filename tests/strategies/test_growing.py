@@ -6,7 +6,8 @@ import pytest
 
 from quire.spec import FullAttention
 from quire.strategies import Change, Commit, Copy, Fits, Growth, NotNow, Release
-from quire.strategies.growing import GROWTH, GrowingAccounting
+from quire.strategies.growing import GrowingAccounting
+from quire.strategies.growth import GROWTH
 from strategies.geometry import MIB, QWEN3_4B, SMALL, config, spec_of
 
 LAYER_TOKEN_BYTES = 4096  # of Qwen3-4B

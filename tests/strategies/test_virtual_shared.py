@@ -18,7 +18,13 @@ from quire.blocks import Change, Commit, Map, NotNow, Unmap
 from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine.probe import num_mappings
-from quire.spec import AttentionSpec, FullAttention, LatentAttention, SlidingWindow
+from quire.spec import (
+    AttentionSpec,
+    ChunkedAttention,
+    FullAttention,
+    LatentAttention,
+    SlidingWindow,
+)
 from quire.strategies import build_accounting, build_storage
 from quire.strategies.layout import stacked_block_size
 from quire.strategies.virtual import VirtualAccounting
@@ -31,6 +37,7 @@ pytestmark = pytest.mark.skipif(HostMemory().cannot_share is not None, reason="n
 # One head of 64 in bfloat16: 16 tokens of a layer are a page of 4,096 bytes.
 FULL = FullAttention(num_kv_heads=1, head_dim=64, dtype="bfloat16")
 WINDOW = SlidingWindow(num_kv_heads=1, head_dim=64, dtype="bfloat16", window=20)
+CHUNKED = ChunkedAttention(num_kv_heads=1, head_dim=64, dtype="bfloat16", chunk=32)
 SIZE, PAGE = 16, 4096
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 16 * MIB, "max_model_len": 256}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -383,6 +390,84 @@ def test_the_limit_holds_within_a_step() -> None:
         assert accounting.try_extend_each([0, 1, 2], [num_tokens] * 3) < 3
         assert isinstance(accounting.try_extend(1, num_tokens), NotNow)
         cache.step()
+
+
+def fill_alike(cache: Cache, *, num_marked: int, others: int = 0) -> None:
+    """Two fill the same blocks at the same time, and the first tokens of the second are marked."""
+    cache.begin(0, prompt(4 * SIZE))
+    cache.accounting.add(1)
+    assert not isinstance(cache.accounting.try_extend(1, 4 * SIZE), NotNow)
+    cache.step()
+    for seq_id in range(2, 2 + others):
+        cache.begin(seq_id, prompt(8, own=seq_id))
+    ids = np.array(prompt(num_marked), np.int32)
+    cache.accounting.mark_computed([1], [num_marked], ids)
+
+
+@pytest.mark.parametrize(("others", "num_merged"), [(0, 2), (1, 0)])
+def test_blocks_are_merged_where_there_are_mappings(others: int, num_merged: int) -> None:
+    """A window that shows what another one filled, and then its own again, is cut in two."""
+    cache = Cache(FULL, max_mappings=9)
+    fill_alike(cache, num_marked=2 * SIZE, others=others)
+    cache.step()
+    assert cache.accounting._windows.num_mappings == (9 if others else 7)
+    num_blocks = 8 + others - num_merged
+    assert cache.accounting.usage().used_bytes == num_blocks * SIZE * 256
+
+
+def test_a_merge_that_takes_no_mapping_needs_none() -> None:
+    """A fork's last block, filled like its parent's, goes back behind those that they share."""
+    cache = Cache(FULL, max_mappings=7)
+    windows = cache.accounting._windows
+    cache.begin(0, prompt(2 * SIZE - 1))
+    cache.accounting.fork(0, 1)
+    cache.step()
+    for seq_id in (0, 1):
+        assert not isinstance(cache.accounting.try_extend(seq_id, 2 * SIZE), NotNow)
+    cache.step()
+    assert windows.num_mappings == 7
+    cache.accounting.mark_computed([1, 0], None, np.array([5, 5], np.int32))
+    cache.step()
+    assert windows.num_mappings == 6
+
+
+def test_a_copy_before_room_for_drafts_takes_two_mappings() -> None:
+    cache = Cache(FULL, max_mappings=7)
+    cache.begin(0, prompt(20))
+    cache.accounting.try_extend(0, 21, lookahead_tokens=20)
+    cache.step()
+    cache.accounting.fork(0, 1)
+    cache.step()
+    assert cache.accounting._windows.num_mappings == 6
+    verdict = cache.accounting.try_extend(0, 22)
+    assert isinstance(verdict, NotNow)
+    assert verdict.option == "vm.max_map_count"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("layer", "left"), [(FULL, 0), (CHUNKED, 32)])
+def test_a_window_that_shows_nothing_begins_anew(
+    layer: AttentionSpec, left: int, at_once: bool
+) -> None:
+    """After a trim, for instance to a chunk's end; what it had belongs to others by then."""
+    cache = Cache(layer, max_mappings=7)
+    cache.begin(0, prompt(32))
+    cache.extend(0, 33)
+    cache.accounting.trim(0, left)
+    cache.step()
+    assert cache.accounting._windows.num_mappings == 0
+    cache.begin(1, prompt(8, own=1))
+    cache.begin(2, prompt(8, own=2))
+    if at_once:
+        assert cache.accounting.try_extend_each([0], [left + 1]) == 0
+    assert isinstance(cache.accounting.try_extend(0, left + 1), NotNow)
+
+
+def test_a_fork_shows_what_was_merged_in_this_step() -> None:
+    """Not what its parent's window shows until then."""
+    cache = Cache(FULL, max_mappings=10)
+    fill_alike(cache, num_marked=2 * SIZE)
+    assert isinstance(cache.accounting.fork(1, 2), NotNow)
 
 
 def test_parked_windows_make_way_at_the_limit() -> None:

@@ -14,7 +14,8 @@ from quire.blocks.prefix_cache import TokenIds
 from quire.blocks.prefix_keys import NO_KEYS, Image, PrefixKeys
 from quire.blocks.ranges import FirstFit
 from quire.blocks.steps import check_window
-from quire.blocks.usage import used_tokens
+from quire.blocks.tables import BlockTables
+from quire.blocks.usage import contents, used_tokens
 from quire.blocks.verdicts import FITS, Fits, Never, NotNow, Verdict
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FITS",
     "NO_KEYS",
     "POLICIES",
+    "BlockTables",
     "Ceiling",
     "Change",
     "Commit",
@@ -43,6 +45,7 @@ __all__ = [
     "Unmap",
     "Verdict",
     "check_window",
+    "contents",
     "no_hit",
     "peak_bytes",
     "start_of",

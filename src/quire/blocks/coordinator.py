@@ -90,9 +90,11 @@ class Coordinator:
             blocks = self.tables.cut(number, row, self._num_blocks(number, row))
             self._release(number, row, blocks)
 
-    def free(self, seq_id: int) -> None:
-        """End a sequence, deepest block first."""
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
+        """End a sequence, deepest block first; ``forget`` what it leaves in the index."""
         row = self.tables.rows[seq_id]
+        if forget:
+            self._cache.forget(row)
         for number in self._numbers:
             self._release(number, row, self.tables.held(number, row))
         self._cache.remove(row)
@@ -321,14 +323,15 @@ class Coordinator:
         """A row holds these no more; they are given shallowest first, and go deepest first."""
         self.pools.release(number, blocks[::-1], int(self.tables.priorities[row]))
 
+    def _priorities(self, rows: Ids) -> Priority:
+        return self.tables.priorities[rows] if self._has_priorities else 0
+
     def _carry_out(self, rows: Ids, steps: list[GroupStep]) -> None:
         """Do what was found to fit: first what gives room, then what takes it."""
         for number, step in enumerate(steps):
             if len(step.passed_blocks):
-                priority: Priority = 0
-                if self._has_priorities:
-                    priority = self.tables.priorities[step.passed[0][::-1]]
-                self.pools.release(number, step.passed_blocks[::-1], priority)
+                priorities = self._priorities(step.passed[0][::-1])
+                self.pools.release(number, step.passed_blocks[::-1], priorities)
                 self.tables.ids[number][step.passed] = PASSED
             if len(step.rewritten):
                 self.pools.forget(number, step.rewritten)
@@ -340,7 +343,8 @@ class Coordinator:
             num_copied = len(step.copied_blocks)
             if num_copied:
                 self.pools.copy(number, step.copied_blocks, new[:num_copied], step.copied_slots)
-                self.pools.release(number, step.copied_blocks)
+                priorities = self._priorities(step.copied[0])
+                self.pools.release(number, step.copied_blocks, priorities)
                 self.tables.ids[number][step.copied] = new[:num_copied]
             if len(new) > num_copied:
                 self.tables.ids[number][step.grown] = new[num_copied:]

@@ -56,6 +56,13 @@ class PrefixCache:
         self._index.let_go(self._tips.pop(row))
         del self._extras[row]
 
+    def forget(self, row: int) -> None:
+        """What is entered up to a sequence's last full block is to be found no more."""
+        path = np.array(self._index.path(self._index.row(self._tips[row])), np.intp)
+        for number, blocks in enumerate(self._index.blocks):
+            there = blocks[path]
+            self._pools.forget(number, there[there != NO_BLOCK].astype(np.intp))
+
     def trim(self, row: int, num_tokens: int) -> None:
         """The sequence has computed no more than ``num_tokens``."""
         before = int(self._tables.num_computed[row])
@@ -190,7 +197,7 @@ class PrefixCache:
         self._pools[number].nodes[blocks] = nodes
 
     def _share(self, row: int, column: int, node: int) -> None:
-        """A block that somebody has filled before: one of the two is enough."""
+        """A block that somebody has filled before: one of the two is enough, if it may be."""
         for number in self._in_blocks:
             table = self._tables.ids[number]
             own, theirs = int(table[row, column]), int(self._index.blocks[number][node])
@@ -200,7 +207,7 @@ class PrefixCache:
                 if column < self._tables.sound[number, row]:
                     continue
                 self.attach(number, np.array([node]), np.array([own]))
-            else:
+            elif self._tables.may_swap(number, row, column, theirs):
                 self._pools.hold(number, np.array([theirs]))
                 table[row, column] = theirs
                 self._tables.note((row,))

@@ -4,8 +4,8 @@ What a step does to a thousand sequences is then a few numpy expressions over th
 given out when a sequence comes and taken back when it goes; ids are the caller's.
 """
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from quire.blocks.runs import Ids
 
 _Int = TypeVar("_Int", np.int8, np.int32, np.int64)
+MaySwap: TypeAlias = Callable[[int, int, int, int], bool]  # of group, row, column and block
 
 PASSED = -1  # in a table: a window has passed this block, or the table has ended
 _FIRST_ROWS = 16
@@ -36,6 +37,8 @@ class BlockTables:
         self.tails = np.zeros((_FIRST_ROWS, block_size), np.int32)  # token ids of the last block
         self.rows: dict[int, int] = {}  # sequence → row
         self.changed: set[int] | None = None  # rows with other blocks than before, if anybody asks
+        # Whether a row may list another block of the same content in a column.
+        self.may_swap: MaySwap = _may_always
         self._free = list(range(_FIRST_ROWS))[::-1]
 
     def __len__(self) -> int:
@@ -135,6 +138,10 @@ def spans(rows: Ids, first: Ids, counts: npt.NDArray[np.int64]) -> tuple[Ids, Id
     before = np.cumsum(counts) - counts
     columns = np.arange(counts.sum()) + np.repeat(first - before, counts)
     return np.repeat(rows, counts), columns
+
+
+def _may_always(*_: int) -> bool:
+    return True
 
 
 def _twice_as_long(array: npt.NDArray[_Int]) -> npt.NDArray[_Int]:

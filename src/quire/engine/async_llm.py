@@ -2,10 +2,10 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.desk import Desk, Ticket
@@ -13,9 +13,11 @@ from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
 from quire.engine.params import SamplingParams
 from quire.engine.prompts import Prompt
-from quire.engine.sequence import Request
+from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
 from quire.strategies import Usage
+
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -46,9 +48,29 @@ class AsyncLLM:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
         self._finalizer = weakref.finalize(self, self._desk.close)
 
-    async def generate(
+    async def request(
         self,
         prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        keys: PrefixKeys = NO_KEYS,
+    ) -> Request:
+        """A prompt tokenized and checked, as a request that ``generate`` and ``complete`` take.
+
+        Neither here nor in the stepping thread. Raises: RequestError; RequestTooLong.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
+        slow = params.structured_outputs is not None
+        thread = self._compiling if slow else self._preparing
+        return await asyncio.get_running_loop().run_in_executor(thread, make)
+
+    async def generate(
+        self,
+        prompt: Prompt | Request,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -56,6 +78,8 @@ class AsyncLLM:
         request_id: str | None = None,
     ) -> AsyncIterator[TextDelta]:
         """Continue a prompt, piece by piece; of each of its choices the last has a finish_reason.
+
+        A ``Request`` has its params, priority and keys already.
 
         Leaving the loop, and cancelling the task that waits here, ends the request before the next
         step: what only it holds is given back, what others may share stays in the cache.
@@ -75,7 +99,7 @@ class AsyncLLM:
 
     async def complete(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Request,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -111,6 +135,18 @@ class AsyncLLM:
         """As ``LLM.reset_prefix_cache``, between two steps."""
         return await asyncio.wrap_future(self._desk.call(self.llm.reset_prefix_cache))
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why no request can run any more, as they will be told; None while they can."""
+        return self._desk.failure
+
+    async def inspect(self, function: Callable[[LLM, list[Sequence]], T]) -> T:
+        """What a function of the LLM and its unfinished sequences gives, between two steps.
+
+        It runs in the thread that steps, holds everybody up, and is to change nothing.
+        """
+        return await asyncio.wrap_future(self._desk.inspect(function))
+
     def close(self) -> None:
         """End what still runs, tell its readers, and give all KV memory back.
 
@@ -132,19 +168,14 @@ class AsyncLLM:
 
     async def _request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Request,
         params: SamplingParams | None,
         priority: int,
         keys: PrefixKeys,
     ) -> Request:
-        """Tokenized and checked, neither here nor in the stepping thread."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
-        slow = params.structured_outputs is not None
-        thread = self._compiling if slow else self._preparing
-        return await asyncio.get_running_loop().run_in_executor(thread, make)
+        if isinstance(prompt, Request):
+            return prompt
+        return await self.request(prompt, params, priority=priority, keys=keys)
 
     async def _pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[TextDelta]:
         self._desk.start(ticket, request)

@@ -2,6 +2,8 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.assembly import assemble
@@ -23,7 +25,7 @@ from quire.memory.budget.ledger import Ledger
 from quire.memory.governor import Governor
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import Residency, Resident, host_memory
-from quire.models.loader import LoadedModel
+from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
 
 
@@ -112,6 +114,22 @@ def build(
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
+
+
+def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+    """What ``LLM`` was given, loaded if it is not. Raises: ConfigError, ModelNotLoadable."""
+    if model is None or isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
+        return load(model, dtype=config.dtype, quantization=config.quantization)
+    loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
+    if config.quantization is not None:
+        raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    if config.dtype not in ("auto", loaded.dtype):
+        raise ConfigError(
+            f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
+        )
+    return loaded
 
 
 def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:

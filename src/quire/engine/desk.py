@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, final
 from quire.engine.mailbox import Mailbox
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, Sequence
+from quire.engine.statistics import Latencies
 from quire.engine.stepper import Stepper
 from quire.errors import RequestError
 
@@ -34,6 +35,7 @@ class Ticket:
 
     name: str
     mailbox: Mailbox
+    arrived_s: float
     sequences: list[Sequence] = field(default_factory=list)
     over: bool = False  # nothing will come of it that is not in the mailbox
 
@@ -62,7 +64,7 @@ class Desk:
                 name = next(own for own in self._names if own not in self._tickets)
             elif name in self._tickets:
                 raise RequestError(f"request_id {name!r} is in use: give each request its own")
-            ticket = self._tickets[name] = Ticket(name, Mailbox())
+            ticket = self._tickets[name] = Ticket(name, Mailbox(), self._llm.now_s())
         return ticket
 
     def start(self, ticket: Ticket, request: Request) -> None:
@@ -87,6 +89,15 @@ class Desk:
         """What a function of the LLM gives between two steps."""
         return self._stepper.call(function)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing runs any more; None while it does."""
+        return self._stepper.reason if self._stepper.is_over else None
+
+    def inspect(self, function: "Callable[[LLM, list[Sequence]], T]") -> "Future[T]":
+        """What a function of the LLM and its unfinished sequences gives between two steps."""
+        return self._stepper.call(lambda: function(self._llm, self._unfinished()))
+
     def close(self) -> None:
         """End what still runs, tell its readers, and close the LLM."""
         self._stepper.close()
@@ -104,7 +115,9 @@ class Desk:
 
     def _start(self, ticket: Ticket, request: Request) -> None:
         try:
-            ticket.sequences = self._llm.start(request, partial(self._put, ticket))
+            ticket.sequences = self._llm.start(
+                request, partial(self._put, ticket), arrived_s=ticket.arrived_s
+            )
         except RequestError as error:
             self._fail(ticket, error)
             self._ring()
@@ -131,23 +144,32 @@ class Desk:
                     finish_reason="abort",
                     detail=detail,
                     num_cached_tokens=sequence.num_cached_tokens,
+                    latencies=Latencies.of(sequence),
                 ),
             )
         for ticket in tickets:
             ticket.over = True
         self._ring()
 
+    def _unfinished(self) -> list[Sequence]:
+        """In the order in which they came."""
+        with self._lock:
+            tickets = list(self._tickets.values())
+        several = (s for ticket in tickets for s in ticket.sequences if s.finish_reason is None)
+        return sorted(several, key=lambda sequence: sequence.seq_id)
+
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
             tickets = list(self._tickets.values())
         if error is None:
             self._abort(tickets, "the LLM was closed")
+            self._llm.close()
         else:
             log.error("the engine has failed, and every request with it", exc_info=error)
             for ticket in tickets:
                 self._fail(ticket, self._stepper.reason)
             self._ring()
-        self._llm.close()
+            self._llm.fail(str(self._stepper.reason))
 
     def _put(self, ticket: Ticket, delta: TextDelta) -> None:
         ticket.mailbox.put(delta)

@@ -15,7 +15,7 @@ class Detokenizer:
     """The text of one continuation so far."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self.stopped = False  # a stop string has come by; the text ends with it
+        self.stopped_by: str | None = None  # the stop string that came; the text ends with it
         self._tokenizer = tokenizer
         self._params = params
         # The last tokens. Those from _shown on are not in the text yet; those before it are decoded
@@ -29,7 +29,7 @@ class Detokenizer:
 
     def add(self, token_id: int, *, last: bool = False) -> str:
         """What can be shown now that this token has come; everything, if it is the last."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         self._ids.append(token_id)
         self._num_tokens += 1
@@ -38,7 +38,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, when the end comes without a token."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         self._take(last=True)
         return self._release(last=True)
@@ -60,10 +60,11 @@ class Detokenizer:
         stops = self._params.stop
         if self._num_tokens <= self._params.min_tokens:
             self._num_exempt = len(self._held)
-        ends = [(at + len(stop), at) for stop in stops if (at := self._find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in stops if (at := self._find(stop)) >= 0]
         if ends:
-            self.stopped = True
-            end, start = min(ends)  # the one that is complete first, however the tokens fall
+            end, start, self.stopped_by = min(
+                ends
+            )  # the one that is complete first, however the tokens fall
             return self._held[: end if self._params.include_stop_str_in_output else start]
         keep = 0 if last else max((self._overlap(stop) for stop in stops), default=0)
         cut = len(self._held) - keep

@@ -54,7 +54,8 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self.drafter = drafter
-        self._swap, self._clock = swap, clock
+        self._swap = swap
+        self.clock = clock
         self._has_failed = False  # the last step
         self._refused_at = (-1, 0)  # who was alone when there were no pages, and its tokens
 
@@ -68,6 +69,7 @@ class Engine:
         Raises: MemoryUnavailable if there is not even an address for that; whatever fails twice in
         a row.
         """
+        self.scheduler.statistics.now_s = self.clock()
         try:
             outputs = self._step()
             self._has_failed = False
@@ -98,7 +100,7 @@ class Engine:
             self._begin_with_less(plan, self._kv.refusal)
             plan = _NOTHING
         plan = self._swap_in(plan)
-        started_s = self._clock()
+        started_s = self.clock()
         try:
             sampled = self._compute(plan)
         except Exception as error:
@@ -108,17 +110,21 @@ class Engine:
                 plan, sampled = _NOTHING, []
             else:
                 plan, sampled = self._compute_one_by_one(plan)
-        self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), self._clock() - started_s)
+        self.scheduler.statistics.now_s = now_s = self.clock()
+        self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), now_s - started_s)
         return self.scheduler.update(plan, sampled)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """End a sequence between two steps. Does nothing if it has ended."""
+        self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish(sequence, reason, detail)
         self._forget(sequence)
         self._drop_saved()
 
-    def close(self) -> None:
-        """Give back what is held outside of the cache."""
+    def close(self, reason: FinishReason, detail: str) -> None:
+        """End every sequence, and give back what is held outside of the cache."""
+        self.scheduler.statistics.now_s = self.clock()
+        self.scheduler.finish_all(reason, detail)
         if self.drafter is not None:
             self.drafter.close()
         if self._swap is not None:

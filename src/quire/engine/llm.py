@@ -4,29 +4,30 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
 from quire.config import EngineConfig
 from quire.engine.beam import BeamSearch, BeamSearchParams
-from quire.engine.build import build
+from quire.engine.build import build, loaded_model
 from quire.engine.elastic import Elasticity
 from quire.engine.outputs import Completion, Deliver, Listener, TextDelta, completion
-from quire.engine.params import SamplingParams
-from quire.engine.prompts import Prompt, encode, split
-from quire.engine.sequence import Request, Sequence
+from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
+from quire.engine.prompts import Prompt, encode, params_for_each, split
+from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.structured import Grammars
 from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
-from quire.models.loader import LoadedModel, adopt, load
 from quire.models.ways.source import Source
-from quire.strategies import Usage
+from quire.strategies import Accounting, Usage
 from quire.units import format_bytes, parse_bytes
 
 Observer: TypeAlias = Callable[[Usage], None]
+
+_USAGE_AGE_S = 0.25  # how old what is noted of it may be when a step begins
+_NOTHING = Usage(reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0)
 
 
 class LLM:
@@ -39,6 +40,10 @@ class LLM:
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
     it, and grows again later (``elastic``). No sequence ends because of that.
+
+    ``statistics`` counts what it does: tokens, hits and misses of the prefix cache, preemptions,
+    why requests end, how long their parts take. Any thread may read them at any moment, during a
+    step and after ``close`` too.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
@@ -53,20 +58,28 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
-        loaded = _loaded(model, tokenizer, self.config)
+        loaded = loaded_model(model, tokenizer, self.config)
         parts = build(self.config, loaded, provider=provider, gauge=gauge)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        said = loaded.model.generation_config
+        self.sampling_defaults = {
+            name: value
+            for name in SAMPLING_DEFAULTS
+            if (value := getattr(said, name, None)) is not None
+        }
         self.spec, self.ledger = parts.spec, parts.ledger
         self.max_model_len = parts.max_model_len
         self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
         self.engine, self._kv = parts.engine, parts.kv
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
-        self._vocab_size = loaded.vocab_size
+        self.vocab_size = loaded.vocab_size
         self._source_prompts = parts.source_prompts
         self._grammars = Grammars(
-            self.tokenizer, self._vocab_size, self.engine.scheduler.limits.eos_token_ids
+            self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
+        self.statistics = self.engine.scheduler.statistics
+        self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
         self._closed = False
@@ -119,7 +132,7 @@ class LLM:
         Raises: as ``generate``.
         """
         eos_token_ids = self.engine.scheduler.limits.eos_token_ids
-        sampling = params.sampling(eos_token_ids, self._vocab_size)
+        sampling = params.sampling(eos_token_ids, self.vocab_size)
         requests = [
             replace(request, chosen_outside=True) for request in self._requests(prompts, sampling)
         ]
@@ -145,10 +158,32 @@ class LLM:
             for request, (sequences, search) in zip(requests, searches, strict=True)
         ]
 
-    def usage(self) -> Usage:
-        """Bytes reserved, committed, used and wasted at this moment."""
-        with self._elastic.lock:
-            return self._kv.accounting.usage()
+    def usage(self, *, wait: bool = True) -> Usage:
+        """Bytes reserved, committed, used and wasted at this moment.
+
+        Without ``wait``, while a step is under way: as it was a moment before that step, or a
+        quarter of a second earlier at most.
+        """
+        if self._elastic.lock.acquire(blocking=wait):
+            try:
+                self._note_usage()
+            finally:
+                self._elastic.lock.release()
+        return self._noted_usage
+
+    def now_s(self) -> float:
+        """Of the clock that ``statistics`` go by."""
+        return self.engine.clock()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or has failed: nothing runs any more."""
+        return self._closed
+
+    @property
+    def accounting(self) -> Accounting:
+        """Who holds which tokens. For who steps, between two steps; it is another after trouble."""
+        return self._kv.accounting
 
     @property
     def memory(self) -> CountedMemory:
@@ -188,15 +223,11 @@ class LLM:
 
     def close(self) -> None:
         """End what still runs and give all KV memory back. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._elastic.close()
-        self._resident.close()
-        with self._elastic.lock:
-            self.engine.scheduler.finish_all("stop", "the LLM was closed")
-            self.engine.close()
-            self._kv.close()
+        self._close("abort", "the LLM was closed")
+
+    def fail(self, detail: str) -> None:
+        """``close``, since it cannot go on: what still runs ends with an error."""
+        self._close("error", detail)
 
     def __enter__(self) -> "LLM":
         return self
@@ -217,7 +248,7 @@ class LLM:
         params = SamplingParams() if params is None else params
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
-        refuse_unknown_ids(params.logit_bias or (), self._vocab_size, "logit_bias")
+        refuse_unknown_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
         structured = params.structured_outputs
         source, token_ids = self._read(prompt)
         request = Request(
@@ -227,16 +258,26 @@ class LLM:
             source=source,
             keys=keys,
             priority=priority,
-            bad_words=bad_word_ids(params.bad_words, self.tokenizer, self._vocab_size),
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
             grammar=None if structured is None else self._grammars.compile(structured),
         )
         self.engine.scheduler.check_request(request)
         return request
 
-    def start(self, request: Request, deliver: Deliver, *, index: int = 0) -> list[Sequence]:
-        """Let a request wait for its turn; ``deliver`` gets its pieces, from within ``step``."""
+    def start(
+        self,
+        request: Request,
+        deliver: Deliver,
+        *,
+        index: int = 0,
+        arrived_s: float | None = None,
+    ) -> list[Sequence]:
+        """Let a request wait for its turn; ``deliver`` gets its pieces, from within ``step``.
+
+        ``arrived_s``: when it was made, if not just now (``now_s``).
+        """
         with self._elastic.lock:
-            sequences = self._queue(request)
+            sequences = self._queue(request, arrived_s)
             for sequence in sequences:
                 self._listeners[sequence.seq_id] = Listener(
                     sequence, self.tokenizer, index, deliver
@@ -270,21 +311,40 @@ class LLM:
                         self.engine.finish(sequence, "stop")
                     if stopped or output.finish_reason is not None:
                         self._listeners.pop(sequence.seq_id, None)
+                if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
+                    self._note_usage()
                 return self.engine.scheduler.has_unfinished
-        except MemoryUnavailable:
-            self.close()
+        except MemoryUnavailable as error:
+            self.fail(str(error))
             raise
 
     def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
         """What an encoder reads, if there is one, and the text so far. Raises: RequestError."""
         if self._source_prompts is not None:
             return self._source_prompts.read(prompt)
-        return None, encode(prompt, self.tokenizer, self._vocab_size)
+        return None, encode(prompt, self.tokenizer, self.vocab_size)
 
-    def _queue(self, request: Request) -> list[Sequence]:
+    def _queue(self, request: Request, arrived_s: float | None = None) -> list[Sequence]:
         self._elastic.watch()
         self._resident.watch()
-        return self.engine.scheduler.add(request)
+        arrived_s = self.now_s() if arrived_s is None else arrived_s
+        return self.engine.scheduler.add(request, arrived_s=arrived_s)
+
+    def _note_usage(self) -> None:
+        """For who does not wait."""
+        if not self._closed:
+            self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
+
+    def _close(self, reason: FinishReason, detail: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._elastic.close()
+        self._resident.close()
+        with self._elastic.lock:
+            self.engine.close(reason, detail)
+            self._kv.close()
+            self._noted_usage = _NOTHING
 
     def _requests(
         self,
@@ -294,7 +354,7 @@ class LLM:
         """Every prompt as a request that can run. Raises: RequestError."""
         self._refuse_if_closed()
         several = split(prompts)
-        each = _params_for_each(params, len(several))
+        each = params_for_each(params, len(several))
         return [self.request(prompt, own) for prompt, own in zip(several, each, strict=True)]
 
     def _refuse_if_closed(self) -> None:
@@ -325,34 +385,3 @@ class LLM:
                     yield deltas.popleft()
         finally:
             self.abandon(sequences)
-
-
-def _params_for_each(
-    params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    several = list(params) if isinstance(params, Iterable) else [params]
-    for own in several:
-        if not isinstance(own, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type(own).__name__}")
-    if len(several) != num_prompts:
-        raise RequestError(
-            f"{len(several)} params for {num_prompts} prompts: give one, or one each"
-        )
-    return several
-
-
-def _loaded(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
-    if model is None or isinstance(model, (str, Path)):
-        if tokenizer is not None:
-            raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
-        return load(model, dtype=config.dtype, quantization=config.quantization)
-    loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
-    if config.quantization is not None:
-        raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
-    if config.dtype not in ("auto", loaded.dtype):
-        raise ConfigError(
-            f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
-        )
-    return loaded

@@ -22,6 +22,7 @@ class Pending:
         self._text = StringIO()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._last: TextDelta | None = None
         self._num_pieces = 0
 
@@ -30,6 +31,7 @@ class Pending:
         self._text.write(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self._last = delta
         self._num_pieces += 1
 
@@ -46,7 +48,10 @@ class Pending:
             logprobs=tuple(self._logprobs),
             finish_reason=last.finish_reason,
             detail=last.detail,
+            stopped_by=last.stopped_by,
             num_cached_tokens=last.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+            latencies=last.latencies,
         )
 
 

@@ -1,12 +1,13 @@
 """From tokens to text, for whoever asked: pieces while a prompt runs, and the whole at the end."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
 from quire.engine.sequence import FinishReason, Request, Sequence, TokenLogprobs
+from quire.engine.statistics import Latencies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,10 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
     finish_reason: FinishReason | None  # None while it goes on
     detail: str = ""  # why it ended early; empty otherwise
+    stopped_by: str | int | None = None  # the stop string or stop token that ended it
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
+    latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
 
     @property
     def token_id(self) -> int | None:
@@ -39,6 +43,7 @@ class Choice:
     text: str
     finish_reason: FinishReason
     detail: str  # why it ended early; empty otherwise
+    stopped_by: str | int | None = None  # the stop string or stop token that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
     cumulative_logprob: float | None = None  # of all tokens, where a search went by it
 
@@ -77,6 +82,7 @@ class Listener:
 
     def __init__(self, sequence: Sequence, tokenizer: Any, index: int, deliver: Deliver) -> None:
         self._sequence, self._index, self._deliver = sequence, index, deliver
+        self._is_first = True
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, sequence.request.params)
@@ -84,14 +90,15 @@ class Listener:
     def hear(self, output: TokenOutput) -> bool:
         """Hand on what a step did. True: a stop string has come, the sequence is to end with it."""
         reason, text, stopped = output.finish_reason, "", False
+        stopped_by: str | int | None = self._stop_token(output)
         if self._detokenizer is not None:
             includes_stop = self._sequence.request.params.include_stop_str_in_output
             if output.token_id is None or not (output.is_text or includes_stop):
                 text = self._detokenizer.flush()
             else:
                 text = self._detokenizer.add(output.token_id, last=reason is not None)
-            if self._detokenizer.stopped:
-                stopped, reason = True, "stop"
+            if self._detokenizer.stopped_by is not None:
+                stopped, reason, stopped_by = True, "stop", self._detokenizer.stopped_by
         sequence = self._sequence
         self._deliver(
             TextDelta(
@@ -102,10 +109,20 @@ class Listener:
                 logprobs=() if output.logprobs is None else (output.logprobs,),
                 finish_reason=reason,
                 detail=sequence.finish_detail,
+                stopped_by=stopped_by,
                 num_cached_tokens=sequence.num_cached_tokens,
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
+                latencies=None if reason is None else Latencies.of(sequence),
             )
         )
+        self._is_first = False
         return stopped
+
+    def _stop_token(self, output: TokenOutput) -> int | None:
+        """The token, if it ended the sequence and the request had named it."""
+        named = self._sequence.request.params.stop_token_ids
+        ends = output.finish_reason == "stop" and not output.is_text
+        return output.token_id if ends and output.token_id in named else None
 
 
 def completion(
@@ -130,5 +147,6 @@ def _choice(deltas: list[TextDelta]) -> Choice:
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or "stop",
         detail=deltas[-1].detail,
+        stopped_by=deltas[-1].stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
     )

@@ -10,6 +10,9 @@ from quire.errors import RequestError
 
 _INFINITY = float("inf")
 
+# Of the parameters, those that a model's generation config may say for requests that do not.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
@@ -135,8 +138,8 @@ class SamplingParams:
             "top_p": (_is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"),
             "min_p": (_is_number(self.min_p, 0, 1), "between 0 and 1"),
             "repetition_penalty": (
-                _is_number(self.repetition_penalty, 0, _INFINITY) and self.repetition_penalty > 0,
-                "a number above 0",
+                _is_number(self.repetition_penalty, 1e-6, 1e6),  # beyond, logits overflow
+                "a number from 1e-6 to 1e6",
             ),
             "presence_penalty": (_is_number(self.presence_penalty, -2, 2), penalty),
             "frequency_penalty": (_is_number(self.frequency_penalty, -2, 2), penalty),

@@ -120,6 +120,7 @@ class Sampled:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
     ends: bool = False  # nothing can follow the last token
     error: str = ""
+    is_corrupted: bool = False  # the error is that logits are no numbers, or that there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

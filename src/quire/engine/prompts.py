@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from quire.engine.params import SamplingParams
 from quire.errors import RequestError
 from quire.units import format_count
 
@@ -71,3 +72,20 @@ def _wrong_kind(prompt: object) -> RequestError:
         f"a prompt is text or a list of token ids, and several are a list of those; "
         f"this is {type(prompt).__name__}: {str(prompt)[:60]!r}"
     )
+
+
+def params_for_each(
+    params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """What was given for all prompts, or for each. Raises: RequestError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    several = list(params) if isinstance(params, Iterable) else [params]
+    for own in several:
+        if not isinstance(own, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(own).__name__}")
+    if len(several) != num_prompts:
+        raise RequestError(
+            f"{len(several)} params for {num_prompts} prompts: give one, or one each"
+        )
+    return several

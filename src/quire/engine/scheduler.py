@@ -13,17 +13,17 @@ from collections.abc import Sequence as Several
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduling.admission import Admission
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.outcome import append, mark_computed
+from quire.engine.scheduling.outcome import append, kept_drafts, mark_computed
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
-from quire.engine.scheduling.queues import Queues
+from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.room import NoRoom, Room
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
 from quire.engine.scheduling.suspects import Suspects
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.engine.statistics import Statistics
 from quire.strategies import Accounting, Fits
-from quire.units import format_count
 
 __all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
 
@@ -39,17 +39,16 @@ class Scheduler:
         swap: SwapSpace | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.num_draft_tokens = 0  # guesses that were computed …
-        self.num_accepted_tokens = 0  # … and that came true
         self.limits = limits
+        self.statistics = Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
         policy = POLICIES[limits.policy]
         self._grade = policy.grade
         self._queues = Queues(policy)
-        self._room = Room(accounting, self.swap, limits)
+        self._room = Room(accounting, self.swap, limits, self.statistics)
         self.suspects = Suspects()
         self.costs = costs or Costs()
-        self._preemption = Preemption(policy, self.swap, self.costs)
+        self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
         self._admission = Admission(limits)
         self._num_sequences = 0  # that have ever come
         self._ended: list[Sequence] = []  # since the last update, to be reported by the next one
@@ -65,8 +64,13 @@ class Scheduler:
         return self._queues.num_waiting
 
     @property
+    def waiting_by_reason(self) -> dict[str, int]:
+        """How many wait for what, as of the last plan. Any thread may ask."""
+        return self._queues.by_reason()
+
+    @property
     def num_preemptions(self) -> int:
-        return self._preemption.stats.num_preemptions
+        return self.statistics.num_preemptions
 
     @property
     def stats(self) -> SchedulerStats:
@@ -79,23 +83,20 @@ class Scheduler:
     @property
     def decoding(self) -> list[Sequence]:
         """The running sequences of which only the last token is to be computed, each by itself."""
-        return [
-            s
-            for s in self._queues.running
-            if s.num_computed_tokens == s.num_tokens - 1 and s.goes_its_own_way
-        ]
+        return self._queues.decoding
 
     def check_request(self, request: Request) -> None:
         """Raises: RequestTooLong for a prompt that can never run."""
         self.limits.check_request(request, self._accounting)
 
-    def add(self, request: Request) -> list[Sequence]:
+    def add(self, request: Request, *, arrived_s: float = 0.0) -> list[Sequence]:
         """Queue a request's continuations. Raises: RequestTooLong."""
         self.check_request(request)
         first = self._num_sequences
         self._num_sequences += request.params.n
         leader, *siblings = (
-            Sequence(request, seq_id=first + i, index=i) for i in range(request.params.n)
+            Sequence(request, seq_id=first + i, index=i, arrived_s=arrived_s)
+            for i in range(request.params.n)
         )
         self._lead(leader, siblings)
         return [leader, *siblings]
@@ -109,15 +110,7 @@ class Scheduler:
         self.suspects.acquit()
         step = Step(self.limits, drafts, self._room.snapshots, one_chunk=bool(self.suspects))
         self._made_room.clear()
-        while step.budget and (newcomer := self._queues.first_to_come):
-            if newcomer.seq_id in self._made_room:
-                break
-            # First those who would not make room for it.
-            lost = self.num_preemptions
-            self._serve(step, at_most=self._grade(newcomer))
-            # Room that somebody was just preempted for is not a newcomer's.
-            if self.num_preemptions > lost or not step.budget or not self._admit(step, newcomer):
-                break
+        self._queues.first_waits_for = self._let_come(step)
         self._serve(step)
         if not step.chunks and self._give_way():
             return self.plan()
@@ -126,15 +119,11 @@ class Scheduler:
     def update(self, plan: StepPlan, sampled: Several[Sampled]) -> list[TokenOutput]:
         """Append the sampled tokens (of each of ``plan.draws``), free what has ended."""
         draws = list(zip(plan.draws, sampled, strict=True))
-        num_kept = {
-            draw.sequence.seq_id: len(result.token_ids) - 1
-            for draw, result in draws
-            if draw.drafts and not result.error
-        }
-        self.num_draft_tokens += sum(len(draw.drafts) for draw in plan.draws)
-        self.num_accepted_tokens += sum(num_kept.values())
+        num_kept = kept_drafts(draws)
+        self.statistics.note_step(plan, num_kept)
         for draw, result in draws:
             if result.error:
+                draw.sequence.is_corrupted = result.is_corrupted
                 self.fail(draw.sequence, result.error)
         mark_computed(self._room, self._preemption, plan.chunks, num_kept)
         for draw, _ in draws:
@@ -145,12 +134,12 @@ class Scheduler:
         ]
         self._ended.clear()
         for draw, result in draws:
-            if draw.sequence.finish_reason is not None:
-                continue
-            appended = append(draw.sequence, result, self.limits)
-            self._outputs += appended
-            if appended and (reason := appended[-1].finish_reason) is not None:
-                self.finish(draw.sequence, reason)
+            if draw.sequence.finish_reason is None:
+                self._outputs += append(draw.sequence, result, self.limits)
+        self.statistics.note_tokens(self._outputs)
+        for output in self._outputs:
+            if output.finish_reason is not None:
+                self.finish(output.sequence, output.finish_reason)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -176,6 +165,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason, sequence.finish_detail = reason, detail
+        self.statistics.note_end(sequence, reason)
         if reason in ("stop", "length"):
             self._admission.note_ended(sequence.num_output_tokens, reason)
         if not self._queues.end(sequence):
@@ -184,7 +174,7 @@ class Scheduler:
             heir, *others = self._queues.part(sequence)
             self._lead(heir, others)
         self.swap.release(sequence)
-        self._accounting.free(sequence.seq_id)
+        self._accounting.free(sequence.seq_id, forget=sequence.is_corrupted)
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
         """End a sequence that cannot be computed; the next update reports it."""
@@ -230,12 +220,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
-        self._queues.check()
-        for sequence in self._queues.running:
-            held = self._accounting.num_tokens(sequence.seq_id)
-            assert held >= sequence.num_computed_tokens, "a computed token is held nowhere"
-        for sequence in self._queues.waiting:
-            assert not self._accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
+        self._queues.check(self._accounting)
         self.swap.check(self._queues.everybody)
         assert self.num_running <= self.limits.max_num_seqs
 
@@ -256,6 +241,7 @@ class Scheduler:
         for sibling in self._queues.part(leader):
             sibling.num_cached_tokens = leader.num_cached_tokens
             sibling.prompt_logprobs = leader.prompt_logprobs
+            self.statistics.note_shared(leader, sibling)
             self._branch(leader, sibling)
 
     def _branch(self, parent: Sequence, sequence: Sequence) -> None:
@@ -283,6 +269,24 @@ class Scheduler:
         )
 
     # -- a plan ----------------------------------------------------------------------------------
+
+    def _let_come(self, step: Step) -> WaitingReason:
+        """Admit as many as can come; why the next one could not."""
+        while newcomer := self._queues.first_to_come:
+            if not step.budget:
+                return "token_budget"
+            if newcomer.seq_id in self._made_room:
+                return "preempted"
+            # First those who would not make room for it.
+            lost = self.num_preemptions
+            self._serve(step, at_most=self._grade(newcomer))
+            # Room that somebody was just preempted for is not a newcomer's.
+            if self.num_preemptions > lost:
+                return "kv_memory"
+            if step.budget and not self._admit(step, newcomer):
+                full = self.num_running >= self.limits.max_num_seqs
+                return "max_num_seqs" if full else "kv_memory"
+        return "next_step"
 
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
@@ -393,8 +397,4 @@ class Scheduler:
         self._begin(sequence)
 
     def _end_for_lack_of_room(self, sequence: Sequence, refusal: NoRoom) -> None:
-        detail = (
-            f"no room for {format_count(refusal.num_tokens)} tokens, of "
-            f"{format_count(self.limits.longest(sequence.request))} at most: {refusal.verdict}"
-        )
-        self.fail(sequence, detail, "capacity")
+        self.fail(sequence, refusal.detail(self.limits.longest(sequence.request)), "capacity")

@@ -68,6 +68,14 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
+    is_corrupted: bool = False  # the model gave it logits that are no numbers
+    shares_prompt: bool = False  # that a sibling has computed
+    # When, by the engine's clock, in seconds; None: not yet.
+    arrived_s: float = 0.0
+    came_s: float | None = None  # into a step, for the first time
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

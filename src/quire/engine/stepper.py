@@ -92,6 +92,12 @@ class Stepper:
             thread.join()
 
     @property
+    def is_over(self) -> bool:
+        """Nothing is done any more: it was closed, has failed, or its thread is no longer there."""
+        thread = self._thread
+        return self._over or (thread is not None and not thread.is_alive())
+
+    @property
     def reason(self) -> Exception:
         """Why nothing is done any more, as an error to raise."""
         if self._reason is None:

@@ -118,6 +118,7 @@ class Grammars:
                 self._prepared = _prepare(self._tokenizer, self._vocab_size, self._eos_token_ids)
         matcher = _on_a_large_stack(partial(_compiled, params, self._prepared))
         grammar = Grammar(matcher, 4 * -(-self._vocab_size // 32))
+        _refuse_without_texts(grammar, params, self._eos_token_ids)
         with self._lock:
             self._kept[params] = grammar
             if len(self._kept) > _MOST_GRAMMARS:
@@ -181,6 +182,19 @@ def _compiled(params: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLM
     if problem:
         raise RequestError(f"structured_outputs: the {kind} is wrong: {_first_line(problem)}")
     return matcher
+
+
+def _refuse_without_texts(
+    grammar: Grammar, params: StructuredOutputsParams, eos_token_ids: Sequence[int]
+) -> None:
+    """``{"$ref": "#"}`` is a schema, of no text at all. Raises: RequestError."""
+    matcher = grammar.matcher()
+    allowed = np.unpackbits(matcher.masks(())[0], bitorder="little")
+    allowed[list(eos_token_ids)] = 0
+    is_empty = any(matcher.taken([token_id])[0] for token_id in eos_token_ids)
+    if not allowed.any() and not is_empty:
+        why = f": {matcher.error}" if matcher.error else ""
+        raise RequestError(f"structured_outputs: no text can follow the {params.source[0]}{why}")
 
 
 def _on_a_large_stack(make: Callable[[], T]) -> T:

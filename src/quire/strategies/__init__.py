@@ -33,6 +33,7 @@ from quire.strategies.base import (
     Storage,
     Usage,
 )
+from quire.strategies.census import CellState, Census
 from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.growing import GrowingAccounting
 from quire.strategies.layout import states_last
@@ -100,6 +101,8 @@ __all__ = [
     "STRATEGIES",
     "Accounting",
     "CacheConfig",
+    "CellState",
+    "Census",
     "Change",
     "Commit",
     "Copy",

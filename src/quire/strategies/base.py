@@ -30,6 +30,7 @@ from quire.blocks import (
 )
 from quire.memory import CountedMemory
 from quire.spec import Group
+from quire.strategies.census import Census
 from quire.strategies.view import LayerView
 
 if TYPE_CHECKING:
@@ -293,8 +294,11 @@ class Accounting(Protocol):
         """
         ...
 
-    def free(self, seq_id: int) -> None:
-        """End a sequence and give back what only it holds."""
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
+        """End a sequence and give back what only it holds.
+
+        ``forget``: nobody is to find what it has computed, nor the whole blocks it began with.
+        """
         ...
 
     def num_tokens(self, seq_id: int) -> int:
@@ -327,6 +331,14 @@ class Accounting(Protocol):
         ...
 
     def usage(self) -> Usage: ...
+
+    def census(self, group: int) -> Census:
+        """What each cell of a group that has pages is at this moment."""
+        ...
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        """The cells (i64[P]) of a sequence's tokens, in order; -1 where a window has passed."""
+        ...
 
     def check(self) -> None:
         """Recompute every derived figure. Raises: AssertionError if one is off."""

@@ -30,6 +30,7 @@ from quire.blocks import (
 )
 from quire.spec import Group
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import attention_groups, common_page_tokens, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
@@ -183,7 +184,7 @@ class ContiguousAccounting:
         held = self._ranges[seq_id]
         held.num_tokens = min(held.num_tokens, num_tokens)
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
         held = self._ranges.pop(seq_id)
         if held.start is not None:
             self._arena.free(held.start)
@@ -248,6 +249,25 @@ class ContiguousAccounting:
             num_sequences=len(self._ranges),
             num_tokens=sum(held.num_tokens for held in placed),
         )
+
+    def census(self, group: int) -> Census:
+        in_arena = group < self._num_arenas
+        pieces = (
+            Piece(
+                seq_id,
+                held.start if in_arena else held.cell,
+                range(self._length(held) if in_arena else 1),
+                held.num_tokens,
+            )
+            for seq_id, held in self._ranges.items()
+            if held.start is not None
+        )
+        num_slots = self._arena.num_slots if in_arena else self._config.max_num_seqs
+        return self._cells(group).census(pieces, num_slots=num_slots)
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        first = int(self.table(group, seq_id).sum())
+        return self._cells(group).of(first, self._ranges[seq_id].num_tokens)
 
     def check(self) -> None:
         self._arena.check()
@@ -334,6 +354,11 @@ class ContiguousAccounting:
             free_bytes=min(self._range_bytes(self._arena.largest_hole), self._free_bytes),
             kept_bytes=kept_bytes,
             holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
+        )
+
+    def _cells(self, group: int) -> RangeCells:
+        return RangeCells(
+            self.groups[group], self.slot_bytes(group), self._align, self._config.block_size
         )
 
     def _length(self, held: _Range) -> int:

@@ -5,13 +5,11 @@ all layers grow at the same step (``staggered`` spreads them, as OpenVINO's GPU 
 whether an old buffer is given back right after its copy or, where the graph still reads it, only in
 the next step (``keep_old``). Each layer is a group of its own, since no two need be of one size.
 
-Source: OpenVINO ``128 + id % 64`` tokens ahead; mlx-lm steps of 256; Hugging Face's DynamicCache is
-a step of 1.
+By how much buffers grow is decided in ``growth``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -33,35 +31,12 @@ from quire.blocks import (
     no_hit,
 )
 from quire.spec import Group, KeptWhole
-from quire.strategies.base import CacheConfig, Counts, Growth, Slots, Usage, one_by_one
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.census import Census, Piece, RangeCells
+from quire.strategies.growth import GROWTH
 from quire.strategies.layout import page_tokens, range_slots, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_up
-
-NextCapacity = Callable[[int, int, int, int], int]
-
-
-def uniform(capacity: int, needed: int, step: int, layer: int) -> int:
-    """Whole steps; every layer grows at the same token."""
-    return align_up(needed, step)
-
-
-def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
-    """Twice as much until it suffices: few copies, up to half of it unused."""
-    capacity = max(capacity, step)
-    while capacity < needed:
-        capacity *= 2
-    return capacity
-
-
-def staggered(capacity: int, needed: int, step: int, layer: int) -> int:
-    """``step + layer % 64`` tokens ahead: no two neighbouring layers are full at the same token."""
-    return needed + step + layer % 64
-
-
-GROWTH: Mapping[Growth, NextCapacity] = MappingProxyType(
-    {"uniform": uniform, "doubling": doubling, "staggered": staggered}
-)
 
 
 @dataclass(slots=True)
@@ -214,7 +189,7 @@ class GrowingAccounting:
         held = self._sequences[seq_id]
         held.num_tokens = min(held.num_tokens, num_tokens)
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
         held = self._sequences.pop(seq_id)
         if held.row < 0:
             return
@@ -268,6 +243,17 @@ class GrowingAccounting:
             num_sequences=len(self._sequences),
             num_tokens=sum(held.num_tokens for held in self._sequences.values()),
         )
+
+    def census(self, group: int) -> Census:
+        return self._cells(group).census(
+            self._pieces(group),
+            num_slots=self.num_slots(group),
+            row_slots=self._place_slots[group],
+        )
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        held = self._sequences[seq_id]
+        return self._cells(group).of(self._first_slot(group, held), held.num_tokens)
 
     def check(self) -> None:
         rows = [held.row for held in self._sequences.values() if held.row >= 0]
@@ -366,6 +352,23 @@ class GrowingAccounting:
     def _release(self, release: Release) -> None:
         self._committed_bytes -= self._release_bytes(release)
         self._changes.append(release)
+
+    def _cells(self, group: int) -> RangeCells:
+        return RangeCells(
+            self.groups[group],
+            self._slot_bytes[group],
+            self._page_tokens[group],
+            self._config.block_size,
+        )
+
+    def _pieces(self, group: int) -> Iterator[Piece]:
+        """Every buffer of a group, and the outgrown ones, of which nothing is read any more."""
+        for seq_id, held in self._sequences.items():
+            new, old = self._buffer(group, held), [o for o in held.outgrown if o.group == group]
+            for each, num_tokens in ((new, held.num_tokens), *((o, 0) for o in old)):
+                if each.stop > each.start:
+                    backed = range(each.stop - each.start)
+                    yield Piece(seq_id, each.start, backed, num_tokens)
 
     def _buffer(self, group: int, held: _Buffers) -> Release:
         """The pages of a buffer, as what would give them back."""

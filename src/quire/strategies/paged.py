@@ -33,6 +33,7 @@ from quire.blocks import (
 from quire.errors import ConfigError
 from quire.spec import ChunkedAttention, Group, KeptWhole, RecurrentState, SlidingWindow
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
+from quire.strategies.census import Census, block_census
 from quire.strategies.layout import granule_blocks, row_bytes, slot_bytes
 from quire.strategies.packed import packed_positions
 from quire.units import align_down, align_up, ceil_div
@@ -177,8 +178,8 @@ class PagedAccounting:
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.blocks.trim(seq_id, num_tokens)
 
-    def free(self, seq_id: int) -> None:
-        self.blocks.free(seq_id)
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
+        self.blocks.free(seq_id, forget=forget)
 
     def num_tokens(self, seq_id: int) -> int:
         return int(self.blocks.tables.num_tokens[self.blocks.tables.rows[seq_id]])
@@ -228,6 +229,20 @@ class PagedAccounting:
             num_sequences=len(tables),
             num_tokens=int(tables.num_tokens[tables.rows_of(tables.rows)].sum()),
         )
+
+    def census(self, group: int) -> Census:
+        size, blocks = self._sizes[group], self.blocks
+        return block_census(
+            self.groups[group],
+            group,
+            blocks.pools[group],
+            blocks.tables,
+            size.block_bytes,
+            size.slots,
+        )
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        return self.table(group, seq_id)
 
     def check(self) -> None:
         self.blocks.check()

@@ -34,6 +34,7 @@ from quire.blocks import (
 )
 from quire.spec import Group, KeptWhole
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import page_tokens, range_slots, slot_bytes
 from quire.strategies.packed import packed_ranges
 from quire.units import align_down, align_up
@@ -183,7 +184,7 @@ class VirtualAccounting:
             check_window(group, backed.start, num_tokens)
         held.num_tokens = num_tokens
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
         held = self._rows.pop(seq_id)
         if held.row >= 0:
             self._set_backed(held, self._nothing)
@@ -225,6 +226,20 @@ class VirtualAccounting:
             num_sequences=len(self._rows),
             num_tokens=sum(held.num_tokens for held in self._rows.values()),
         )
+
+    def census(self, group: int) -> Census:
+        pieces = (
+            Piece(seq_id, self._first_slot(group, held), held.backed[group], held.num_tokens)
+            for seq_id, held in self._rows.items()
+            if held.backed[group]
+        )
+        return self._cells(group).census(
+            pieces, num_slots=self.num_slots(group), row_slots=self._row_slots[group]
+        )
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        held = self._rows[seq_id]
+        return self._cells(group).of(self._first_slot(group, held), held.num_tokens)
 
     def check(self) -> None:
         rows = [held.row for held in self._rows.values() if held.row >= 0]
@@ -328,6 +343,14 @@ class VirtualAccounting:
         if tokens:
             first = self._first_slot(group, held)
             self._changes.append(change(group, first + tokens.start, first + tokens.stop))
+
+    def _cells(self, group: int) -> RangeCells:
+        return RangeCells(
+            self.groups[group],
+            self._slot_bytes[group],
+            self._page_tokens[group],
+            self._config.block_size,
+        )
 
     def _first_slot(self, group: int, held: _Row) -> int:
         return held.row * self._row_slots[group]

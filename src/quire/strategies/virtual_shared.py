@@ -29,10 +29,11 @@ from quire.blocks import (
 )
 from quire.spec import Group
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
+from quire.strategies.census import Census
 from quire.strategies.layout import attention_groups, stacked_block_size, stacks
 from quire.strategies.packed import packed_ranges
 from quire.strategies.paged import PagedAccounting
-from quire.strategies.windows import Table, Windows
+from quire.strategies.windows import NUM_GAPS, Table, Windows
 from quire.units import align_up, ceil_div
 
 _NO_ROW = -1
@@ -66,6 +67,7 @@ class SharedVirtualAccounting:
         self._rows: dict[int, int] = {}  # windows, by sequence
         self._sequences: dict[int, int] = {}  # … of each row of the block tables …
         self._changed = self.pool.blocks.tables.changed = set[int]()  # … and which have changed
+        self.pool.blocks.tables.may_swap = self._may_swap
 
     @property
     def state_block_size(self) -> int:
@@ -164,15 +166,18 @@ class SharedVirtualAccounting:
     def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
         tables, size = self.pool.blocks.tables, self._block_size
         rows, ends = tables.rows_of(seq_ids), np.asarray(num_tokens, np.int64)
+        windows = np.fromiter(map(self._rows.__getitem__, seq_ids), np.intp)
+        after = -(-ends // size)
+        num_new = (after - tables.num_tokens[rows] // size).clip(0) * self._num_seen
+        num_new += np.count_nonzero(tables.ends[: self._num_seen, rows] > after, axis=0)
+        num_new += NUM_GAPS * self._windows.num_blank(windows)
         # Whoever has no window yet, or may pass the limit of mappings, is told one by one.
-        num_new = (-(-ends // size) - tables.num_tokens[rows] // size).clip(0)
-        fitting = len(seq_ids)
-        if not self._windows.have_mappings(int(num_new.sum()) * self._num_seen):
+        waiting = np.flatnonzero(windows < 0)
+        fitting = int(waiting[0]) if len(waiting) else len(seq_ids)
+        if not self._windows.have_mappings(int(num_new[:fitting].sum())):
             fitting = 0
-        waiting = (index for index, seq_id in enumerate(seq_ids) if self._rows[seq_id] < 0)
-        fitting = min(fitting, next(waiting, fitting))
         count = self.pool.try_extend_each(seq_ids[:fitting], num_tokens[:fitting])
-        self._windows.num_promised += int(num_new[:count].sum()) * self._num_seen
+        self._windows.num_promised += int(num_new[:count].sum())
         return count
 
     def mark_computed(
@@ -194,7 +199,7 @@ class SharedVirtualAccounting:
     def fork(self, seq_id: int, new_id: int) -> Verdict:
         source = self._rows[seq_id]
         if source >= 0:
-            num_mappings = self._windows.mappings_of(source)
+            num_mappings = self._windows.mappings_for(self._tables(seq_id))
             refusal = self._refusal(_NO_ROW, num_mappings)
             if refusal is not None:
                 return refusal
@@ -207,10 +212,10 @@ class SharedVirtualAccounting:
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.pool.trim(seq_id, num_tokens)
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
         row = self._rows.pop(seq_id)
         del self._sequences[self.pool.blocks.tables.rows[seq_id]]
-        self.pool.free(seq_id)
+        self.pool.free(seq_id, forget=forget)
         if row >= 0:
             self._windows.park(row)
 
@@ -261,6 +266,12 @@ class SharedVirtualAccounting:
         )
         return replace(self.pool.usage(), reserved_bytes=reserved_bytes)
 
+    def census(self, group: int) -> Census:
+        return self.pool.census(group)
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        return self.pool.cells(group, seq_id)
+
     def check(self) -> None:
         self.pool.check()
         if not self._changed:
@@ -306,19 +317,35 @@ class SharedVirtualAccounting:
         return {self._rows[seq]: seq for seq in owners if self._rows[seq] >= 0}
 
     def _new_mappings(self, seq_id: int, begin: int, end: int) -> int:
-        """How many it takes at most to show what a step takes or copies: one for each block."""
+        """How many it takes at most to show what a step takes or copies: one for each block.
+
+        Where room for drafts lies behind a copy, that begins another one.
+        """
         size, tables, pools = self._block_size, self.pool.blocks.tables, self.pool.blocks.pools
-        count = (ceil_div(end, size) - ceil_div(begin, size)) * self._num_seen
-        if self._rows[seq_id] < 0:
-            count += 2 * self._num_seen  # what is before and behind the first one
+        after = ceil_div(end, size)
+        count = (after - ceil_div(begin, size)) * self._num_seen
+        count += NUM_GAPS * int(self._windows.num_blank(np.array([self._rows[seq_id]]))[0])
         if begin % size == 0:
             return count
         row, column = tables.rows[seq_id], begin // size
         for number, ids in enumerate(tables.ids[: self._num_seen]):
             # A hit's last block, used in part, is copied; so is one that others hold too.
             held = column < tables.ends[number, row]
-            count += not held or int(pools[number].refs[ids[row, column]] > 1)
+            if not held or pools[number].refs[ids[row, column]] > 1:
+                count += 1 + int(tables.ends[number, row] > after)
         return count
+
+    def _may_swap(self, group: int, row: int, column: int, block: int) -> bool:
+        """Whether there are mappings to show a block that somebody else has filled alike.
+
+        Where there are not, a sequence keeps its own: nobody can be asked to wait by then.
+        """
+        table = self.pool.blocks.tables.ids[group][row]
+        num_mappings = self._windows.num_cuts(group, table, column, block)
+        if not self._windows.have_mappings(num_mappings):
+            return False
+        self._windows.num_promised += num_mappings
+        return True
 
     def _hit_mappings(self, hit: PrefixHit | None) -> int:
         """How many it takes to show what a hit begins with."""

@@ -19,6 +19,7 @@ from quire.blocks import Change, Map, Unmap
 Table: TypeAlias = npt.NDArray[np.integer[Any]]  # block ids; negative where there is none
 _NOTHING = -1
 _FIRST_BLOCKS = 8
+NUM_GAPS = 2  # of a row that shows something: what is before and behind it
 
 
 class Windows:
@@ -66,8 +67,24 @@ class Windows:
         """How many mappings show these blocks, one behind the other."""
         return len(self._run_starts(group, blocks))
 
-    def mappings_of(self, row: int) -> int:
-        return sum(map(_with_gaps, self._runs[:, row].tolist()))
+    def mappings_for(self, tables: Sequence[Table]) -> int:
+        """How many it takes to show these tables in a row that shows nothing."""
+        return sum(_with_gaps(self.num_runs(group, table)) for group, table in enumerate(tables))
+
+    def num_cuts(self, group: int, table: Table, column: int, block: int) -> int:
+        """How many more it takes at most to show another block in one column of a table.
+
+        A boundary that comes counts in full: it may be there before one on the other side goes.
+        """
+        beside = table[max(0, column - 1) : column + 2].copy()
+        before = self._run_starts(group, beside)
+        beside[min(1, column)] = block
+        return len(np.setdiff1d(self._run_starts(group, beside), before))
+
+    def num_blank(self, rows: Table) -> npt.NDArray[np.int64]:
+        """In how many groups each of these rows shows nothing; a negative one is of nobody yet."""
+        blank = np.count_nonzero(self._runs[:, rows] == 0, axis=0)
+        return np.where(rows < 0, len(self._shown), blank)
 
     def have_mappings(self, count: int) -> bool:
         """Whether so many more can be made, giving up parked rows for them if need be."""
@@ -270,4 +287,4 @@ class Windows:
 
 def _with_gaps(num_runs: int) -> int:
     """Mappings of a row: one for each run, and what is beside them shows nothing."""
-    return num_runs + 2 if num_runs else 0
+    return num_runs + NUM_GAPS if num_runs else 0

@@ -153,7 +153,9 @@ def _held(
         del taken[num_taken:]
     if taken:
         return Sampled(token_ids=tuple(taken), ends=ends)
-    return Sampled(token_ids=(), error=_cause(raw[first], rules))
+    # NaN is larger than anything, and a row of nothing but -inf has no largest.
+    is_corrupted = not np.isfinite(raw[first].max())
+    return Sampled(token_ids=(), error=_cause(raw[first], rules), is_corrupted=is_corrupted)
 
 
 def _cause(raw: Floats, rules: Rules) -> str:

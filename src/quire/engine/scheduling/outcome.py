@@ -5,11 +5,20 @@ from itertools import chain
 
 import numpy as np
 
-from quire.engine.plan import Chunk, Sampled, TokenOutput
+from quire.engine.plan import Chunk, Draw, Sampled, TokenOutput
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.room import Room
 from quire.engine.sequence import Sequence
+
+
+def kept_drafts(draws: Iterable[tuple[Draw, Sampled]]) -> dict[int, int]:
+    """How many drafts hold, by the id of each sequence that had some and goes on."""
+    return {
+        draw.sequence.seq_id: len(result.token_ids) - 1
+        for draw, result in draws
+        if draw.drafts and not result.error
+    }
 
 
 def mark_computed(

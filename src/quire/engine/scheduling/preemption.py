@@ -7,12 +7,13 @@ the cheaper way; every victim is logged with its cost.
 
 import logging
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.engine.plan import Chunk, Save
 from quire.engine.scheduling.policy import Policy
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import Sequence
+from quire.engine.statistics import Statistics
 from quire.spec import Group, KeptWhole
 from quire.strategies import Accounting
 from quire.strategies.base import Slots
@@ -36,15 +37,25 @@ class SchedulerStats:
 class Preemption:
     """Chooses victims and keeps the books. Queues and room are the scheduler's."""
 
-    def __init__(self, policy: Policy, swap: SwapSpace, costs: Costs) -> None:
+    def __init__(
+        self, policy: Policy, swap: SwapSpace, costs: Costs, statistics: Statistics
+    ) -> None:
         self.swap, self.costs = swap, costs
         self._policy = policy
-        self._stats = SchedulerStats()
+        self._statistics = statistics
         self._saves: list[Save] = []  # since ``drain``
 
     @property
     def stats(self) -> SchedulerStats:
-        return replace(self._stats, swap_used_bytes=self.swap.used_bytes)
+        counted = self._statistics
+        return SchedulerStats(
+            num_preemptions=counted.num_preemptions,
+            num_swaps=counted.num_swaps,
+            num_recomputed_tokens=counted.num_recomputed_tokens,
+            saved_bytes=counted.saved_bytes,
+            loaded_bytes=counted.loaded_bytes,
+            swap_used_bytes=self.swap.used_bytes,
+        )
 
     @property
     def spare_bytes(self) -> int:
@@ -86,8 +97,10 @@ class Preemption:
             format_bytes(self.swap.free_bytes),
         )
         victim.num_preemptions += 1
-        self._add(num_preemptions=1, num_swaps=int(swaps), saved_bytes=swaps * size)
+        self._statistics.num_preemptions += 1
         if swaps:
+            self._statistics.num_swaps += 1
+            self._statistics.saved_bytes += size
             self.swap.take(victim, size)
             slots = tuple(
                 slots_of(accounting, group, victim.seq_id, of) for group, of in enumerate(tokens)
@@ -98,21 +111,17 @@ class Preemption:
         """A chunk is computed up to ``stop``, perhaps not for the first time."""
         sequence, most = chunk.sequence, chunk.sequence.most_computed_tokens
         if chunk.start < most:
-            self._add(num_recomputed_tokens=min(stop, most) - chunk.start)
+            self._statistics.num_recomputed_tokens += min(stop, most) - chunk.start
         sequence.most_computed_tokens = max(stop, most)
         if chunk.num_restored:
             readable = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
-            self._add(loaded_bytes=num_bytes(groups, readable))
+            self._statistics.loaded_bytes += num_bytes(groups, readable)
             self.swap.release(sequence)
 
     def drain(self) -> tuple[Save, ...]:
         """What is to be saved before storage changes anything."""
         saves, self._saves = tuple(self._saves), []
         return saves
-
-    def _add(self, **more: int) -> None:
-        changed = {name: getattr(self._stats, name) + count for name, count in more.items()}
-        self._stats = replace(self._stats, **changed)
 
 
 def slots_of(accounting: Accounting, number: int, seq_id: int, tokens: range) -> Slots:

@@ -1,9 +1,22 @@
 """Who waits and who runs, in the order of the policy, and who waits for somebody else's prompt."""
 
 from bisect import insort
+from typing import Literal, get_args
 
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
+from quire.strategies import Accounting
+
+WaitingReason = Literal[
+    "kv_memory",  # for bytes, its own or those that others will need
+    "max_num_seqs",  # for a seat
+    "token_budget",  # for tokens of a step
+    "preempted",  # it has just made room itself
+    "next_step",  # it came after the last plan
+    "sibling",  # for the prompt that another continuation of its request computes
+    "choice",  # for a search that chooses its next token
+]
+WAITING_REASONS: tuple[str, ...] = get_args(WaitingReason)
 
 
 class Queues:
@@ -12,6 +25,7 @@ class Queues:
     def __init__(self, policy: Policy) -> None:
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank
+        self.first_waits_for: WaitingReason = "next_step"  # the first to come, and all behind it
         self._rank = policy.rank
         self._known: dict[int, Sequence] = {}  # wherever it is
         self._leaders: dict[int, Sequence] = {}  # whose prompt a sibling waits for
@@ -19,6 +33,15 @@ class Queues:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self._leaders)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences of which only the last token is to be computed, each by itself."""
+        return [
+            s
+            for s in self.running
+            if s.num_computed_tokens == s.num_tokens - 1 and s.goes_its_own_way
+        ]
 
     @property
     def everybody(self) -> list[Sequence]:
@@ -29,6 +52,14 @@ class Queues:
     def first_to_come(self) -> Sequence | None:
         """Of those that wait for room, and for nothing else."""
         return next((s for s in self.waiting if not s.awaits_choice), None)
+
+    def by_reason(self) -> dict[str, int]:
+        """How many wait for what. Any thread may ask."""
+        waiting, counts = list(self.waiting), dict.fromkeys(WAITING_REASONS, 0)
+        counts["choice"] = sum(s.awaits_choice for s in waiting)
+        counts[self.first_waits_for] = len(waiting) - counts["choice"]
+        counts["sibling"] = len(self._leaders)
+        return counts
 
     def all_wait(self) -> list[Sequence]:
         """Nobody runs any more, not even who was on the way from one place to another.
@@ -77,11 +108,16 @@ class Queues:
             leader.siblings.remove(sequence)
         return leader is None
 
-    def check(self) -> None:
-        """Raises: AssertionError if somebody is lost or out of order."""
+    def check(self, accounting: Accounting) -> None:
+        """Raises: AssertionError if somebody is lost, out of order, or holds other room."""
         places = [*self.running, *self.waiting, *(self._known[i] for i in self._leaders)]
         assert sorted(s.seq_id for s in places) == sorted(self._known), "somebody is nowhere"
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         siblings = {s.seq_id: leader for leader in self.everybody for s in leader.siblings}
         assert siblings == self._leaders, "a sibling has lost its leader"
+        for sequence in self.running:
+            held = accounting.num_tokens(sequence.seq_id)
+            assert held >= sequence.num_computed_tokens, "a computed token is held nowhere"
+        for sequence in self.waiting:
+            assert not accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"

@@ -12,7 +12,9 @@ from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
+from quire.engine.statistics import Statistics
 from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit
+from quire.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,13 @@ class NoRoom:
     num_tokens: int
     final: bool
 
+    def detail(self, longest: int) -> str:
+        """For people, of a sequence that could become so long."""
+        return (
+            f"no room for {format_count(self.num_tokens)} tokens, of {format_count(longest)} "
+            f"at most: {self.verdict}"
+        )
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -32,6 +41,7 @@ class _Attempt:
     stop: int
     hit: PrefixHit | None = None
     num_restored: int = 0  # of the first ones, behind the hit, from swap
+    found: PrefixHit | None = None  # the hit that there was at first
 
     def chunk(self, sequence: Sequence) -> Chunk:
         return Chunk(
@@ -46,11 +56,14 @@ class _Attempt:
 class Room:
     """Asks the accounting."""
 
-    def __init__(self, accounting: Accounting, swap: SwapSpace, limits: Limits) -> None:
+    def __init__(
+        self, accounting: Accounting, swap: SwapSpace, limits: Limits, statistics: Statistics
+    ) -> None:
         self.accounting = accounting
         self.snapshots = Snapshots(accounting)
         self._swap = swap
         self._limits = limits
+        self._statistics = statistics
 
     def take(
         self, sequence: Sequence, budget: int, *, is_running: bool, num_others: int, kept_bytes: int
@@ -91,11 +104,13 @@ class Room:
         stop = self.snapshots.end(
             start, min(sequence.num_tokens, start + budget), sequence.num_tokens
         )
-        return _Attempt(start, stop, hit, num_restored)
+        return _Attempt(start, stop, hit, num_restored, found=hit)
 
     def _taken(self, sequence: Sequence, attempt: _Attempt) -> Chunk:
         sequence.needs_room_at_once = False
         sequence.num_computed_tokens = attempt.start
+        num_hit_tokens = attempt.hit.num_tokens if attempt.hit else 0
+        self._statistics.note_came(sequence, attempt.found, num_hit_tokens)
         if attempt.hit and not sequence.num_preemptions:
             sequence.num_cached_tokens = attempt.hit.num_tokens
         if not attempt.num_restored:  # what was saved is cached all the same, or of no use
