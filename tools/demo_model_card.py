@@ -92,6 +92,12 @@ docstrings, and code that does not do what they say. It has seen one code base s
 may repeat passages of it. It follows no instructions. It is for demonstrations and tests, not for
 writing software.
 
+## Chat
+
+`chat_template.jinja` writes a chat down as one Python file: what the user says is its text so far,
+and an answer goes on where that ends. `chat_stop_strings` in `tokenizer_config.json` are where an
+answer ends, in servers that know the word: at two blank lines, or at the next function or class.
+
 ## Licence
 
 Trained on the Python standard library alone, which is under the [PSF licence

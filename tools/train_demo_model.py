@@ -55,6 +55,7 @@ MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
 OUT, WORK = Path("src/quire/demo_model"), Path("build/demo_model")
 STEPS = 1400
+CHAT_STOP_STRINGS = ("\n\n\n", "\nclass ", "\ndef ")  # an answer in a chat ends where these begin
 STEPS_HELP = (
     f"Length of the run. Its last {DECAY_STEPS} steps, at most half, are the decay; "
     "until that has begun, a run may be continued with another length."
@@ -232,13 +233,16 @@ def export(work: Path, out: Path, corpus: Corpus, tokenizer: Tokenizer, seed: in
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         folder = Path(name)
         model.to(torch.bfloat16).save_pretrained(folder)
-        PreTrainedTokenizerFast(
+        shown = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             eos_token=END,
             pad_token=END,
             model_max_length=CONTEXT,
             clean_up_tokenization_spaces=False,
-        ).save_pretrained(folder)
+            chat_stop_strings=CHAT_STOP_STRINGS,
+        )
+        shown.chat_template = (out / "chat_template.jinja").read_text(encoding="utf-8")
+        shown.save_pretrained(folder)
         shipped: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         decay = sum(stage_of(step, run["steps"])[0] for step in range(run["step"]))
         phases = list(zip((run["step"] - decay, decay), STAGES, strict=True))

@@ -1,0 +1,129 @@
+"""The server as an ASGI app: every route, and who may use it.
+
+What there is beyond a route is in ``entrance.py``.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.engine.async_llm import AsyncLLM
+from quire.server.dashboard.endpoints import memory_feed, page_file
+from quire.server.dashboard.feed import Feed
+from quire.server.dashboard.files import FILES
+from quire.server.dashboard.frames import FEED
+from quire.server.endpoints.chat import chat_completions
+from quire.server.endpoints.completions import completions
+from quire.server.endpoints.description import described
+from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
+from quire.server.endpoints.messages import count_tokens, messages
+from quire.server.endpoints.metrics import metrics
+from quire.server.endpoints.models import health, model, models, version
+from quire.server.endpoints.responses import responses
+from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
+from quire.server.entrance import Entrance, as_answer
+from quire.server.operations import Operation
+from quire.server.service import Service
+from quire.server.wire.errors import Refused
+
+if TYPE_CHECKING:
+    from quire.config import ServerConfig
+
+
+def make_app(llm: AsyncLLM, config: "ServerConfig") -> Starlette:
+    """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
+    service = Service(llm, config)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            service.close()
+
+    middleware = []
+    if config.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+            )
+        )
+    app = Starlette(
+        routes=[
+            Route(operation.path, Entrance(service, operation), methods=list(operation.methods))
+            for operation in _operations(service)
+        ],
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers={404: _not_found, 405: _not_allowed},
+    )
+    app.state.service = service
+    return app
+
+
+def _operations(service: Service) -> list[Operation]:
+    get, post = ("GET",), ("POST",)
+    feed = Feed(service.llm, chats=bool(service.chat.template.source))
+    all_of_them = [
+        Operation("/v1/completions", completions, post, joins_queue=True),
+        Operation("/v1/chat/completions", chat_completions, post, joins_queue=True),
+        Operation("/v1/messages", messages, post, dialect="anthropic", joins_queue=True),
+        Operation("/v1/messages/count_tokens", count_tokens, post, dialect="anthropic"),
+        Operation("/v1/responses", responses, post, joins_queue=True),
+        Operation("/v1/responses/{name}", response, get, queries=("stream", "starting_after")),
+        Operation("/v1/responses/{name}", delete, ("DELETE",)),
+        Operation("/v1/responses/{name}/cancel", cancel, post, refuses=(400,)),
+        Operation(
+            "/v1/responses/{name}/input_items",
+            input_items,
+            get,
+            queries=("limit", "order", "after"),
+        ),
+        Operation("/v1/models", models, get),
+        Operation("/v1/models/{name:path}", model, get, refuses=(404,)),
+        Operation("/tokenize", tokenize, post),
+        Operation("/detokenize", detokenize, post),
+        Operation("/tokenizer_info", tokenizer_info, get, refuses=(404,)),
+        Operation("/version", version, get),
+        Operation(
+            "/metrics",
+            metrics,
+            get,
+            is_open=service.config.unguarded_metrics,
+            media_type="text/plain",
+        ),
+        Operation("/health", health, get, is_open=True, refuses=(503,)),
+        Operation("/ping", health, ("GET", "POST"), is_open=True, refuses=(503,)),
+        Operation(FEED, memory_feed(feed), get, media_type="text/event-stream"),
+        *(
+            Operation(path, page_file(path), get, is_open=True, media_type=media_type)
+            for path, (_, media_type) in FILES.items()
+        ),
+    ]
+    openapi = described(all_of_them, has_keys=bool(service.keys))
+    all_of_them.append(Operation("/openapi.json", openapi, get, media_type="application/json"))
+    return all_of_them
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    path = request.url.path[:200]
+    return as_answer(Refused(404, f"there is nothing at {path!r}"), "openai", {})
+
+
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    method, path = request.method[:20], request.url.path[:200]
+    headers = error.headers if isinstance(error, HTTPException) else None  # what is allowed
+    refused = Refused(405, f"{method!r} does nothing at {path!r}")
+    return as_answer(refused, "openai", dict(headers or {}))

@@ -1,0 +1,246 @@
+"""One model's conversations: requests become prompts, and generated text becomes an answer.
+
+What all three interfaces (chat completions, responses, messages) need of this room.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from quire.engine.params import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.server.chat.events import CallEnded, Event, Events, Reply, call_id, reply
+from quire.server.chat.reasoning import ReasoningFormat, reasoning_format
+from quire.server.chat.sandbox import Limits
+from quire.server.chat.tape import Reading, Tape
+from quire.server.chat.templates import ChatTemplate
+from quire.server.chat.tools.choice import ToolChoice, checked_choice, forced_form
+from quire.server.chat.tools.declared import Tool, checked_tools
+from quire.server.chat.tools.formats import ToolFormat, tool_format
+from quire.server.chat.tools.objects import arguments_of, required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a client asks for, in OpenAI's words; nothing of it has been checked yet."""
+
+    messages: Iterable[Any]
+    tools: Iterable[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A request as the engine takes it, and what is needed to read the answer.
+
+    ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
+    ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
+    reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
+    what the client asks for: models without a token for that name strings, as
+    ``chat_stop_strings`` in tokenizer_config.json.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    structured_outputs: StructuredOutputsParams | None
+    skip_special_tokens: bool
+    tools: Mapping[str, Tool]
+    choice: ToolChoice
+    parallel: bool
+    in_reasoning: bool  # whether the generated text begins within it
+    stop: tuple[str, ...] = ()
+
+
+@final
+class Chat:
+    """Any thread may use it; ``close`` it at the end.
+
+    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
+    text tells. Raises: ConfigError for a template or a name that cannot be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | Path | None = None,
+        trust_request_chat_template: bool = False,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.template = ChatTemplate(
+            tokenizer,
+            chat_template,
+            trust_request_chat_template=trust_request_chat_template,
+            limits=limits,
+        )
+        self._tools: ToolFormat | None = tool_format(tool_call_parser, self.template.source)
+        self._reasoning: ReasoningFormat | None = reasoning_format(
+            reasoning_parser, self.template.source
+        )
+        self._has_special_marks = self._marks_are_special()
+        init = getattr(tokenizer, "init_kwargs", None) or {}
+        self._stop = tuple(str(text) for text in init.get("chat_stop_strings", ()))
+
+    def prompt(self, request: ChatRequest) -> ChatPrompt:
+        """The request, checked and written down. It may take as long as a template may.
+
+        Raises: RequestError naming what is wrong.
+        """
+        tools = checked_tools(request.tools)
+        choice = checked_choice(request.tool_choice, tools)
+        if choice.kind == "auto" and self._tools is None:
+            raise RequestError(
+                "tool_choice=auto: it is not known how this model writes tool calls: start the "
+                "server with --tool-call-parser, or ask with tool_choice required"
+            )
+        form = forced_form(choice, tools, parallel=request.parallel_tool_calls)
+        shown = () if choice.kind == "none" else tools
+        text = self.template.render(
+            request.messages,
+            [dict(tool.declaration) for tool in shown] or None,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template=request.chat_template,
+            kwargs=request.chat_template_kwargs,
+        )
+        reads_marks = (choice.kind == "auto" or self._reasoning is not None) and form is None
+        return ChatPrompt(
+            text=text,
+            token_ids=self._token_ids(text, request.add_special_tokens),
+            structured_outputs=form,
+            skip_special_tokens=not (self._has_special_marks and reads_marks),
+            tools=MappingProxyType({tool.name: tool for tool in shown}),
+            choice=choice,
+            parallel=request.parallel_tool_calls,
+            # A grammar begins with the first token: there is no reasoning before it.
+            in_reasoning=self._reasoning is not None
+            and form is None
+            and self._reasoning.is_open(text, continues=request.continue_final_message),
+            stop=() if form is not None else self._stop,
+        )
+
+    def reader(self, prompt: ChatPrompt) -> "Reader":
+        """For one continuation of a prompt; each of several has a reader of its own."""
+        forced = prompt.choice.is_forced
+        return Reader(
+            prompt,
+            tools=self._tools if prompt.choice.kind == "auto" else None,
+            reasoning=None if forced else self._reasoning,
+            make_id=call_id if self._tools is None else self._tools.make_id,
+        )
+
+    def close(self) -> None:
+        self.template.close()
+
+    def _token_ids(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """Without a second beginning of sequence: where one is wanted, the template wrote it."""
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: it takes token ids, not messages")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the messages are not valid text: {error}") from error
+        return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _marks_are_special(self) -> bool:
+        marks = list(self._tools.opens) if self._tools else []
+        if self._tools is not None and not marks:
+            marks = ["<|python_tag|>"]
+        if self._reasoning is not None:
+            marks += [self._reasoning.opens, self._reasoning.closes]
+        special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
+        return any(mark in special for mark in marks)
+
+
+@final
+class Reader:
+    """Reads one answer as it is generated.
+
+    What it finds does not depend on how the text was cut into pieces, but for where a piece of
+    reasoning, content or arguments ends.
+    """
+
+    def __init__(
+        self,
+        prompt: ChatPrompt,
+        *,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        make_id: Callable[[], str],
+    ) -> None:
+        self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
+        self._tape, self._out = Tape(), Events(make_id)
+        self._num_calls, self._is_full = 0, False
+        self._reading: Reading[None] | None = self._read()
+        self._go_on()
+
+    @property
+    def is_full(self) -> bool:
+        """The one call that ``parallel_tool_calls=False`` allows has come: generation may end."""
+        return self._is_full
+
+    @property
+    def num_calls(self) -> int:
+        """Complete ones; the reason to finish is "tool_calls" where there is one."""
+        return self._num_calls
+
+    def feed(self, text: str) -> list[Event]:
+        """What more text turns out to be. Some of it may be held until it is clear."""
+        self._tape.add(text)
+        self._go_on()
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """What is left when no more text comes."""
+        self._tape.end()
+        self._go_on()
+        return self._taken()
+
+    def read(self, text: str) -> Reply:
+        """All of an answer at once."""
+        return reply([*self.feed(text), *self.finish()])
+
+    def _taken(self) -> list[Event]:
+        """What has been found; after the only call that there may be, nothing more."""
+        taken: list[Event] = []
+        for event in self._out.take():
+            if self._is_full:
+                break
+            taken.append(event)
+            if isinstance(event, CallEnded):
+                self._num_calls += 1
+                self._is_full = not self._prompt.parallel
+        return taken
+
+    def _go_on(self) -> None:
+        if self._reading is not None:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._reading = None
+
+    def _read(self) -> Reading[None]:
+        prompt, tape, out = self._prompt, self._tape, self._out
+        if prompt.choice.kind == "named":
+            yield from arguments_of(prompt.choice.name, tape, out)
+        elif prompt.choice.kind == "required":
+            yield from required(tape, out)
+        else:
+            if self._reasoning is not None:
+                yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
+            if self._tools is not None:
+                yield from self._tools.read(tape, out, prompt.tools)
+            else:
+                yield from tape.upto(put=out.content)
+        out.end_of_content()

@@ -1,0 +1,68 @@
+"""JSON's own types and nothing else: what a template, a schema or an error message may be given."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from quire.errors import RequestError
+from quire.units import format_bytes
+
+Message: TypeAlias = dict[str, Any]
+
+MAX_DEPTH = 64
+
+
+def plain(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+    """A copy in dicts, lists, strings, numbers, booleans and None.
+
+    A tuple becomes a list. ``where`` is what a message calls the value.
+    Raises: RequestError for another type, and for what is nested more than ``depth`` deep.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth == 0:
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        if not all(type(key) is str for key in value):
+            raise RequestError(f"{where} has a key that is not a string")
+        return {key: plain(item, where, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, where, depth - 1) for item in value]
+    raise RequestError(f"{where} has a {type(value).__name__}, which is not JSON")
+
+
+def check_size(value: Any, where: str, max_bytes: int) -> None:
+    """Raises: RequestError if a plain value is longer than that as JSON."""
+    num_bytes = len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    if num_bytes > max_bytes:
+        raise RequestError(
+            f"{where}: {format_bytes(num_bytes)} as JSON, and {format_bytes(max_bytes)} is the most"
+        )
+
+
+def text_of(content: Any, where: str) -> str | None:
+    """A message's content as one text; its parts are joined with line ends, as vLLM does.
+
+    Raises: RequestError naming the part that is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            f"{where} must be a string, a list of parts or null, not {type(content).__name__}"
+        )
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise RequestError(f"{where} must be a part with a type, such as text")
+    kind = part["type"]
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise RequestError(f"{where} is of type {kind[:40]!r}: this model reads text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where} has no text")
+    return text

@@ -1,0 +1,244 @@
+"""Reading a text that comes in pieces as though all of it were there.
+
+A reader is a generator that yields where it needs more text. What it makes of a text cannot depend
+on how that was cut, as long as it decides by what it asked for and never by what has come so far.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar, final
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+Put: TypeAlias = Callable[[str], None]  # what becomes of text that is read
+
+BLANKS = " \t\r\n"
+_MAX_DEPTH = 64
+_MAX_NAME = 256  # characters
+_MAX_NUMBER = 256  # characters; Python refuses to read integers of several thousand
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = ("true", "false", "null")
+
+
+class Broken(Exception):
+    """The text is not of the form that its beginning promised, or ends within it."""
+
+
+@final
+class Tape:
+    """Text that is added at one end and taken from the other."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._taken: list[str] | None = None
+
+    def add(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """No more comes."""
+        self._ended = True
+
+    def record(self) -> None:
+        """Remember what is taken from now on."""
+        self._taken = []
+
+    def recorded(self) -> str:
+        """What was taken since; it is forgotten with that."""
+        taken, self._taken = "".join(self._taken or ()), None
+        return taken
+
+    def take(self, count: int) -> str:
+        """The next characters, which must have been seen."""
+        taken = self._text[self._at : self._at + count]
+        self._at += len(taken)
+        if self._taken is not None:
+            self._taken.append(taken)
+        return taken
+
+    def peek(self, count: int = 1) -> Reading[str]:
+        """The next characters, fewer at the end."""
+        while len(self._text) - self._at < count and not self._ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def starts(self, *marks: str) -> Reading[str | None]:
+        """Which of these comes next, none of which may begin with another."""
+        while True:
+            for mark in marks:
+                if self._text.startswith(mark, self._at):
+                    return mark
+            rest = self._text[self._at : self._at + max(map(len, marks))]
+            if self._ended or not any(mark.startswith(rest) for mark in marks):
+                return None
+            yield
+
+    def skip(self, mark: str) -> Reading[bool]:
+        """Take it if it comes next."""
+        found = yield from self.starts(mark)
+        if found:
+            self.take(len(mark))
+        return bool(found)
+
+    def expect(self, mark: str) -> Reading[None]:
+        """Raises: Broken."""
+        if not (yield from self.skip(mark)):
+            raise Broken
+
+    def blanks(self) -> Reading[str]:
+        """Take blanks and line ends."""
+        taken = []
+        while (next_one := (yield from self.peek())) and next_one in BLANKS:
+            taken.append(self.take(1))
+        return "".join(taken)
+
+    def upto(self, *marks: str, put: Put) -> Reading[str | None]:
+        """Put all that comes before the first of these, which is left; None at the end."""
+        while True:
+            start = self._at
+            places = [(self._text.find(mark, start), mark) for mark in marks]
+            place, found = min(
+                ((place, mark) for place, mark in places if place >= 0), default=(-1, None)
+            )
+            # Of two marks the earlier one counts, and that may only just have begun to come.
+            sure = len(self._text) if self._ended else len(self._text) - self._overhang(marks)
+            if found is not None and (place <= sure):
+                if place > start:
+                    put(self.take(place - start))
+                return found
+            if sure > start:
+                put(self.take(sure - start))
+            if self._ended:
+                return None
+            yield
+
+    def _overhang(self, marks: tuple[str, ...]) -> int:
+        """Characters at the end that one of the marks may begin with."""
+        longest = 0
+        for mark in marks:
+            for length in range(min(len(mark) - 1, len(self._text) - self._at), longest, -1):
+                if self._text.endswith(mark[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def text_upto(self, *marks: str) -> Reading[str]:
+        """All that comes before the first of these. Raises: Broken if none comes."""
+        pieces: list[str] = []
+        if (yield from self.upto(*marks, put=pieces.append)) is None:
+            raise Broken
+        return "".join(pieces)
+
+    def name(self, *marks: str) -> Reading[str]:
+        """What comes before the first of these, in one line. Raises: Broken if that is no name."""
+        name = ""
+        while not (yield from self.starts(*marks)):
+            if len(name) == _MAX_NAME or not (yield from self.peek()):
+                raise Broken
+            name += self.take(1)
+        name = name.strip(BLANKS)
+        if not name or "\n" in name:
+            raise Broken
+        return name
+
+    # -- JSON --------------------------------------------------------------------------------------
+
+    def value(self, put: Put, depth: int = _MAX_DEPTH) -> Reading[None]:
+        """Put a JSON value as it is written, as it comes. Raises: Broken."""
+        first = yield from self.peek()
+        if first == "{":
+            yield from self._several("}", put, depth, keys=True)
+        elif first == "[":
+            yield from self._several("]", put, depth, keys=False)
+        elif first == '"':
+            yield from self._string(put)
+        elif first and first in "-0123456789":
+            yield from self._number(put)
+        else:
+            word = yield from self.starts(*_WORDS)
+            if word is None:
+                raise Broken
+            put(self.take(len(word)))
+
+    def text_value(self) -> Reading[str]:
+        """A JSON value as it is written. Raises: Broken."""
+        pieces: list[str] = []
+        yield from self.value(pieces.append)
+        return "".join(pieces)
+
+    def string(self) -> Reading[str]:
+        """What a JSON string says. Raises: Broken."""
+        if (yield from self.peek()) != '"':
+            raise Broken
+        return str(json.loads((yield from self.text_value())))
+
+    def _several(self, closing: str, put: Put, depth: int, *, keys: bool) -> Reading[None]:
+        """The members of an object or an array, with both brackets."""
+        if depth == 0:
+            raise Broken
+        put(self.take(1))
+        put((yield from self.blanks()))
+        if (yield from self.peek()) == closing:
+            put(self.take(1))
+            return
+        while True:
+            if keys:
+                if (yield from self.peek()) != '"':
+                    raise Broken
+                yield from self._string(put)
+                put((yield from self.blanks()))
+                yield from self.expect(":")
+                put(":")
+                put((yield from self.blanks()))
+            yield from self.value(put, depth - 1)
+            put((yield from self.blanks()))
+            separator = yield from self.peek()
+            if separator not in (",", closing) or not separator:
+                raise Broken
+            put(self.take(1))
+            if separator == closing:
+                return
+            put((yield from self.blanks()))
+
+    def _string(self, put: Put) -> Reading[None]:
+        """With both quotes. A line end in it, which models write and JSON forbids, is mended."""
+        put(self.take(1))
+        while True:
+            first = yield from self.peek()
+            if not first:
+                raise Broken
+            if first == '"':
+                put(self.take(1))
+                return
+            if first == "\\":
+                escape = yield from self.peek(2)
+                if escape == "\\u":
+                    escape = yield from self.peek(6)
+                    if not re.fullmatch(r"\\u[0-9a-fA-F]{4}", escape):
+                        raise Broken
+                elif len(escape) < 2 or escape[1] not in '"\\/bfnrt':
+                    raise Broken
+                put(self.take(len(escape)))
+            elif match := _PLAIN.match(self._text, self._at):
+                put(self.take(match.end() - self._at))
+            else:
+                put(json.dumps(self.take(1))[1:-1])
+
+    def _number(self, put: Put) -> Reading[None]:
+        """Nobody sees it before it is complete."""
+        length = 0
+        while True:
+            seen = yield from self.peek(length + 1)
+            if len(seen) == length or seen[-1] not in "+-.eE0123456789":
+                break
+            length += 1
+            if length > _MAX_NUMBER:
+                raise Broken
+        if not _NUMBER.fullmatch(seen[:length]):
+            raise Broken
+        put(self.take(length))

@@ -1,0 +1,249 @@
+"""From messages to the text of a prompt, by the operator's template, the model's, or a client's.
+
+The first two run here, for a limited time (``sandbox.py``); a client's, where it is allowed, in a
+process that can be killed (``process.py``). The text has its beginning-of-sequence token where the
+template writes one, so it is to be tokenized without adding any.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from jinja2 import Template, TemplateSyntaxError
+
+from quire.errors import ConfigError, RequestError
+from quire.server.chat.messages import checked_messages, with_arguments_as_text, with_parts
+from quire.server.chat.plain import Message, check_size, plain
+from quire.server.chat.process import RenderingProcess
+from quire.server.chat.sandbox import Limits, Sandbox, syntax_error
+
+log = logging.getLogger(__name__)
+
+_MAX_TEMPLATE_CHARS = 256 * 1024
+_MAX_KWARGS_BYTES = 64 * 1024
+# What a request says by other fields, or not at all.
+_RESERVED = frozenset(
+    (
+        *("messages", "tools", "documents", "conversation", "chat_template", "tokenize", "self"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation", "kwargs"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("sanitize_control_tokens", "tokenizer", "tokenizer_kwargs"),
+        *("range", "namespace", "dict", "raise_exception", "strftime_now"),
+    )
+)
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+_CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which are in no text
+_TRIAL = "needle"
+
+
+@final
+class ChatTemplate:
+    """A model's way to write a conversation down. Any thread may render; ``close`` it at the end.
+
+    ``template`` is the operator's, a file or the text itself; without one it is the tokenizer's,
+    and where that has none either every rendering is refused.
+    Raises: ConfigError: the operator's file cannot be read, or a template is no Jinja.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | Path | None = None,
+        *,
+        trust_request_chat_template: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self._trusts_clients = trust_request_chat_template
+        self._special_tokens = _special_tokens(tokenizer)
+        self._sandbox, self._process = Sandbox(limits), RenderingProcess(limits)
+        self._sources = _sources(tokenizer, template)
+        self._templates = {
+            name: self._compile(name, source) for name, source in self._sources.items()
+        }
+        self._wants_text_arguments = self._wants_parts = False
+        if self._templates:
+            self._try_out()
+
+    @property
+    def source(self) -> str:
+        """All the text there is, for whoever looks for markers in it; empty without a template."""
+        return "\n".join(self._sources.values())
+
+    def render(
+        self,
+        messages: Iterable[Any],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
+    ) -> str:
+        """The prompt.
+
+        It may take as long as the limit says, and a client's template waits for those of others:
+        not for the thread of an event loop, nor for one that all requests share. ``template`` is a
+        client's, ``kwargs`` are further names for the template.
+        Raises: RequestError: messages or names that cannot be, a template that is refused, missing
+        or stopped, or what the template says against the messages.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: set one of "
+                "them to false"
+            )
+        checked = checked_messages(messages)
+        names = self._names(kwargs)
+        if continue_final_message:
+            checked[-1] = _open_ended(checked[-1])
+        variables = {
+            **names,
+            "messages": checked,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._render(template, variables)
+        if not continue_final_message:
+            return text
+        end = text.rfind(_CONTINUES)
+        if end < 0:
+            raise RequestError(
+                "continue_final_message: the chat template leaves the last message out"
+            )
+        return text[:end]
+
+    def close(self) -> None:
+        """End the process for clients' templates, if there is one."""
+        self._process.close()
+
+    def _render(self, template: str | None, variables: dict[str, Any]) -> str:
+        if template is not None:
+            self._check_client(template)
+            return self._process.render(template, variables)
+        if not self._templates:
+            raise RequestError(
+                "this model has no chat template: start the server with --chat-template, a file "
+                "or the template itself, or use /v1/completions"
+            )
+        variables["messages"] = self._shaped(variables["messages"])
+        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
+        return self._sandbox.render(self._templates[name], variables)
+
+    def _check_client(self, template: str) -> None:
+        if not self._trusts_clients:
+            raise RequestError(
+                "chat_template is not allowed in a request: the server would have to be started "
+                "with --trust-request-chat-template"
+            )
+        if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
+            raise RequestError(
+                f"chat_template must be a text of at most {_MAX_TEMPLATE_CHARS:,} characters"
+            )
+
+    def _names(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A client's names beside the special tokens'. Raises: RequestError."""
+        given = plain(kwargs or {}, "chat_template_kwargs")
+        if not isinstance(given, dict):
+            raise RequestError("chat_template_kwargs must be an object")
+        check_size(given, "chat_template_kwargs", _MAX_KWARGS_BYTES)
+        for name in given:
+            if name in _RESERVED or name in self._special_tokens or not name.isidentifier():
+                raise RequestError(
+                    f"chat_template_kwargs cannot set {name[:60]!r}: it takes further names for "
+                    "the template, such as enable_thinking"
+                )
+        return {**self._special_tokens, **given}
+
+    def _compile(self, name: str, source: str) -> Template:
+        try:
+            return self._sandbox.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template ({name}) is not a Jinja template: {syntax_error(error)}; "
+                "--chat-template takes another one"
+            ) from error
+        except Exception as error:  # of Jinja's compiler: too deep, too large a number
+            raise ConfigError(
+                f"the chat template ({name}) cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _shaped(self, messages: list[Message]) -> list[Message]:
+        if self._wants_text_arguments:
+            messages = with_arguments_as_text(messages)
+        return with_parts(messages) if self._wants_parts else messages
+
+    def _try_out(self) -> None:
+        """See in which of two forms this template takes content, and a call's arguments."""
+        message = {"role": "user", "content": _TRIAL}
+        self._wants_parts = not self._shows([message]) and self._shows(with_parts([message]))
+        function = {"name": "f", "arguments": {"a": _TRIAL}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        spoken: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "!", "tool_call_id": "call00000", "name": "f"},
+        ]
+        if self._wants_parts:
+            spoken = with_parts(spoken)
+        self._wants_text_arguments = not self._shows(spoken) and self._shows(
+            with_arguments_as_text(spoken)
+        )
+
+    def _shows(self, messages: list[Message]) -> bool:
+        """Whether the needle is in the prompt."""
+        variables = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        template = self._templates.get("tool_use") or self._templates["default"]
+        try:
+            return _TRIAL in self._sandbox.render(template, variables)
+        except RequestError:
+            return False
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, str]:
+    """``bos_token`` and the like, which templates write."""
+    given = getattr(tokenizer, "special_tokens_map", None) or {}
+    return {name: str(token) for name, token in given.items() if not isinstance(token, list)}
+
+
+def _sources(tokenizer: Any, template: str | Path | None) -> dict[str, str]:
+    """Templates by name; a model may have one for tools beside its default. Raises: ConfigError."""
+    if template is not None:
+        return {"default": _read(template)}
+    own = getattr(tokenizer, "chat_template", None)
+    if not own:
+        return {}
+    found = {"default": own} if isinstance(own, str) else {str(k): str(v) for k, v in own.items()}
+    if "default" not in found:
+        raise ConfigError(
+            f"the tokenizer's chat templates are {', '.join(found)}, and none is the default: "
+            "choose one with --chat-template"
+        )
+    return found
+
+
+def _read(template: str | Path) -> str:
+    """A template is told from a file's name by its braces or line ends, as in vLLM."""
+    if isinstance(template, str) and any(sign in template for sign in "{}\n"):
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConfigError(f"--chat-template {str(template)[:200]}: {error}") from error
+
+
+def _open_ended(message: Message) -> Message:
+    """The last message with a mark where the model is to go on."""
+    content = message.get("content")
+    if not isinstance(content, str) or message.get("tool_calls"):
+        raise RequestError("continue_final_message: the last message has no text to continue")
+    return {**message, "content": content + _CONTINUES}

@@ -1,0 +1,128 @@
+"""``tool_choice``: whether the model may call tools, or must; and then a schema for its text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.engine.params import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.server.chat.tools.declared import Tool
+
+# What else in a schema says which properties an object may have.
+_SAY_MORE = frozenset(
+    (
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "$ref"),
+        *("allOf", "anyOf", "oneOf", "if"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """``named`` has the tool's ``name``; the others have none."""
+
+    kind: Literal["none", "auto", "required", "named"]
+    name: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the text will be nothing but calls, by a grammar."""
+        return self.kind in ("required", "named")
+
+
+def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """A name, or OpenAI's object with one. Raises: RequestError."""
+    if given is None:
+        return ToolChoice(kind="auto" if tools else "none")
+    if given == "none" or (given == "auto" and not tools):
+        return ToolChoice(kind="none")
+    if isinstance(given, Mapping):
+        return _named(given, tools)
+    if given not in ("auto", "required"):
+        raise RequestError(
+            f"tool_choice={str(given)[:60]!r} must be none, auto, required or a function"
+        )
+    if not tools:
+        raise RequestError(f"tool_choice={given} needs tools")
+    return ToolChoice(kind="auto" if given == "auto" else "required")
+
+
+def _named(given: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoice:
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else given.get("name")
+    if given.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'tool_choice must be {"type": "function", "function": {"name": …}} to name a tool'
+        )
+    if name not in [tool.name for tool in tools]:
+        raise RequestError(f"tool_choice names {name[:60]!r}, which is not among the tools")
+    return ToolChoice(kind="named", name=name)
+
+
+def forced_form(
+    choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool
+) -> StructuredOutputsParams | None:
+    """The form that makes the model call; None where it need not.
+
+    Of a named tool the text is the arguments, otherwise an array of calls.
+    Raises: RequestError for a schema that cannot be written as JSON.
+    """
+    if not choice.is_forced:
+        return None
+    if choice.kind == "named":
+        (tool,) = (tool for tool in tools if tool.name == choice.name)
+        return StructuredOutputsParams(json=_of_object(tool.parameters))
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_call(tool) for tool in tools]},
+        "$defs": {
+            tool.name: _moved(_of_object(tool.parameters), f"#/$defs/{_escaped(tool.name)}")
+            for tool in tools
+        },
+    }
+    if not parallel:
+        schema["maxItems"] = 1
+    return StructuredOutputsParams(json=schema)
+
+
+def _call(tool: Tool) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "enum": [tool.name]},
+            "parameters": {"$ref": f"#/$defs/{_escaped(tool.name)}"},
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, whether or not the schema says it, of those that it names.
+
+    Many clients leave out that there are no others, or take it out; a small model that may write
+    others does so without end.
+    """
+    may_have_others = _SAY_MORE & schema.keys() or "properties" not in schema
+    closed = {} if may_have_others else {"additionalProperties": False}
+    return {"type": "object", **schema, **closed}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema for another place: what it refers to within itself moves with it."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: root + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, root)
+        for key, value in schema.items()
+    }
+
+
+def _escaped(name: str) -> str:
+    """As part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,107 @@
+"""The formats of tool calls by name, and which of them a chat template speaks."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from quire.errors import ConfigError
+from quire.server.chat.events import Events, call_id, short_call_id
+from quire.server.chat.tape import Broken, Reading, Tape
+from quire.server.chat.tools import named, objects, tagged
+from quire.server.chat.tools.declared import Tool
+
+log = logging.getLogger(__name__)
+
+ReadCalls: TypeAlias = Callable[[Tape, Events, Mapping[str, Tool]], Reading[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    ``calls`` reads what begins with one of ``opens``, and raises Broken where that is no call;
+    without any it reads the whole text.
+    """
+
+    opens: tuple[str, ...]
+    calls: ReadCalls
+    make_id: Callable[[], str] = call_id
+
+    def read(self, tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        """All of the text: content and calls."""
+        if not self.opens:
+            yield from self.calls(tape, out, tools)
+        else:
+            while (yield from tape.upto(*self.opens, put=out.content)):
+                tape.record()
+                try:
+                    yield from self.calls(tape, out, tools)
+                    tape.recorded()
+                except Broken:
+                    out.give_up(tape.recorded())
+        out.end_of_content()
+
+
+_QWEN3_CODER = ToolFormat(opens=("<tool_call>", "<function="), calls=tagged.qwen3_coder)
+_LLAMA = ToolFormat(opens=(), calls=objects.llama)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "hermes": ToolFormat(opens=("<tool_call>",), calls=objects.hermes),
+        "qwen3_coder": _QWEN3_CODER,
+        "qwen3_xml": _QWEN3_CODER,
+        "llama3_json": _LLAMA,
+        "llama4_json": _LLAMA,
+        "mistral": ToolFormat(opens=("[TOOL_CALLS]",), calls=named.mistral, make_id=short_call_id),
+        "deepseek_v3": ToolFormat(
+            opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), calls=named.deepseek_v3
+        ),
+        "deepseek_v31": ToolFormat(
+            opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), calls=named.deepseek_v31
+        ),
+        "glm45": ToolFormat(opens=("<tool_call>",), calls=tagged.glm45),
+        "kimi_k2": ToolFormat(
+            opens=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), calls=named.kimi_k2
+        ),
+        "minimax_m2": ToolFormat(
+            opens=("<minimax:tool_call>", '<invoke name="'), calls=tagged.minimax_m2
+        ),
+        "granite": ToolFormat(opens=("<|tool_call|>", "<tool_call>"), calls=objects.granite),
+        "phi4_mini_json": ToolFormat(opens=("functools[",), calls=objects.phi4),
+    }
+)
+# What a template must have in it, all of a line, for its format to be that; the first one counts.
+_FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("functools[",), "phi4_mini_json"),
+    (('"parameters":', "<|start_header_id|>"), "llama3_json"),
+    (('"parameters":', "<|header_start|>"), "llama4_json"),
+)
+
+
+def tool_format(name: str | None, template: str) -> ToolFormat | None:
+    """That of a name; "auto", or without one, as the template's text tells.
+
+    None where that does not tell. Raises: ConfigError naming those there are.
+    """
+    if name is not None and name != "auto":
+        if name not in TOOL_FORMATS:
+            raise ConfigError(
+                f"--tool-call-parser {name!r} is unknown; known: auto, {', '.join(TOOL_FORMATS)}"
+            )
+        return TOOL_FORMATS[name]
+    found = next(
+        (name for marks, name in _FOUND_BY if all(mark in template for mark in marks)), None
+    )
+    log.info("tool call parser, by the chat template: %s", found or "none")
+    return None if found is None else TOOL_FORMATS[found]

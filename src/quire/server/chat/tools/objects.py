@@ -1,0 +1,203 @@
+"""Calls that are JSON objects with a name and arguments: Hermes, Llama 3, Granite, Phi 4."""
+
+import json
+from collections.abc import Container, Mapping
+
+from quire.server.chat.events import Events
+from quire.server.chat.tape import Broken, Reading, Tape
+from quire.server.chat.tools.declared import Tool
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def call_object(tape: Tape, out: Events, known: Container[str] | None = None) -> Reading[None]:
+    """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
+
+    Its arguments are streamed as soon as the name is known. Raises: Broken.
+    """
+    yield from tape.expect("{")
+    name: str | None = None
+    arguments: str | None = None
+    has_arguments = False
+    while True:
+        yield from tape.blanks()
+        key = yield from tape.string()
+        yield from tape.blanks()
+        yield from tape.expect(":")
+        yield from tape.blanks()
+        if key == "name":
+            if name is not None:
+                raise Broken
+            name = yield from _name(tape, known)
+            if has_arguments:
+                out.start(name)
+                out.arguments(arguments or "")
+        elif key in _ARGUMENTS:
+            if has_arguments:
+                raise Broken
+            has_arguments = True
+            if name is None:
+                arguments = yield from _arguments_text(tape)
+            else:
+                yield from called(tape, out, name)
+        else:  # an id, a type: of no use here
+            yield from tape.text_value()
+        yield from tape.blanks()
+        if not (yield from tape.skip(",")):
+            break
+    yield from tape.expect("}")
+    if name is None:
+        raise Broken
+    if not has_arguments:
+        out.start(name)
+        out.arguments("{}")
+    out.end()
+
+
+def called(tape: Tape, out: Events, name: str, given_id: str | None = None) -> Reading[None]:
+    """The arguments of a call by that name, and so the start of it. Raises: Broken."""
+    if (yield from tape.peek()) == "{":
+        out.start(name, given_id)
+        yield from tape.value(out.arguments)
+    else:
+        text = yield from _arguments_text(tape)
+        out.start(name, given_id)
+        out.arguments(text)
+
+
+def _arguments_text(tape: Tape) -> Reading[str]:
+    """A JSON object; some models write it into a string, or null for none. Raises: Broken."""
+    first = yield from tape.peek()
+    if first == "{":
+        return (yield from tape.text_value())
+    if first == '"':
+        return _within((yield from tape.string()))
+    yield from tape.expect("null")
+    return "{}"
+
+
+def _within(text: str) -> str:
+    inner = Tape()
+    inner.add(text.strip())
+    inner.end()
+    pieces: list[str] = []
+    try:
+        for _ in inner.value(pieces.append):
+            raise AssertionError("an ended tape waits for nothing")
+    except Broken:
+        pieces = []
+    found = "".join(pieces)
+    if not found.startswith("{") or len(found) < len(text.strip()):
+        raise Broken
+    return found
+
+
+def _name(tape: Tape, known: Container[str] | None) -> Reading[str]:
+    name = yield from tape.string()
+    if not name or (known is not None and name not in known):
+        raise Broken
+    return name
+
+
+def call_list(tape: Tape, out: Events) -> Reading[None]:
+    """A JSON array of them, maybe empty. Raises: Broken."""
+    yield from tape.expect("[")
+    yield from tape.blanks()
+    if (yield from tape.skip("]")):
+        return
+    while True:
+        yield from tape.blanks()
+        yield from call_object(tape, out)
+        tape.record()  # what breaks from here on is after a call, not in it
+        yield from tape.blanks()
+        if not (yield from tape.skip(",")):
+            yield from tape.expect("]")
+            return
+
+
+def hermes(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``. Source: Qwen2.5's template."""
+    yield from tape.expect("<tool_call>")
+    yield from tape.blanks()
+    yield from call_object(tape, out)
+    tape.record()
+    yield from tape.blanks()
+    yield from tape.skip("</tool_call>")
+
+
+def granite(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """``<|tool_call|>[{"name": …, "arguments": {…}}, …]``; the brackets may be tags.
+
+    Source: Granite 3's template.
+    """
+    mark = yield from tape.starts("<|tool_call|>", "<tool_call>")
+    yield from tape.expect(mark or "<|tool_call|>")
+    yield from tape.blanks()
+    if (yield from tape.peek()) == "[":
+        yield from call_list(tape, out)
+        return
+    yield from call_object(tape, out)
+    tape.record()
+    yield from tape.blanks()
+    yield from tape.skip("</tool_call>")
+
+
+def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
+
+    A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
+    may stand before it. Source: Llama 3.1's template.
+    """
+    tape.record()
+    try:
+        yield from tape.blanks()
+        yield from tape.skip("<|python_tag|>")
+        while True:
+            yield from tape.blanks()
+            yield from call_object(tape, out, tools)
+            tape.record()
+            yield from tape.blanks()
+            if not (yield from tape.skip(";")):
+                break
+            yield from tape.blanks()
+            yield from tape.skip("<|python_tag|>")
+        tape.recorded()
+    except Broken:
+        out.give_up(tape.recorded())
+    yield from tape.upto(put=out.content)
+
+
+def phi4(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """``functools[{"name": …, "arguments": {…}}, …]``. Source: Phi-4-mini's template."""
+    yield from tape.expect("functools")
+    yield from call_list(tape, out)
+
+
+def required(tape: Tape, out: Events) -> Reading[None]:
+    """A JSON array of calls, as the grammar for tool_choice "required" makes it."""
+    tape.record()
+    try:
+        yield from tape.blanks()
+        yield from call_list(tape, out)
+        tape.recorded()
+    except Broken:
+        out.give_up(tape.recorded())
+    yield from tape.upto(put=out.content)
+
+
+def arguments_of(name: str, tape: Tape, out: Events) -> Reading[None]:
+    """A JSON object: the arguments for a tool that the request has named."""
+    tape.record()
+    try:
+        yield from tape.blanks()
+        yield from called(tape, out, name)
+        out.end()
+        tape.recorded()
+    except Broken:
+        out.give_up(tape.recorded())
+    yield from tape.upto(put=out.content)
+
+
+def quoted(text: str) -> str:
+    """A piece of a JSON string, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,34 @@
+"""What the page is asked for: its files, by anybody, and its feed, by who has a key."""
+
+from starlette.types import ASGIApp
+
+from quire.server.dashboard.feed import Feed
+from quire.server.dashboard.files import PageFile
+from quire.server.exchange import Exchange
+from quire.server.operations import Endpoint
+from quire.server.wire.streams import EventStream
+
+
+def page_file(path: str) -> Endpoint:
+    """One of ``FILES``."""
+    own = PageFile(path)
+
+    async def page(exchange: Exchange) -> ASGIApp:
+        """A file of the memory page."""
+        return own.answer(exchange.http.headers.get("if-none-match"))
+
+    return page
+
+
+def memory_feed(feed: Feed) -> Endpoint:
+    """Frames of the cache, for as long as somebody reads them."""
+
+    async def memory(exchange: Exchange) -> ASGIApp:
+        """Frames of the cache, for as long as somebody reads them."""
+        return EventStream(
+            await feed.open(),
+            send_timeout_s=exchange.service.config.send_timeout,
+            headers=exchange.headers,
+        )
+
+    return memory

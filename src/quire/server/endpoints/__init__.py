@@ -1,0 +1,1 @@
+"""One module a route: what is asked, run, and said."""

@@ -1,0 +1,64 @@
+"""What is sent: JSON at once, or events as they come."""
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from quire.server.exchange import Exchange
+from quire.server.logs import place_of
+from quire.server.wire.errors import refusal
+from quire.server.wire.events import COMPLETIONS, EventForm
+from quire.server.wire.streams import EventStream
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Json(Response, Generic[T]):
+    """A ``T``, as JSON."""
+
+
+def as_json(exchange: Exchange, answer: T) -> Json[T]:
+    return Json(
+        msgspec.json.encode(answer), media_type="application/json", headers=exchange.headers
+    )
+
+
+def as_events(
+    exchange: Exchange, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
+) -> EventStream[T]:
+    """Each chunk an event; an error on the way is an event too."""
+    return as_written(exchange, _events(chunks, form), ping=form.ping)
+
+
+def as_written(
+    exchange: Exchange, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
+) -> EventStream[Any]:
+    """Events that have their form already."""
+    return EventStream(
+        events,
+        send_timeout_s=exchange.service.config.send_timeout,
+        headers=exchange.headers,
+        ping=ping,
+    )
+
+
+async def _events(
+    chunks: AsyncGenerator[object, None], form: EventForm
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in chunks:
+            yield form.event(chunk)
+    except Exception as error:
+        refused = refusal(error)
+        if refused.status >= 500:
+            log.error("a stream ended early: %s", place_of(error))
+        yield form.error(refused)
+    finally:
+        await chunks.aclose()
+    if form.end:
+        yield form.end

@@ -1,0 +1,175 @@
+"""``POST /v1/completions``: continue one text or several."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from msgspec import UNSET
+
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request, TokenLogprobs
+from quire.server.endpoints.answers import Json, as_events, as_json
+from quire.server.endpoints.logprobs import of_completion, of_prompt
+from quire.server.endpoints.work import Gathered, Work, stop_reason
+from quire.server.exchange import Exchange
+from quire.server.schemas.completions import (
+    MAX_PROMPTS,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Prompt,
+)
+from quire.server.wire.errors import Refused
+from quire.server.wire.streams import EventStream
+
+_DEFAULT_TOKENS = 16  # OpenAI's
+
+
+async def completions(
+    exchange: Exchange, asked: CompletionRequest
+) -> Json[Completion] | EventStream[Completion]:
+    """Continue a text, or several."""
+    exchange.service.refuse_unknown_model(asked.model)
+    _refuse_what_is_not_done(asked)
+    requests = [await _request(exchange, prompt, asked) for prompt in _prompts(asked.prompt)]
+    continuing = _Continuing(Work(exchange, requests, "text_completion"), asked)
+    if asked.stream:
+        return as_events(exchange, continuing.chunks())
+    return as_json(exchange, await continuing.whole())
+
+
+async def _request(
+    exchange: Exchange, prompt: str | list[int], asked: CompletionRequest
+) -> Request:
+    """Raises: Refused; RequestError."""
+    service = exchange.service
+    token_ids = await service.prompt_ids(prompt, asked)
+    room = service.room_for(len(token_ids), asked.max_tokens or None)
+    params = service.params(
+        asked,
+        max_tokens=min(_DEFAULT_TOKENS, room)
+        if asked.max_tokens is None
+        else asked.max_tokens or 1,
+        logprobs=asked.logprobs,
+    )
+    if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=asked.logprobs)
+    return await service.request(exchange, token_ids, params, asked)
+
+
+class _Continuing:
+    """The answer to one request."""
+
+    def __init__(self, work: Work, asked: CompletionRequest) -> None:
+        self._work, self._asked = work, asked
+        self._service = work.service
+        self._offsets: dict[int, int] = {}  # by choice: where its next token's text begins
+        options = asked.stream_options
+        self._last_usage = options is not None and bool(options.include_usage)
+        self._every_usage = options is not None and bool(options.continuous_usage_stats)
+
+    async def whole(self) -> Completion:
+        choices = await self._work.gather()
+        return self._answer(
+            [self._choice(number, own) for number, own in enumerate(choices)], with_usage=True
+        )
+
+    async def chunks(self) -> AsyncGenerator[Completion, None]:
+        begun: set[int] = set()
+        async with aclosing(self._work.pieces()) as pieces:
+            async for number, delta in pieces:
+                choice = self._choice(number, _gathered(delta), is_first=number not in begun)
+                begun.add(number)
+                yield self._answer([choice], with_usage=self._every_usage)
+        if self._last_usage:
+            yield self._answer([], with_usage=True)
+
+    def _choice(self, number: int, own: Gathered, *, is_first: bool = True) -> CompletionChoice:
+        """A choice, or what is new of it."""
+        asked, texts = self._asked, self._service.texts
+        prompt_ids = self._work.requests[number // self._work.num_choices].prompt_token_ids
+        echoes = bool(asked.echo) and is_first
+        nothing_new = asked.max_tokens == 0  # the engine makes one token, and nobody wants it
+        asks_ids = bool(asked.return_token_ids)
+        asks_prompt = asked.prompt_logprobs is not None and is_first
+        return CompletionChoice(
+            index=number,
+            text=(texts.text_of(prompt_ids) if echoes else "") + ("" if nothing_new else own.text),
+            logprobs=self._logprobs(
+                number,
+                [prompt_ids[0], *own.prompt_logprobs] if echoes else [],
+                [] if nothing_new else own.logprobs,
+            ),
+            finish_reason=own.finish_reason,
+            stop_reason=own.stop_reason,
+            token_ids=own.token_ids if asks_ids and not nothing_new else UNSET,
+            prompt_token_ids=list(prompt_ids) if asks_ids and is_first else UNSET,
+            prompt_logprobs=of_prompt(texts, own.prompt_logprobs) if asks_prompt else UNSET,
+        )
+
+    def _logprobs(
+        self, number: int, prompt: Sequence[TokenLogprobs | int], output: Sequence[TokenLogprobs]
+    ) -> CompletionLogprobs | None:
+        if self._asked.logprobs is None:
+            return None
+        said, self._offsets[number] = of_completion(
+            self._service.texts,
+            [*prompt, *output],
+            self._asked.logprobs,
+            self._offsets.get(number, 0),
+        )
+        return said
+
+    def _answer(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
+        usage = self._work.tally.usage()
+        if self._asked.max_tokens == 0:
+            usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
+        return Completion(
+            id=f"cmpl-{self._work.exchange.id}",
+            created=self._work.exchange.created,
+            model=self._asked.model or self._service.model_name,
+            choices=choices,
+            usage=usage if with_usage else UNSET,
+        )
+
+
+def _gathered(delta: TextDelta) -> Gathered:
+    return Gathered(
+        text=delta.text,
+        token_ids=list(delta.token_ids),
+        logprobs=list(delta.logprobs),
+        prompt_logprobs=delta.prompt_logprobs,
+        finish_reason=delta.finish_reason,
+        stop_reason=stop_reason(delta),
+    )
+
+
+def _prompts(given: Prompt) -> list[str | list[int]]:
+    """One text, one list of token ids, or several of either. Raises: Refused."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    several = [item for item in given if isinstance(item, str | list)]
+    if not given or len(several) < len(given):
+        raise Refused(
+            400,
+            "prompt must be a text, a list of token ids, or a list of texts or of such lists",
+            param="prompt",
+        )
+    if len(several) > MAX_PROMPTS:
+        raise Refused(
+            400, f"prompt has {len(several):,} texts and may have {MAX_PROMPTS:,}", param="prompt"
+        )
+    return several
+
+
+def _refuse_what_is_not_done(asked: CompletionRequest) -> None:
+    """Raises: Refused."""
+    if asked.suffix:
+        raise Refused(400, "suffix: this server only continues texts", param="suffix")
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise Refused(
+            400, f"best_of={asked.best_of}: only n choices are made, ask for n", param="best_of"
+        )

@@ -1,0 +1,131 @@
+"""``/v1/responses/{id}``: a response again, what it answered, and its end before its time."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+from quire.server.endpoints.answers import Json, as_json, as_written
+from quire.server.endpoints.items import Items, decoded
+from quire.server.exchange import Exchange
+from quire.server.kept.background import Run
+from quire.server.kept.store import Kept
+from quire.server.schemas.responses import DeletedResponse, ItemList, Response, ResponseEvent
+from quire.server.wire.errors import Refused
+from quire.server.wire.streams import EventStream
+
+_MOST_ITEMS, _USUAL_ITEMS = 100, 20
+
+
+async def response(exchange: Exchange) -> Json[Response] | EventStream[ResponseEvent]:
+    """As it is now; with ``stream=true``, the events of one that runs without a connection."""
+    run, kept = _found(exchange)
+    query = exchange.http.query_params
+    if query.get("stream", "").lower() in ("true", "1"):
+        after = _number(query.get("starting_after", "-1"), "starting_after", -1, 2**31)
+        if run is not None and run.keeps_events:
+            return as_written(exchange, run.follow(after))
+        if kept is not None and kept.events:
+            return as_written(exchange, _again(kept.events[after + 1 :]))
+        raise Refused(
+            400,
+            "this response was not asked for with background=true and stream=true: there are no "
+            "events of it to be read again",
+            param="stream",
+        )
+    if run is not None:
+        return _as_it_is(exchange, run.now())
+    assert kept is not None, "it runs or it is kept"
+    return _as_it_is(exchange, kept.response)
+
+
+async def delete(exchange: Exchange) -> Json[DeletedResponse]:
+    """It ends, if it still runs, and is forgotten."""
+    run, _ = _found(exchange)
+    if run is not None:
+        await run.cancel()
+    exchange.service.responses.drop(exchange.caller.number, _name(exchange))
+    return as_json(exchange, DeletedResponse(id=_name(exchange)))
+
+
+async def cancel(exchange: Exchange) -> Json[Response]:
+    """It ends now. One that is over stays as it is."""
+    run, kept = _found(exchange)
+    if run is not None:
+        await run.cancel()
+        return _as_it_is(exchange, run.now())
+    assert kept is not None, "it runs or it is kept"
+    if not kept.in_background:
+        raise Refused(
+            400,
+            "only a response with background=true can be cancelled: for others, leave",
+            param="response_id",
+        )
+    return _as_it_is(exchange, kept.response)
+
+
+async def input_items(exchange: Exchange) -> Json[ItemList]:
+    """All items that a response answered, earlier responses' among them; the last ones first."""
+    run, kept = _found(exchange)
+    query = exchange.http.query_params
+    limit = _number(query.get("limit", str(_USUAL_ITEMS)), "limit", 1, _MOST_ITEMS)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise Refused(400, f"order={order[:40]!r} must be asc or desc", param="order")
+    before = run.before if run is not None else kept.before if kept is not None else ()
+    items: Items = await exchange.service.in_text_thread(list, decoded(before))
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item.get("id") == after]
+        if not places:
+            raise Refused(400, f"after={after[:100]!r} is none of the items", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    return as_json(
+        exchange,
+        ItemList(
+            data=page,
+            first_id=page[0].get("id", "") if page else "",
+            last_id=page[-1].get("id", "") if page else "",
+            has_more=len(items) > limit,
+        ),
+    )
+
+
+def _name(exchange: Exchange) -> str:
+    name: str = exchange.http.path_params["name"]
+    return name
+
+
+def _found(exchange: Exchange) -> tuple[Run | None, Kept | None]:
+    """One of them. Another caller's is as good as none. Raises: Refused (404)."""
+    service, caller, name = exchange.service, exchange.caller.number, _name(exchange)
+    run = service.background.get(caller, name)
+    kept = None if run is not None else service.responses.get(caller, name)
+    if run is None and kept is None:
+        raise Refused(
+            404,
+            f"no response {name[:100]!r} is kept here (any more)",
+            param="response_id",
+            code="response_not_found",
+        )
+    return run, kept
+
+
+def _as_it_is(exchange: Exchange, data: bytes) -> Json[Response]:
+    return Json(data, media_type="application/json", headers=exchange.headers)
+
+
+async def _again(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for event in events:
+        yield event
+
+
+def _number(text: str, name: str, least: int, most: int) -> int:
+    """Raises: Refused."""
+    try:
+        number = int(text) if len(text) < 12 else most + 1
+    except ValueError:
+        number = most + 1
+    if not least <= number <= most:
+        raise Refused(400, f"{name}={text[:40]!r} must be from {least} to {most}", param=name)
+    return number

@@ -1,0 +1,82 @@
+"""Log-probabilities in the three forms that clients know."""
+
+from collections.abc import Iterable, Sequence
+
+from quire.engine.sequence import TokenLogprobs
+from quire.server.schemas.chat import ChatLogprob, ChatLogprobs, LikelyToken
+from quire.server.schemas.completions import CompletionLogprobs
+from quire.server.schemas.fields import PromptLogprob, PromptLogprobs
+from quire.server.token_texts import TokenTexts
+
+_LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
+
+
+def of_completion(
+    texts: TokenTexts, tokens: Iterable[TokenLogprobs | int], num_top: int, offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """An entry for each token, from a text's ``offset`` on, and the offset behind them.
+
+    A bare id is a token of which there is no probability: the first of a prompt.
+    """
+    said = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token in tokens:
+        token_id = token if isinstance(token, int) else token.token_id
+        text, _ = texts.of(token_id)
+        said.text_offset.append(offset)
+        said.tokens.append(text)
+        offset += len(text)
+        if isinstance(token, int):
+            said.token_logprobs.append(None)
+            said.top_logprobs.append(None)
+        else:
+            said.token_logprobs.append(_finite(token.logprob))
+            said.top_logprobs.append(_top(texts, token, num_top))
+    return said, offset
+
+
+def of_chat(texts: TokenTexts, tokens: Iterable[TokenLogprobs], num_top: int) -> ChatLogprobs:
+    content = []
+    for token in tokens:
+        text, data = texts.of(token.token_id)
+        content.append(
+            ChatLogprob(
+                token=text,
+                logprob=_finite(token.logprob),
+                bytes=list(data),
+                top_logprobs=[
+                    LikelyToken(token=likely, logprob=_finite(logprob), bytes=list(own))
+                    for token_id, logprob in token.top[:num_top]
+                    for likely, own in (texts.of(token_id),)
+                ],
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def of_prompt(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """vLLM's form: nothing for the first token, and for each other one who was likely, by id."""
+    said: PromptLogprobs = [None]
+    for token in tokens:
+        entry: dict[str, PromptLogprob] = {}
+        for rank, (token_id, logprob) in enumerate(token.top, 1):
+            entry[str(token_id)] = _entry(texts, token_id, logprob, rank)
+        entry[str(token.token_id)] = _entry(texts, token.token_id, token.logprob, token.rank)
+        said.append(entry)
+    return said
+
+
+def _entry(texts: TokenTexts, token_id: int, logprob: float, rank: int) -> PromptLogprob:
+    text, _ = texts.of(token_id)
+    return PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=text)
+
+
+def _top(texts: TokenTexts, token: TokenLogprobs, num_top: int) -> dict[str, float]:
+    """The likeliest first, and the token itself, as OpenAI does, if it is none of them."""
+    top: dict[str, float] = {}
+    for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
+        top.setdefault(texts.of(token_id)[0], _finite(logprob))
+    return top
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

@@ -1,0 +1,212 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: a conversation, as Anthropic says it."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from quire.server.chat.anthropic import from_anthropic
+from quire.server.chat.chat import ChatRequest as Conversation
+from quire.server.endpoints.answers import Json, as_events, as_json
+from quire.server.endpoints.blocks import Begun, Block, Blocks, Change, Grown
+from quire.server.endpoints.turn import Piece, Turn, reasoning_kwargs, refuse_several, take_turn
+from quire.server.exchange import Exchange
+from quire.server.schemas.fields import JsonSchema, ResponseFormat
+from quire.server.schemas.messages import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    CountedTokens,
+    CountTokensRequest,
+    Delta,
+    Message,
+    MessageDelta,
+    MessageEvent,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Stop,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from quire.server.wire.errors import Refused
+from quire.server.wire.events import MESSAGES
+from quire.server.wire.streams import EventStream
+
+
+async def messages(
+    exchange: Exchange, asked: MessagesRequest
+) -> Json[Message] | EventStream[MessageEvent]:
+    """Answer a conversation, as Anthropic does."""
+    exchange.service.refuse_unknown_model(asked.model)
+    refuse_several(asked)
+    if asked.thinking is not None and asked.thinking.budget_tokens is not None:
+        exchange.ignore("thinking.budget_tokens")
+    if asked.stop_sequences:
+        asked.stop = asked.stop_sequences
+    if asked.output_config is not None and asked.output_config.format is not None:
+        schema = JsonSchema(schema=asked.output_config.format.schema)
+        asked.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    # Clients ask for more than a small context has: they are told when it has ended.
+    turn = await take_turn(
+        exchange, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
+    )
+    answering = _Answering(turn, asked)
+    if asked.stream:
+        return as_events(exchange, answering.events(), MESSAGES)
+    return as_json(exchange, await answering.whole())
+
+
+async def count_tokens(exchange: Exchange, asked: CountTokensRequest) -> Json[CountedTokens]:
+    """How many tokens a prompt has."""
+    service = exchange.service
+    service.refuse_unknown_model(asked.model)
+    prompt = await service.in_text_thread(
+        service.chat.prompt, _conversation(asked), num_bytes=exchange.num_body_bytes
+    )
+    return as_json(exchange, CountedTokens(input_tokens=len(prompt.token_ids)))
+
+
+def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
+    """What of a request concerns the prompt. Raises: Refused; RequestError."""
+    _refuse_tools_of_others(asked.tools)
+    chat = from_anthropic(
+        {
+            "messages": asked.messages,
+            "system": asked.system,
+            "tools": asked.tools,
+            "tool_choice": asked.tool_choice,
+        }
+    )
+    kwargs = dict(asked.chat_template_kwargs or {})
+    if asked.thinking is not None:
+        kwargs.setdefault("enable_thinking", asked.thinking.type != "disabled")
+    effort = None if asked.output_config is None else asked.output_config.effort
+    return replace(chat, chat_template_kwargs={**reasoning_kwargs(effort), **kwargs})
+
+
+def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
+    """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
+    for index, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise Refused(
+                400,
+                f"tools[{index}] is of type {str(kind)[:60]!r}, which is not run here: give tools "
+                f"with a name and an input_schema",
+                param="tools",
+            )
+
+
+class _Answering:
+    """The answer to one request."""
+
+    def __init__(self, turn: Turn, asked: MessagesRequest) -> None:
+        self._turn, self._asked, self._exchange = turn, asked, turn.work.exchange
+        self._blocks = Blocks()
+        thinking = asked.thinking
+        self._omits_thoughts = thinking is not None and thinking.display == "omitted"
+
+    async def whole(self) -> Message:
+        (pieces,) = await self._turn.gather()
+        for piece in pieces:
+            self._blocks.add(piece.events)
+        stop = self._end(pieces[-1])[1]
+        message = self._message()
+        # Of a call that was none, the text is there too.
+        whole = [block for block in self._blocks.all if block.is_whole or block.kind != "call"]
+        message.content = [self._content(block, block.text) for block in whole]
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        return message
+
+    async def events(self) -> AsyncGenerator[MessageEvent, None]:
+        """It begins with the first piece: until then nobody knows what was cached."""
+        has_begun = False
+        async with aclosing(self._turn.pieces()) as pieces:
+            async for piece in pieces:
+                if not has_begun:
+                    has_begun = True
+                    yield MessageStart(message=self._message(output_tokens=0))
+                for change in self._blocks.add(piece.events):
+                    for event in self._events(change):
+                        yield event
+                if piece.finish_reason is not None:
+                    changes, stop = self._end(piece)
+                    for change in changes:
+                        for event in self._events(change):
+                            yield event
+                    yield MessageDelta(delta=stop, usage=self._usage())
+                    yield MessageStop()
+
+    def _events(self, change: Change) -> list[BlockStart | BlockDelta | BlockStop]:
+        block = change.block
+        if isinstance(change, Begun):
+            return [BlockStart(index=block.index, content_block=self._content(block, ""))]
+        if isinstance(change, Grown):
+            delta = self._delta(block, change.text)
+            return [] if delta is None else [BlockDelta(index=block.index, delta=delta)]
+        last: list[BlockStart | BlockDelta | BlockStop] = [BlockStop(index=block.index)]
+        if block.kind == "reasoning":
+            signature = Delta(type="signature_delta", signature="")
+            last.insert(0, BlockDelta(index=block.index, delta=signature))
+        return last
+
+    def _delta(self, block: Block, text: str) -> Delta | None:
+        match block.kind:
+            case "reasoning":
+                if self._omits_thoughts:
+                    return None
+                return Delta(type="thinking_delta", thinking=text)
+            case "text":
+                return Delta(type="text_delta", text=text)
+            case "call":
+                return Delta(type="input_json_delta", partial_json=text)
+
+    def _content(self, block: Block, text: str) -> ContentBlock:
+        """The block with all of its text, or with none."""
+        match block.kind:
+            case "reasoning":
+                return ThinkingBlock(thinking="" if self._omits_thoughts else text)
+            case "text":
+                return TextBlock(text=text)
+            case "call":
+                arguments = json.loads(text) if text else {}
+                return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
+
+    def _end(self, last: Piece) -> tuple[list[Change], Stop]:
+        """Raises: Refused for an answer that nobody ended but the server."""
+        reason, stopped_by = last.finish_reason, last.delta.stopped_by
+        changes = self._blocks.end(is_whole=reason != "length")
+        if reason == "length":
+            is_all = self._turn.work.tally.completion_tokens >= self._asked.max_tokens
+            said = "max_tokens" if is_all else "model_context_window_exceeded"
+            return changes, Stop(stop_reason=said, stop_sequence=None)
+        if reason not in ("stop", "tool_calls"):
+            raise Refused(503, last.delta.detail or "the server has ended this answer")
+        if self._blocks.num_calls:
+            return changes, Stop(stop_reason="tool_use", stop_sequence=None)
+        if isinstance(stopped_by, str):
+            return changes, Stop(stop_reason="stop_sequence", stop_sequence=stopped_by)
+        return changes, Stop(stop_reason="end_turn", stop_sequence=None)
+
+    def _message(self, *, output_tokens: int | None = None) -> Message:
+        usage = self._usage()
+        if output_tokens is not None:
+            usage.output_tokens = output_tokens
+        return Message(
+            id=f"msg_{self._exchange.id}",
+            model=self._asked.model or self._exchange.service.model_name,
+            content=[],
+            usage=usage,
+        )
+
+    def _usage(self) -> MessageUsage:
+        tally = self._turn.work.tally
+        return MessageUsage(
+            input_tokens=tally.prompt_tokens - tally.cached_tokens,
+            cache_read_input_tokens=tally.cached_tokens,
+            output_tokens=tally.completion_tokens,
+        )

@@ -1,0 +1,300 @@
+"""``POST /v1/responses``: answer a conversation, alone, in pieces, or with nobody connected."""
+
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from quire.server.chat.chat import ChatRequest as Conversation
+from quire.server.chat.responses import from_responses
+from quire.server.endpoints.answers import Json, as_events, as_json, as_written
+from quire.server.endpoints.items import (
+    Items,
+    conversation_of,
+    decoded,
+    encoded,
+    given_items,
+    readable,
+)
+from quire.server.endpoints.response_events import Responding
+from quire.server.endpoints.truncation import shortened
+from quire.server.endpoints.turn import Turn, reasoning_kwargs, refuse_several, take_turn
+from quire.server.exchange import Exchange
+from quire.server.kept.background import Run
+from quire.server.kept.store import Kept
+from quire.server.schemas.fields import JsonSchema, ResponseFormat
+from quire.server.schemas.responses import (
+    Reasoning,
+    Response,
+    ResponseEvent,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+)
+from quire.server.service import Service
+from quire.server.wire.errors import Refused
+from quire.server.wire.events import RESPONSES
+from quire.server.wire.streams import EventStream, while_connected
+
+_LOGPROBS = "message.output_text.logprobs"
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+async def responses(
+    exchange: Exchange, asked: ResponsesRequest
+) -> Json[Response] | EventStream[ResponseEvent]:
+    """Answer a conversation, alone, in pieces, or with nobody connected."""
+    exchange.service.refuse_unknown_model(asked.model)
+    _refuse_what_is_not_done(asked)
+    _say_what_is_ignored(exchange, asked)
+    if asked.text is not None and asked.text.format is not None:
+        asked.response_format = _response_format(asked.text.format)
+    before = (*_continued(exchange, asked), encoded(given_items(asked.input, exchange.id)))
+    if asked.background:
+        return await _in_background(exchange, asked, before)
+    responding = await _responding(exchange, asked, before)
+    if asked.stream:
+        return as_events(exchange, responding.events(), RESPONSES)
+    await while_connected(exchange.http.receive, _run_through(responding))
+    if responding.error is not None:
+        raise responding.error
+    return as_json(exchange, responding.response)
+
+
+async def _responding(
+    exchange: Exchange, asked: ResponsesRequest, before: tuple[bytes, ...]
+) -> Responding:
+    """Admitted. Raises: Refused; RequestError."""
+    num_top = asked.top_logprobs
+    if num_top is None and _LOGPROBS in (asked.include or ()):
+        num_top = 0
+    num_bytes = sum(map(len, before))
+    turn = await take_turn(
+        exchange,
+        await exchange.service.in_text_thread(
+            _conversation, exchange.service, asked, before, num_bytes=num_bytes
+        ),
+        asked,
+        max_tokens=asked.max_output_tokens,
+        logprobs=num_top,
+        num_bytes=num_bytes,
+    )
+    keep = partial(_keep, exchange, before) if _is_kept(asked) else _forget
+    return Responding(
+        turn,
+        _response(turn, asked),
+        num_top=num_top,
+        shows_broken=bool(asked.stream),
+        end=_forget if asked.background else keep,
+    )
+
+
+async def _in_background(
+    exchange: Exchange, asked: ResponsesRequest, before: tuple[bytes, ...]
+) -> Json[Response] | EventStream[ResponseEvent]:
+    """Raises: Refused; RequestError."""
+    service, caller = exchange.service, exchange.caller.number
+    service.background.refuse_if_full()
+    with ExitStack() as stack:
+        own = exchange.apart(stack)
+        responding = await _responding(own, asked, before)
+        response = responding.response
+
+        def now() -> bytes:
+            responding.fill()
+            return msgspec.json.encode(response)
+
+        def end(run: Run) -> None:
+            if run.was_cancelled:
+                responding.cancel()
+            service.background.forget(caller, response.id)
+            _keep(own, before, response, tuple(run.events))
+
+        run = Run(
+            _written(responding),
+            stack.pop_all(),
+            before=before,
+            now=now,
+            end=end,
+            keeps_events=bool(asked.stream),
+        )
+        service.background.start(caller, response.id, run)
+    if asked.stream:
+        return as_written(exchange, run.follow())
+    return as_json(exchange, response)
+
+
+async def _written(responding: Responding) -> AsyncGenerator[bytes, None]:
+    async with aclosing(responding.events()) as events:
+        async for event in events:
+            yield RESPONSES.event(event)
+
+
+async def _run_through(responding: Responding) -> None:
+    async with aclosing(responding.events()) as events:
+        async for _ in events:
+            pass
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def _is_kept(asked: ResponsesRequest) -> bool:
+    return asked.store is not False
+
+
+def _keep(
+    exchange: Exchange,
+    before: tuple[bytes, ...],
+    response: Response,
+    events: tuple[bytes, ...] = (),
+) -> None:
+    kept = Kept(
+        response=msgspec.json.encode(response),
+        before=before,
+        events=events,
+        in_background=response.background,
+    )
+    exchange.service.responses.put(exchange.caller.number, response.id, kept)
+
+
+def _forget(_: Response) -> None:
+    """It is the client's alone."""
+
+
+def _continued(exchange: Exchange, asked: ResponsesRequest) -> tuple[bytes, ...]:
+    """The items of the conversation that is gone on with. Raises: Refused."""
+    name = asked.previous_response_id
+    if name is None:
+        return ()
+    kept = exchange.service.responses.get(exchange.caller.number, name)
+    if kept is None:
+        raise Refused(
+            404,
+            f"previous_response_id: {name[:100]!r} is not kept here (any more), or still under "
+            f"way: give the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return conversation_of(kept)
+
+
+# -- from the request's fields ---------------------------------------------------------------------
+
+
+def _conversation(
+    service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
+) -> Conversation:
+    """What of a request concerns the prompt. It may take a while. Raises: Refused; RequestError."""
+    tools, choice = _allowed(asked)
+    chat = from_responses(
+        {
+            "instructions": asked.instructions,
+            "input": readable(decoded(before)),
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+        }
+    )
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    kwargs = {**reasoning_kwargs(effort), **(asked.chat_template_kwargs or {})}
+    chat = replace(chat, chat_template_kwargs=kwargs)
+    if asked.truncation == "auto":
+        most = service.max_model_len - (asked.max_output_tokens or 1)
+        chat = shortened(service.chat, chat, most)
+    return chat
+
+
+def _allowed(asked: ResponsesRequest) -> tuple[Items | None, Any]:
+    """The tools that may be called, and whether one must be. Raises: Refused."""
+    choice = asked.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return asked.tools, choice
+    listed = choice.get("tools")
+    names = [tool.get("name") for tool in listed] if isinstance(listed, list) else []
+    tools = [tool for tool in asked.tools or () if tool.get("name") in names]
+    if choice.get("mode") not in ("auto", "required") or len(tools) < max(1, len(names)):
+        raise Refused(
+            400,
+            "tool_choice: allowed_tools has a mode, auto or required, and names some of the tools",
+            param="tool_choice",
+        )
+    return tools, choice["mode"]
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    """Raises: Refused."""
+    if given.type not in _FORMATS:
+        raise Refused(
+            400,
+            f"text.format: the type {given.type[:60]!r} must be one of {', '.join(_FORMATS)}",
+            param="text.format",
+        )
+    if given.type == "json_schema" and given.schema is None:
+        raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
+    schema = None if given.schema is None else JsonSchema(schema=given.schema)
+    return ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
+
+
+def _response(turn: Turn, asked: ResponsesRequest) -> Response:
+    """As it is before anything has come."""
+    exchange, params = turn.work.exchange, turn.work.requests[0].params
+    text = asked.text or TextConfig()
+    return Response(
+        id=f"resp_{exchange.id}",
+        created_at=exchange.created,
+        status="queued" if asked.background else "in_progress",
+        background=bool(asked.background),
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        max_tool_calls=asked.max_tool_calls,
+        metadata=asked.metadata or {},
+        model=asked.model or exchange.service.model_name,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        previous_response_id=asked.previous_response_id,
+        prompt_cache_key=asked.prompt_cache_key,
+        reasoning=asked.reasoning or Reasoning(),
+        safety_identifier=asked.safety_identifier,
+        store=_is_kept(asked),
+        temperature=params.temperature,
+        text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
+        tool_choice=asked.tool_choice or "auto",
+        tools=asked.tools or [],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=asked.truncation or "disabled",
+        user=asked.user,
+    )
+
+
+def _refuse_what_is_not_done(asked: ResponsesRequest) -> None:
+    """Raises: Refused."""
+    refuse_several(asked)
+    for name in ("conversation", "prompt"):
+        if getattr(asked, name) is not None:
+            raise Refused(
+                400, f"{name}: nothing of that kind is kept here: give input items", param=name
+            )
+    if asked.background and not _is_kept(asked):
+        raise Refused(400, "background=true needs store=true: who would find it?", param="store")
+    for index, tool in enumerate(asked.tools or ()):
+        if tool.get("type") != "function":
+            raise Refused(
+                400,
+                f"tools[{index}] is of type {str(tool.get('type'))[:60]!r}, which is not run "
+                f"here: give functions",
+                param="tools",
+            )
+
+
+def _say_what_is_ignored(exchange: Exchange, asked: ResponsesRequest) -> None:
+    exchange.ignore(*(f"include.{name}" for name in asked.include or () if name != _LOGPROBS))
+    if asked.reasoning is not None and asked.reasoning.summary is not None:
+        exchange.ignore("reasoning.summary")
+    if asked.text is not None and asked.text.verbosity is not None:
+        exchange.ignore("text.verbosity")
+    if asked.service_tier not in (None, "auto", "default"):
+        exchange.ignore("service_tier")

@@ -1,0 +1,90 @@
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: texts as the model sees them."""
+
+from quire.server.chat.chat import ChatRequest as Conversation
+from quire.server.endpoints.answers import Json, as_json
+from quire.server.exchange import Exchange
+from quire.server.schemas.tokens import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizerInfo,
+    Tokens,
+)
+from quire.server.wire.errors import Refused
+
+
+async def tokenize(exchange: Exchange, asked: TokenizeRequest) -> Json[Tokens]:
+    """The tokens of a text, or of a chat's prompt."""
+    service = exchange.service
+    service.refuse_unknown_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise Refused(400, "give either prompt or messages", param="prompt")
+    if asked.messages is not None:
+        conversation = Conversation(
+            messages=asked.messages,
+            tools=asked.tools,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            chat_template=asked.chat_template,
+            chat_template_kwargs=asked.chat_template_kwargs or {},
+            add_special_tokens=bool(asked.add_special_tokens),
+        )
+        prompt = await service.in_text_thread(
+            service.chat.prompt, conversation, num_bytes=exchange.num_body_bytes
+        )
+        token_ids = list(prompt.token_ids)
+    else:
+        token_ids = await service.tokenize(
+            asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False
+        )
+    texts = service.texts
+    return as_json(
+        exchange,
+        Tokens(
+            count=len(token_ids),
+            max_model_len=service.max_model_len,
+            tokens=token_ids,
+            token_strs=[texts.of(i)[0] for i in token_ids] if asked.return_token_strs else None,
+        ),
+    )
+
+
+async def detokenize(exchange: Exchange, asked: DetokenizeRequest) -> Json[Detokenized]:
+    """The text of tokens."""
+    service = exchange.service
+    service.refuse_unknown_model(asked.model)
+    known = service.llm.llm.vocab_size
+    for token_id in asked.tokens:
+        if not 0 <= token_id < known:
+            raise Refused(
+                400,
+                f"token id {token_id} is not in the vocabulary: from 0 to {known - 1:,}",
+                param="tokens",
+            )
+    text = await service.in_text_thread(
+        service.texts.text_of, asked.tokens, num_bytes=exchange.num_body_bytes
+    )
+    return as_json(exchange, Detokenized(prompt=text))
+
+
+async def tokenizer_info(exchange: Exchange) -> Json[TokenizerInfo]:
+    """What a client needs to know that has no tokenizer of its own.
+
+    Raises: Refused.
+    """
+    service = exchange.service
+    tokenizer = service.llm.llm.tokenizer
+    if tokenizer is None:
+        raise Refused(404, "this model has no tokenizer")
+    return as_json(
+        exchange,
+        TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            unk_token=tokenizer.unk_token,
+            model_max_length=service.max_model_len,
+            chat_template=service.chat.template.source or None,
+        ),
+    )

@@ -1,0 +1,130 @@
+"""One turn of a conversation being answered: what three interfaces for chats have in common."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from quire.engine.outputs import TextDelta
+from quire.engine.params import SamplingParams
+from quire.server.chat.chat import ChatPrompt, ChatRequest, Reader
+from quire.server.chat.events import Event
+from quire.server.endpoints.work import Work
+from quire.server.exchange import Exchange
+from quire.server.schemas.fields import Asked
+from quire.server.wire.errors import Refused
+from quire.server.wire.streams import while_connected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What is new of one choice; at its end, why it has ended."""
+
+    choice: int
+    events: list[Event]
+    delta: TextDelta
+    finish_reason: str | None
+
+
+@final
+class Turn:
+    """Of an admitted ``work``. ``own_stops``: stop strings that no client has named."""
+
+    def __init__(self, work: Work, prompt: ChatPrompt, own_stops: frozenset[str]) -> None:
+        self.work, self.prompt, self._own_stops = work, prompt, own_stops
+        chat = work.service.chat
+        self._readers: list[Reader] = [chat.reader(prompt) for _ in range(work.num_choices)]
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """As they come. Leaving it ends the request. Raises: as ``Work.pieces``."""
+        ended: set[int] = set()
+        async with aclosing(self.work.pieces()) as pieces:
+            async for choice, delta in pieces:
+                if choice in ended:
+                    continue
+                if delta.stopped_by in self._own_stops:
+                    delta = replace(delta, stopped_by=None)
+                reader = self._readers[choice]
+                events = reader.feed(delta.text)
+                reason: str | None = delta.finish_reason
+                if reason is not None:
+                    events += reader.finish()
+                if reader.is_full:  # the only call that there may be: the rest is of no use
+                    reason = "stop"
+                if reason is not None:
+                    ended.add(choice)
+                yield Piece(
+                    choice=choice,
+                    events=events,
+                    delta=delta,
+                    finish_reason=self._reason(reader, reason),
+                )
+                if len(ended) == self.work.num_choices:
+                    return
+
+    async def gather(self) -> list[list[Piece]]:
+        """All pieces of each choice, when all have ended. Raises: as ``pieces``; ClientGone."""
+        return await while_connected(self.work.exchange.http.receive, self._gather())
+
+    async def _gather(self) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in self._readers]
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                found[piece.choice].append(piece)
+        return found
+
+    def _reason(self, reader: Reader, reason: str | None) -> str | None:
+        """A call is a reason to end, unless the client has named the tool and waits for it."""
+        is_call = reason == "stop" and reader.num_calls > 0 and self.prompt.choice.kind != "named"
+        return "tool_calls" if is_call else reason
+
+
+async def take_turn(
+    exchange: Exchange,
+    chat: ChatRequest,
+    asked: Asked,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    within_context: bool = False,
+    num_bytes: int = 0,
+) -> Turn:
+    """Write the prompt, and join the queue.
+
+    ``within_context``: ``max_tokens`` beyond the context are no error; it ends there.
+    ``num_bytes``: of a conversation that is more than the body.
+    Raises: Refused; RequestError.
+    """
+    service = exchange.service
+    prompt = await service.in_text_thread(
+        service.chat.prompt, chat, num_bytes=max(num_bytes, exchange.num_body_bytes)
+    )
+    token_ids = service.shortened(list(prompt.token_ids), asked.truncate_prompt_tokens)
+    room = service.room_for(len(token_ids), None)
+    if within_context and max_tokens is not None:
+        max_tokens = min(max_tokens, room)
+    params: SamplingParams = service.params(
+        asked,
+        max_tokens=room if max_tokens is None else service.room_for(len(token_ids), max_tokens),
+        logprobs=logprobs,
+        form=prompt.structured_outputs,
+    )
+    own_stops = frozenset(prompt.stop) - set(params.stop)
+    params = replace(params, stop=(*params.stop, *prompt.stop))
+    if asked.skip_special_tokens is None:
+        params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
+    request = await service.request(exchange, token_ids, params, asked)
+    return Turn(Work(exchange, [request], "chat"), prompt, own_stops)
+
+
+def reasoning_kwargs(effort: str | None) -> dict[str, Any]:
+    """For templates: how much the model is to think, and whether at all."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
+def refuse_several(asked: Asked) -> None:
+    """Where an answer has one choice only. Raises: Refused."""
+    if asked.n is not None and asked.n != 1:
+        raise Refused(400, f"n={asked.n}: this interface gives one answer", param="n")

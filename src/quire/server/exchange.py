@@ -1,0 +1,84 @@
+"""One HTTP request while it is answered: who asks, what of it is read, and what is to be undone."""
+
+import re
+import time
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from starlette.requests import Request
+
+from quire.server.guard.keys import Caller
+from quire.server.wire.body import check, ignored, parse, read_body, refuse_what_is_not_done
+
+if TYPE_CHECKING:
+    from quire.server.service import Service
+
+T = TypeVar("T")
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(eq=False)
+class Exchange:
+    """``stack`` is left when the answer is sent, or nobody waits for it: what is entered there
+    lasts as long as the request does; what is entered at the ``door``, until it joins the queue."""
+
+    http: Request
+    service: "Service"
+    caller: Caller
+    stack: ExitStack
+    door: ExitStack
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer
+    arrived_unix_s: float = field(default_factory=time.time)
+    num_body_bytes: int = 0  # as read so far
+
+    def __post_init__(self) -> None:
+        # Said again so that a client can find it in its own log; nothing here is found by it.
+        theirs = self.http.headers.get("x-request-id", "")
+        self.headers["x-request-id"] = theirs if _SAFE_ID.fullmatch(theirs) else self.id
+
+    @property
+    def created(self) -> int:
+        """Whole seconds since 1970."""
+        return int(self.arrived_unix_s)
+
+    @cached_property
+    def id(self) -> str:
+        """The server's own, whatever the client calls it."""
+        return uuid4().hex
+
+    def apart(self, stack: ExitStack) -> "Exchange":
+        """The same request while nobody waits for its answer: it lasts as long as ``stack``."""
+        other = copy(self)
+        other.stack = stack
+        other.__dict__["id"] = self.id
+        return other
+
+    async def fields(self) -> dict[str, Any]:
+        """The body, a JSON object. Raises: Refused; ClientDisconnect."""
+        take = self.door.enter_context(self.service.bodies.one())
+        data = await read_body(self.http, self.service.config.max_request_bytes, take)
+        self.num_body_bytes = len(data)
+        return parse(data, most_values=self.service.most_values)
+
+    async def read(self, kind: type[T]) -> T:
+        """The body as a struct. Fields that mean nothing here are named in the answer's headers.
+
+        Raises: Refused; ClientDisconnect.
+        """
+        given = await self.fields()
+        names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+        value = check(given, kind, wire_names=names)
+        refuse_what_is_not_done(given)
+        self.ignore(*ignored(given, names))
+        return value
+
+    def ignore(self, *fields: str) -> None:
+        """Tell the client that these have done nothing. They are no text of its own."""
+        if fields:
+            known = self.headers.get("x-ignored-fields")
+            self.headers["x-ignored-fields"] = ",".join([*([known] if known else []), *fields])

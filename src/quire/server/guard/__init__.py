@@ -1,0 +1,1 @@
+"""Who may ask, whose cache it is, and whether there is room in the queue."""

@@ -1,0 +1,172 @@
+"""Where the server listens: sockets that are bound before a model is loaded.
+
+A port in use, or a certificate that is none, is said at once and not after minutes of loading.
+"""
+
+import errno
+import resource
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+
+_OPEN_FILES = 65_536
+
+
+@dataclass(slots=True)
+class Doors:
+    """Bound sockets. Nobody is let in before somebody listens at them."""
+
+    config: ServerConfig
+    sockets: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where to ask; for a Unix socket its path."""
+        if self.config.uds is not None:
+            return f"unix:{self.config.uds}"
+        scheme = "http" if self.config.ssl_certfile is None else "https"
+        host, port = self.config.host, self.sockets[0].getsockname()[1]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def close(self) -> None:
+        """Close the sockets, and take a Unix socket's name away."""
+        for each in self.sockets:
+            each.close()
+        if self.sockets and self.config.uds is not None:
+            with suppress(OSError):
+                Path(self.config.uds).unlink()
+        self.sockets = []
+
+
+def open_doors(config: ServerConfig) -> Doors:
+    """Sockets for a config. Raises: ConfigError naming the option to change."""
+    _check_certificate(config)
+    if config.uds is not None:
+        return Doors(config, [_unix_socket(config.uds)])
+    return Doors(config, _tcp_sockets(config.host, config.port))
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have; many shells begin with 1,024 of them.
+
+    Each client is one. With none left nobody new is let in until somebody leaves or is cut off.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
+    """One for each address that a name stands for, all at the same port."""
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host={host!r} is no address of this machine ({error}): 127.0.0.1 is for programs on "
+            "it, 0.0.0.0 for everybody"
+        ) from error
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in dict.fromkeys((family, found[:2]) for family, *_, found in found):
+            own = _bind(family, str(address[0]), port)
+            if own is not None:
+                sockets.append(own)
+                port = port or own.getsockname()[1]
+        if not sockets:
+            raise ConfigError(f"host={host!r} has no address that could be listened at")
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
+
+
+def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:
+    """None for an address of a family that this machine does not have."""
+    try:
+        # With its protocol said: asyncio tells only such sockets not to hold small pieces back
+        # until the one before is acknowledged (TCP_NODELAY), 40 ms for each token of a stream.
+        own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError:
+        return None
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        own.bind((address, port))
+        return own
+    except OSError as error:
+        own.close()
+        if error.errno == errno.EADDRNOTAVAIL and family == socket.AF_INET6:
+            return None
+        raise refused(f"host={address} port={port}", error) from error
+
+
+def refused(where: str, error: OSError) -> ConfigError:
+    """Why an address cannot be listened at, as an error to raise."""
+    advice = {
+        errno.EADDRINUSE: "something listens there already: stop it, or choose another --port "
+        "(0 takes a free one)",
+        errno.EACCES: "ports below 1024 are for root: choose another --port",
+        errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is for programs on it, "
+        "0.0.0.0 for everybody",
+    }
+    reason = advice.get(error.errno or 0, error.strerror or str(error))
+    return ConfigError(f"{where} cannot be listened at: {reason}")
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """At a path where nothing is, or what a server has left that is gone."""
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _make_way(path)
+        own.bind(path)
+        return own
+    except OSError as error:
+        own.close()
+        raise ConfigError(f"uds={path!r} cannot be listened at: {error.strerror}") from error
+    except ConfigError:
+        own.close()
+        raise
+
+
+def _make_way(path: str) -> None:
+    try:
+        mode = Path(path).lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"uds={path!r} is there, and no socket: remove it, or choose another")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except OSError:
+            Path(path).unlink()
+            return
+    raise ConfigError(f"uds={path!r} is in use: something listens there already")
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # An encrypted key would ask at the terminal; nobody may be there.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} is no "
+            f"certificate with its key: {error}"
+        ) from error

@@ -1,0 +1,88 @@
+"""One route: where it is, who may use it, and what it takes and gives, as its endpoint's signature
+says. So the body is read as what is described, and what is described is what the types are checked
+against.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
+from types import UnionType
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from starlette.types import ASGIApp
+
+from quire.server.endpoints.answers import Json
+from quire.server.exchange import Exchange
+from quire.server.wire.errors import Dialect
+from quire.server.wire.streams import EventStream
+
+# It is given the exchange, and the body as a struct if it has a parameter for one.
+Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``is_open``: without a key too. ``joins_queue``: not even read while there is no room.
+
+    ``media_type`` is of an answer that says itself what it is.
+    """
+
+    path: str
+    endpoint: Endpoint
+    methods: tuple[str, ...]
+    _: KW_ONLY
+    dialect: Dialect = "openai"
+    is_open: bool = False
+    joins_queue: bool = False
+    media_type: str | None = None
+    queries: tuple[str, ...] = ()  # names of what may stand behind the path
+    refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.__name__
+
+    @property
+    def takes(self) -> type[msgspec.Struct] | None:
+        """What the body is read as."""
+        hints = get_type_hints(self.endpoint)
+        kinds = [kind for name, kind in hints.items() if name != "return" and kind is not Exchange]
+        return kinds[0] if kinds else None
+
+    @property
+    def gives(self) -> tuple[Any, ...]:
+        """Answers in JSON."""
+        return self._given(Json)
+
+    @property
+    def streams(self) -> tuple[Any, ...]:
+        """What the data of an event may be."""
+        return self._given(EventStream)
+
+    @property
+    def errors(self) -> tuple[int, ...]:
+        """Statuses with which it may refuse."""
+        takes = self.takes
+        names_model = "{" in self.path or "model" in getattr(takes, "__struct_fields__", ())
+        found = {
+            *self.refuses,
+            *(() if self.is_open else (401, 403)),
+            *((400, 413, 503) if takes else ()),
+            *((404,) if names_model else ()),
+            *((400,) if self.queries else ()),
+            *((429, 500) if self.joins_queue else ()),
+        }
+        return tuple(sorted(found))
+
+    def _given(self, way: type) -> tuple[Any, ...]:
+        return tuple(
+            each
+            for kind in _members(get_type_hints(self.endpoint)["return"])
+            if get_origin(kind) is way
+            for each in _members(get_args(kind)[0])
+        )
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Of a union; of anything else, itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

@@ -1,0 +1,109 @@
+"""What the requests for text have in common, every number and every list of it bounded.
+
+Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``null`` is as good as
+nothing. The bounds are against accidents and abuse; none is one that a client would meet.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+MAX_CHOICES = 128
+
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+NumLogprobs: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
+Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None  # a last chunk without choices
+    continuous_usage_stats: bool | None = None  # … and in every chunk
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """As vLLM has it: exactly one form."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """How tokens are chosen and when to end."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[Text], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class Asked(Sampling, kw_only=True):
+    """… and how the answer is to come, for whom, and when."""
+
+    model: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # for the client's own books: nothing is done with it
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    request_id: Text | None = None  # said again in the answer, and used for nothing
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """vLLM's; ``rank`` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Nothing for the first token; for each other one, by id as text, who was likely there.
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of a request; of the prompt's, how many were found computed by an earlier one."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET

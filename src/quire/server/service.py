@@ -1,0 +1,306 @@
+"""What every endpoint needs: the engine, the model's names, tokens and texts, the queue's gate."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.outputs import TextDelta
+from quire.engine.params import SamplingParams, StructuredOutputsParams
+from quire.engine.sequence import Request
+from quire.errors import RequestError
+from quire.server.chat.chat import Chat
+from quire.server.exchange import Exchange
+from quire.server.guard.bodies import Bodies
+from quire.server.guard.gate import Bounds, Gate, Pass
+from quire.server.guard.keys import Keys
+from quire.server.guard.origin import Origins
+from quire.server.kept.background import Background
+from quire.server.kept.store import Store
+from quire.server.metrics import Metrics
+from quire.server.sampling import sampling_defaults, sampling_params
+from quire.server.schemas.fields import Asked, Sampling
+from quire.server.token_texts import TokenTexts
+from quire.server.tracing import Tracer
+from quire.server.wire.body import MOST_VALUES
+from quire.server.wire.errors import Refused
+from quire.units import format_count
+
+if TYPE_CHECKING:
+    from quire.config import ServerConfig
+
+log = logging.getLogger(__name__)
+_BODIES = 16  # of the longest that there may be, in memory at once
+_LONG_BYTES = 2**18  # texts that take a thread of their own; tokenizers read about 1 MB/s
+T = TypeVar("T")
+
+
+class Service:
+    """Of one app. It belongs to the event loop that serves it."""
+
+    def __init__(self, llm: AsyncLLM, config: "ServerConfig") -> None:
+        self.llm, self.config = llm, config
+        self.names = config.served_model_name or (llm.llm.name,)
+        self.keys = Keys(config.api_key)
+        self.origins = Origins(
+            config.allowed_origins,
+            is_private=config.is_local and config.uds is None and not config.api_key,
+        )
+        self.metrics = Metrics(llm, self.model_name)
+        self.tracer = (
+            Tracer(config.otlp_traces_endpoint, version=version("quire"))
+            if config.otlp_traces_endpoint
+            else None
+        )
+        self.gate = Gate(
+            Bounds(
+                num_queued_reqs=config.max_num_queued_reqs,
+                num_queued_tokens=config.max_num_queued_tokens,
+                num_reqs_per_key=config.max_num_reqs_per_key,
+            )
+        )
+        self.bodies = Bodies(_BODIES * config.max_request_bytes)
+        # Prompts are token ids too, as many as the context has.
+        self.most_values = max(MOST_VALUES, 2 * llm.llm.max_model_len)
+        self.created = int(time.time())
+        self._sampling_defaults = sampling_defaults(
+            config.generation_config, own=llm.llm.sampling_defaults
+        )
+        self.texts = TokenTexts(llm.llm.tokenizer)
+        self.chat = Chat(
+            llm.llm.tokenizer,
+            chat_template=config.chat_template,
+            trust_request_chat_template=config.trust_request_chat_template,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        self.responses = Store(config.max_stored_response_bytes)
+        self.background = Background(config.max_background_responses)
+        # Two, so that a template that takes its time does not hold up everybody's prompts.
+        self._texts = ThreadPoolExecutor(2, thread_name_prefix="quire-text")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="quire-long-text")
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.llm.max_model_len
+
+    def refuse_unknown_model(self, name: str | None) -> None:
+        """Raises: Refused (404)."""
+        if name is not None and name not in self.names:
+            raise Refused(
+                404,
+                f"the model {name[:200]!r} is not served here: there is {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    # -- from a request's fields to the engine's ---------------------------------------------------
+
+    def params(
+        self,
+        asked: Sampling,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        form: StructuredOutputsParams | None = None,
+    ) -> SamplingParams:
+        """Raises: Refused; RequestError."""
+        return sampling_params(
+            asked,
+            defaults=self._sampling_defaults,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            max_logprobs=self.config.max_logprobs,
+            form=form,
+        )
+
+    def room_for(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens that may be generated: as many as asked for, or as the context leaves.
+
+        Raises: Refused for more than the context, or all the KV memory, could ever hold.
+        """
+        left = self.max_model_len - num_prompt_tokens
+        if max_tokens is None:
+            return max(1, left)
+        if left >= 1 and max_tokens > left:
+            raise Refused(
+                400,
+                f"max_tokens={format_count(max_tokens)} is too large: the prompt has "
+                f"{format_count(num_prompt_tokens)} tokens, together "
+                f"{format_count(num_prompt_tokens + max_tokens)}, and the context ends at "
+                f"{format_count(self.max_model_len)} (max_model_len): ask for up to "
+                f"{format_count(left)}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return max_tokens
+
+    async def in_text_thread(self, function: Callable[..., T], *args: Any, num_bytes: int = 0) -> T:
+        """What a function of texts gives, while the event loop goes on.
+
+        ``num_bytes``: about how much there is to do. Nobody waits for what is much longer.
+        """
+        threads = self._long_texts if num_bytes > _LONG_BYTES else self._texts
+        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises: Refused."""
+        tokenizer = self.llm.llm.tokenizer
+        if tokenizer is None:
+            raise Refused(400, "this model has no tokenizer: give the prompt as token ids")
+        return await self.in_text_thread(
+            _tokenize, tokenizer, text, add_special_tokens, num_bytes=len(text)
+        )
+
+    async def prompt_ids(self, prompt: str | list[int], asked: Asked) -> list[int]:
+        """A text's tokens, or those given; of more than are wanted, the last. Raises: Refused."""
+        if isinstance(prompt, str):
+            if asked.truncate_prompt_tokens is None:
+                self._refuse_too_long(prompt)
+            special = asked.add_special_tokens is not False
+            prompt = await self.tokenize(prompt, add_special_tokens=special)
+        return self.shortened(prompt, asked.truncate_prompt_tokens)
+
+    def _refuse_too_long(self, text: str) -> None:
+        """What cannot fit is not tokenized first, which may take a minute. Raises: Refused."""
+        most = self.max_model_len * self.texts.longest
+        if len(text) > most:
+            raise Refused(
+                400,
+                f"the prompt has {format_count(len(text))} characters, and the context of "
+                f"{format_count(self.max_model_len)} tokens (max_model_len) cannot hold more than "
+                f"{format_count(most)}: shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def shortened(self, token_ids: list[int], most: int | None) -> list[int]:
+        """The last ``most`` tokens; -1 is vLLM's word for what the context takes."""
+        if most == -1:
+            most = self.max_model_len - 1
+        return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
+
+    async def request(
+        self, exchange: Exchange, token_ids: list[int], params: SamplingParams, asked: Asked
+    ) -> Request:
+        """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
+        self.refuse_without_engine()
+        try:
+            return await self.llm.request(
+                token_ids,
+                params,
+                priority=asked.priority or 0,
+                keys=exchange.caller.keys(asked.cache_salt),
+            )
+        except RequestError:
+            self.refuse_without_engine()  # which is not the client's error
+            raise
+
+    def refuse_without_engine(self) -> None:
+        """Raises: Refused (503)."""
+        if self.llm.failure is not None:
+            raise Refused(503, "the engine has failed", code="engine_dead")
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def admit(self, exchange: Exchange, requests: Sequence[Request]) -> list[Pass]:
+        """Let requests into the queue until the exchange ends. Raises: Refused."""
+        exchange.door.close()
+        sizes = [(request.params.n, len(request.prompt_token_ids)) for request in requests]
+        return exchange.stack.enter_context(self.gate.admit(exchange.caller, sizes))
+
+    async def run(
+        self, requests: Sequence[Request], passes: Sequence[Pass]
+    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """What comes of these, as it comes: (which of them, piece). Leaving it ends them.
+
+        Raises: what the engine failed with.
+        """
+        if len(requests) == 1:
+            async with aclosing(self._pieces(requests[0], passes[0])) as pieces:
+                async for delta in pieces:
+                    yield 0, delta
+            return
+        several = [self._pieces(*each) for each in zip(requests, passes, strict=True)]
+        try:
+            async for index, delta in _merged(several):
+                yield index, delta
+        finally:
+            for pieces in several:
+                await pieces.aclose()
+
+    async def _pieces(self, request: Request, own: Pass) -> AsyncGenerator[TextDelta, None]:
+        async for delta in self.llm.generate(request):
+            self.gate.note_piece(own, delta.choice)
+            yield delta
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Nobody is let in any more; those inside go on."""
+        return self.gate.draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.gate.draining = value
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let nobody in and wait for those inside; True if none is left."""
+        self.draining = True
+        until_s = time.monotonic() + timeout_s
+        while self.gate.num_under_way and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
+        return not self.gate.num_under_way
+
+    def close(self) -> None:
+        """End tasks, threads and processes; the engine is its owner's."""
+        self.background.close()
+        self._texts.shutdown(wait=False)
+        self._long_texts.shutdown(wait=False)
+        self.chat.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
+
+def _tokenize(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"the text is not valid Unicode: {error.reason}") from None
+    token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    return token_ids
+
+
+async def _merged(
+    several: Sequence[AsyncIterator[TextDelta]],
+) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Of all of them, in the order in which pieces come. None is asked for more than is taken."""
+    asking: dict[asyncio.Task[TextDelta], int] = {
+        asyncio.ensure_future(anext(pieces)): index for index, pieces in enumerate(several)
+    }
+    try:
+        while asking:
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = asking.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, delta
+                asking[asyncio.ensure_future(anext(several[index]))] = index
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)

@@ -1,0 +1,61 @@
+"""Single tokens as people and programs read them, in logprobs."""
+
+from functools import lru_cache
+from typing import Any, final
+
+_REPLACEMENT = "\ufffd"
+
+
+@final
+class TokenTexts:
+    """Of one tokenizer; without one, ids stand for themselves."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._byte_of = _bytes_of_characters()
+        self.longest = _longest(tokenizer)  # characters that a token may stand for, with room
+        self.of = lru_cache(maxsize=65_536)(self._of)
+
+    def text_of(self, token_ids: list[int] | tuple[int, ...]) -> str:
+        """Of several, together."""
+        if self._tokenizer is None:
+            return " ".join(map(str, token_ids))
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        """Its text, and its bytes: of a part of a character only these say what it is."""
+        if self._tokenizer is None:
+            return f"token_id:{token_id}", b""
+        text = self.text_of([token_id])
+        if _REPLACEMENT in text:
+            piece = self._tokenizer.convert_ids_to_tokens(token_id)
+            data = self._bytes_of(piece) if isinstance(piece, str) else None
+            if data is not None:
+                return text, data
+        return text, text.encode(errors="replace")
+
+    def _bytes_of(self, piece: str) -> bytes | None:
+        """None for a vocabulary that is written otherwise."""
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
+            try:
+                return bytes([int(piece[3:5], 16)])
+            except ValueError:
+                return None
+        if all(character in self._byte_of for character in piece):
+            return bytes(self._byte_of[character] for character in piece)
+        return None
+
+
+def _longest(tokenizer: Any) -> int:
+    """Four times what a piece is written with: some vocabularies leave characters out."""
+    return 4 * max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """What byte-level vocabularies write for each byte (Source: GPT-2's ``bytes_to_unicode``)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {chr(byte): byte for byte in printable}
+    written.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return written

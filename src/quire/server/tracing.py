@@ -1,0 +1,131 @@
+"""A span for each request, sent to a collector of OpenTelemetry: ``pip install quire[otel]``.
+
+Names are those of the gen_ai conventions, as vLLM has them. A span says how long a request took and
+how many tokens it had, and nothing of what they were.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+from quire.engine.statistics import Latencies
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """A request that has come to its end. The latencies are those of its last continuation.
+
+    ``headers`` may have a W3C trace context (traceparent, tracestate), whose child the span is.
+    """
+
+    request_id: str  # the server's own
+    model: str  # as it is served
+    operation: str  # "chat" or "text_completion"
+    arrived_unix_s: float  # wall clock
+    latencies: Latencies
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: int  # of all its continuations
+    finish_reasons: tuple[str, ...]  # one for each
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    headers: Mapping[str, str] | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """Of its span; what is not known is left out."""
+        took = self.latencies
+        several: dict[str, Any] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.model": self.model,
+            "gen_ai.request.id": self.request_id,
+            "gen_ai.request.n": self.n,
+            "gen_ai.request.max_tokens": self.max_tokens,
+            "gen_ai.request.temperature": self.temperature,
+            "gen_ai.request.top_p": self.top_p,
+            "gen_ai.response.finish_reasons": self.finish_reasons,
+            "gen_ai.usage.prompt_tokens": self.num_prompt_tokens,
+            "gen_ai.usage.completion_tokens": self.num_generation_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.num_cached_tokens,
+            "gen_ai.usage.num_sequences": len(self.finish_reasons),
+            "gen_ai.latency.time_in_queue": took.queue_s,
+            "gen_ai.latency.time_to_first_token": took.first_token_s,
+            "gen_ai.latency.e2e": took.e2e_s,
+            "gen_ai.latency.time_in_model_prefill": took.prefill_s,
+            "gen_ai.latency.time_in_model_decode": took.decode_s,
+            "gen_ai.latency.time_in_model_inference": took.inference_s,
+        }
+        return {name: value for name, value in several.items() if value is not None}
+
+
+@final
+class Tracer:
+    """Notes requests; ``close`` sends what has not been sent.
+
+    Spans are sent by a thread of OpenTelemetry's own, in batches, so ``note`` waits for nothing; if
+    the collector is away for long, spans are dropped. ``processor`` gets them instead, if given.
+
+    Raises: ConfigError where OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, *, version: str, processor: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+        except ImportError as error:
+            raise _missing(error) from error
+        resource = Resource.create({"service.name": "quire", "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor or _exporting(endpoint))
+        self._tracer = self._provider.get_tracer("quire.server", version)
+
+    def note(self, record: RequestRecord) -> None:
+        """A request has ended. Raises nothing: a trace is worth no request."""
+        with suppress(Exception):
+            self._note(record)
+
+    def close(self) -> None:
+        """Send what there is, for some seconds at most. A second call does nothing."""
+        self._provider.shutdown()
+
+    def _note(self, record: RequestRecord) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        start_ns = int(record.arrived_unix_s * 1e9)
+        span = self._tracer.start_span(
+            "llm_request",
+            context=TraceContextTextMapPropagator().extract(dict(record.headers or {})),
+            kind=SpanKind.SERVER,
+            attributes=record.attributes(),
+            start_time=start_ns,
+        )
+        if "error" in record.finish_reasons or "capacity" in record.finish_reasons:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(end_time=start_ns + int(record.latencies.e2e_s * 1e9))
+
+
+def _exporting(endpoint: str) -> Any:
+    """Batches, sent by HTTP. Raises: ConfigError."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r} must be the URL of a collector's HTTP receiver, as "
+            f"http://localhost:4318/v1/traces"
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise _missing(error) from error
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+
+
+def _missing(error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'quire[otel]', or leave "
+        f"the option out"
+    )

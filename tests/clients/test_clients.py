@@ -1,0 +1,68 @@
+"""Clients that others have made, unmodified, against one server in a process of its own.
+
+OpenAI's and Anthropic's are always there. Each other has an environment, which
+``python tests/clients/environments.py`` makes; without it, its test is skipped.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.environments import VLLM, python_of
+from server.process import running
+
+KEY, MOST = "a-key", 4
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+FLAGS = (
+    *("--max-model-len", "1024", "--kv-cache-memory-bytes", "64MB"),
+    *("--api-key", KEY, "--max-num-reqs-per-key", str(MOST)),
+    *("--chat-template", TEMPLATE, "--tool-call-parser", "hermes"),
+)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(*FLAGS) as process:
+        yield process.url
+
+
+def _run(script: str, url: str, *arguments: str, python: Path | str = sys.executable) -> None:
+    path = Path(__file__).with_name(script)
+    command = [str(python), str(path), "--base-url", url, "--api-key", KEY, *arguments]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_openai_continues_texts(url: str) -> None:
+    _run("ask_openai.py", url, "--most", str(MOST))
+
+
+def test_openai_converses(url: str) -> None:
+    _run("ask_openai_chats.py", url)
+
+
+def test_anthropic(url: str) -> None:
+    _run("ask_anthropic.py", url)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [
+        ("ask_langchain.py", "langchain"),
+        ("ask_litellm.py", "litellm"),
+        ("run_lm_eval.py", "lm-eval"),
+        ("run_guidellm.py", "guidellm"),
+        ("run_vllm_bench.py", VLLM),
+    ],
+)
+def test_others(script: str, environment: str, url: str) -> None:
+    python = python_of(environment)
+    if not python.exists():
+        maker = "benchmarks/engine_peers" if environment == VLLM else "tests/clients/environments"
+        pytest.skip(f"not installed: python {maker}.py {environment}")
+    _run(script, url, python=python)

@@ -1,0 +1,365 @@
+"""From a request to tokens, and from generated text to an answer: reasoning, content, calls."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.test_llm import demo
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.errors import ConfigError, RequestError
+from quire.server.chat.chat import Chat, ChatRequest
+from quire.server.chat.events import Call, Reply, reply
+from quire.server.chat.tools.choice import ToolChoice, forced_form
+from quire.server.chat.tools.declared import checked_tools
+from quire.server.chat.tools.formats import TOOL_FORMATS, tool_format
+from server.chat.answers import TOOLS, hermes, pieces
+from server.chat.families import CHATML, DEEPSEEK, FAMILIES, LLAMA3, MISTRAL, tokenizer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+cuts = st.lists(st.integers(0, 10**6), max_size=12)
+
+
+def chat(template: str = CHATML, special: tuple[str, ...] = (), **options: Any) -> Chat:
+    return Chat(tokenizer(template, special), **options)
+
+
+def test_the_beginning_of_sequence_is_not_doubled() -> None:
+    prompt = chat(LLAMA3).prompt(ChatRequest(messages=HELLO))
+    assert prompt.text.startswith("<s>")
+    assert prompt.token_ids[0] == 1
+    assert 1 not in prompt.token_ids[1:]
+    doubled = chat(LLAMA3).prompt(ChatRequest(messages=HELLO, add_special_tokens=True))
+    assert doubled.token_ids[:2] == (1, 1)
+
+
+def test_text_that_is_none_is_refused() -> None:
+    with pytest.raises(RequestError, match="not valid text"):
+        chat().prompt(ChatRequest(messages=[{"role": "user", "content": "\ud800"}]))
+
+
+# -- reasoning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "text", "found"),
+    [
+        ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", Reply(reasoning="Hm.", content="Yes.")),
+        ("qwen3", "", "Yes.", Reply(content="Yes.")),
+        ("qwen3", "", "\nYes, </think> is a tag.", Reply(content="\nYes, </think> is a tag.")),
+        ("qwen3", "<think>\n", "Hm.\n</think>\nYes.", Reply(reasoning="Hm.", content="Yes.")),
+        ("qwen3", "<think>\n\n</think>\n\n", "Yes.", Reply(content="Yes.")),
+        ("qwen3", "", "<think>\nHm. \n", Reply(reasoning="Hm. \n")),
+        ("qwen3", "", "<think>\n\n</think>\n\nYes.", Reply(content="Yes.")),
+        ("qwen3", "", "  <think>a\n\nb</think>", Reply(reasoning="a\n\nb")),
+        ("deepseek_r1", "", "Hm.</think>Yes.", Reply(reasoning="Hm.", content="Yes.")),
+        ("deepseek_r1", "", "<think>Hm.</think>Yes.", Reply(reasoning="Hm.", content="Yes.")),
+        ("deepseek_r1", "<think>\n", "Hm.", Reply(reasoning="Hm.")),
+        ("deepseek_r1", "<think></think>", "Yes.", Reply(content="Yes.")),
+        ("mistral", "", "[THINK]Hm.[/THINK]Yes.", Reply(reasoning="Hm.", content="Yes.")),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Y", Reply(reasoning="Hm.", content="Y")),
+        (
+            "granite",
+            "",
+            "Here is my thought process: Hm.\n\nHere is my response: Yes.",
+            Reply(reasoning="Hm.", content="Yes."),
+        ),
+        (
+            "qwen3",
+            "a <think> that was said before",
+            "<think>Hm.</think>Yes.",
+            Reply(reasoning="Hm.", content="Yes."),
+        ),
+    ],
+)
+def test_reasoning_ends_where_it_ends(parser: str, prompt: str, text: str, found: Reply) -> None:
+    made = chat(prompt or "x", reasoning_parser=parser)
+    prepared = made.prompt(ChatRequest(messages=HELLO))
+    assert made.reader(prepared).read(text) == found
+    one_by_one = made.reader(prepared)
+    assert (
+        reply([e for letter in text for e in one_by_one.feed(letter)] + one_by_one.finish())
+        == found
+    )
+
+
+PARTS = st.lists(
+    st.sampled_from(
+        ["<think>", "</think>", "<thi", "</", "\n", " ", "a", "Hm. ", "ü", hermes([("search", {})])]
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("template", ["x", "x<think>\n"])
+@settings(max_examples=60, deadline=None)
+@given(parts=PARTS, cuts=cuts)
+def test_what_is_reasoning_does_not_depend_on_the_cuts(
+    parser: str, template: str, parts: list[str], cuts: list[int]
+) -> None:
+    made = chat(template, reasoning_parser=parser, tool_call_parser="hermes")
+    prepared = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+    text = "".join(parts)
+    reader = made.reader(prepared)
+    found = [e for piece in pieces(text, cuts) for e in reader.feed(piece)] + reader.finish()
+    whole = made.reader(prepared).read(text)
+    assert [call.name for call in reply(found).calls] == [call.name for call in whole.calls]
+    assert (reply(found).content, reply(found).reasoning) == (whole.content, whole.reasoning)
+
+
+def test_calls_follow_reasoning() -> None:
+    made = chat(reasoning_parser="auto", tool_call_parser="hermes")
+    prepared = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+    text = f"<think>\n<tool_call> or not?\n</think>\n\n{hermes([('search', {'path': 'x'})])}"
+    found = made.reader(prepared).read(text)
+    assert found.reasoning == "<tool_call> or not?"
+    assert found.content is None
+    ((call,)) = found.calls
+    assert (call.name, json.loads(call.arguments)) == ("search", {"path": "x"})
+
+
+# -- which format ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("chatml", "hermes"),
+        ("llama3", "llama3_json"),
+        ("mistral", "mistral"),
+        ("deepseek", "deepseek_v3"),
+    ],
+)
+def test_the_format_is_found_in_the_template(
+    family: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert tool_format("auto", FAMILIES[family]) is TOOL_FORMATS[name]
+    assert name in caplog.text
+    assert tool_format(None, FAMILIES[family]) is TOOL_FORMATS[name]
+
+
+def test_without_a_format_calls_cannot_be_read() -> None:
+    made = chat("just text")
+    with pytest.raises(RequestError, match="--tool-call-parser"):
+        made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+    assert made.prompt(ChatRequest(messages=HELLO, tools=TOOLS, tool_choice="none")).tools == {}
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="'nonsense' is unknown; known: auto,"):
+        chat(**{option: "nonsense"})
+
+
+def test_marks_that_are_special_tokens_are_asked_for() -> None:
+    asked = ChatRequest(messages=HELLO, tools=TOOLS)
+    assert chat(MISTRAL).prompt(asked).skip_special_tokens
+    special = chat(MISTRAL, special=("[TOOL_CALLS]",))
+    assert not special.prompt(asked).skip_special_tokens
+    assert special.prompt(ChatRequest(messages=HELLO)).skip_special_tokens
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("x", "a list of functions"),
+        ([{"type": "web_search"}], "'web_search': only functions"),
+        ([{"type": "function"}], r"tools\[0\] has no function"),
+        ([function(name="a b")], "the name 'a b' must be"),
+        ([function(parameters=[])], "must be a JSON schema"),
+        ([function(), function()], r"tools\[1\] has the name 'f' again"),
+        ([function(name=f"f{i}") for i in range(300)], "300 of them, and 256"),
+        ([function(description="x" * 2**20)], "1.00 MiB is the most"),
+        ([function(parameters=json.loads('{"a":' * 80 + "1" + "}" * 80))], "64 deep"),
+    ],
+)
+def test_tools_that_cannot_be(tools: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        chat().prompt(ChatRequest(messages=HELLO, tools=tools))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("sometimes", "must be none, auto, required or a function"),
+        ({"type": "function"}, "to name a tool"),
+        ({"type": "function", "function": {"name": "g"}}, "not among the tools"),
+        ({"type": "function", "name": "g"}, "not among the tools"),
+    ],
+)
+def test_choices_that_cannot_be(choice: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        chat().prompt(ChatRequest(messages=HELLO, tools=[function()], tool_choice=choice))
+    with pytest.raises(RequestError, match="needs tools"):
+        chat().prompt(ChatRequest(messages=HELLO, tool_choice="required"))
+
+
+def test_a_named_tool_gets_its_own_schema() -> None:
+    made = chat(reasoning_parser="qwen3")
+    prepared = made.prompt(
+        ChatRequest(
+            messages=HELLO,
+            tools=TOOLS,
+            tool_choice={"type": "function", "function": {"name": "search"}},
+        )
+    )
+    own = TOOLS[1]["function"]["parameters"]  # type: ignore[index]
+    assert prepared.structured_outputs == StructuredOutputsParams(
+        json={**own, "additionalProperties": False}
+    )
+    ((call,)) = made.reader(prepared).read('{"path": "<think>"}').calls
+    assert (call.name, call.arguments) == ("search", '{"path": "<think>"}')
+
+
+RECURSIVE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#"}, "kind": {"$ref": "#/$defs/kind"}},
+    "required": ["kind"],
+    "additionalProperties": False,
+    "$defs": {"kind": {"type": "string", "enum": ["a", "b"]}},
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_are_what_a_grammar_allows(parallel: bool) -> None:
+    llm = LLM(demo(), kv_cache_memory_bytes=8 << 20)
+    tools = checked_tools([function(name="a/b", parameters=RECURSIVE), function(name="g")])
+    form = forced_form(ToolChoice(kind="required"), tools, parallel=parallel)
+    params = [
+        SamplingParams(max_tokens=200, temperature=1.5, seed=seed, structured_outputs=form)
+        for seed in range(6)
+    ]
+    ended = [done.text for done in llm.generate(["x"] * 6, params) if done.finish_reason == "stop"]
+    assert ended
+    made = chat()
+    prepared = made.prompt(
+        ChatRequest(
+            messages=HELLO,
+            tools=[tool.declaration for tool in tools],
+            tool_choice="required",
+            parallel_tool_calls=parallel,
+        )
+    )
+    assert prepared.structured_outputs == form
+    for text in ended:
+        found = made.reader(prepared).read(text)
+        assert found.content is None
+        assert len(found.calls) == 1 if not parallel else found.calls
+        for call in found.calls:
+            assert call.name in ("a/b", "g")
+            if call.name == "a/b":
+                assert json.loads(call.arguments)["kind"] in ("a", "b")
+
+
+# -- the demo model --------------------------------------------------------------------------------
+
+
+def test_the_demo_model_talks_in_python() -> None:
+    llm = LLM(demo(), kv_cache_memory_bytes=8 << 20)
+    made = Chat(llm.tokenizer)
+    messages = [
+        {"role": "system", "content": "Two\nlines."},
+        {"role": "user", "content": "def first(items):"},
+    ]
+    prepared = made.prompt(ChatRequest(messages=messages))
+    assert prepared.text == "# Two\n# lines.\n\ndef first(items):"
+    assert prepared.token_ids == tuple(llm.tokenizer(prepared.text)["input_ids"])
+    assert prepared.stop == ("\n\n\n", "\nclass ", "\ndef ")
+    done = llm.generate(
+        [list(prepared.token_ids)] * 8,
+        [
+            SamplingParams(max_tokens=300, temperature=0.8, seed=seed, stop=prepared.stop)
+            for seed in range(8)
+        ],
+    )
+    assert any(each.finish_reason == "stop" for each in done)
+    assert not any(stop in each.text for each in done for stop in prepared.stop)
+    messages += [
+        {"role": "assistant", "content": "\n    return items[0]"},
+        {"role": "user", "content": "def last("},
+    ]
+    longer = made.prompt(ChatRequest(messages=messages)).text
+    assert longer == f"{prepared.text}\n    return items[0]\n\n\ndef last("
+    with pytest.raises(RequestError, match="not tool"):
+        made.prompt(ChatRequest(messages=[{"role": "tool", "content": "x"}]))
+
+
+def test_the_demo_models_template_is_a_file_that_transformers_finds() -> None:
+    tokenizer = demo().tokenizer
+    file = Path(tokenizer.name_or_path) / "chat_template.jinja"
+    assert tokenizer.chat_template == file.read_text(encoding="utf-8")
+
+
+def test_a_whole_turn_with_calls() -> None:
+    made = chat()
+    asked = ChatRequest(messages=HELLO, tools=TOOLS)
+    (call,) = made.reader(made.prompt(asked)).read(hermes([("search", {"path": "x"})])).calls
+    assert call == Call(id=call.id, name="search", arguments='{"path": "x"}')
+    assert call.id.startswith("call_")
+    again = {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+    answered = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [again]},
+        {"role": "tool", "tool_call_id": call.id, "content": "found"},
+    ]
+    text = made.prompt(ChatRequest(messages=answered, tools=TOOLS)).text
+    assert hermes([("search", {"path": "x"})]) in text
+    assert "<tool_response>\nfound\n" in text
+
+
+@pytest.mark.parametrize(
+    ("begun", "found"),
+    [
+        ("<think>\nIt", Reply(reasoning="is.", content="Yes.")),
+        ("<think>It.</think>So", Reply(content="is.</think>Yes.")),
+    ],
+)
+def test_an_answer_is_continued_within_its_reasoning(begun: str, found: Reply) -> None:
+    made = chat(LLAMA3, reasoning_parser="deepseek_r1")
+    prepared = made.prompt(
+        ChatRequest(
+            messages=[*HELLO, {"role": "assistant", "content": begun}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+    )
+    assert made.reader(prepared).read("is.</think>Yes.") == found
+
+
+def test_deepseek_opens_its_reasoning() -> None:
+    made = chat(DEEPSEEK, reasoning_parser="auto")
+    prepared = made.prompt(ChatRequest(messages=HELLO))
+    assert prepared.in_reasoning
+    assert made.reader(prepared).read("Hm.</think>Yes.") == Reply(reasoning="Hm.", content="Yes.")
+
+
+@pytest.mark.parametrize(
+    ("said", "closed"),
+    [
+        ({"properties": {"far": {"type": "boolean"}}}, True),
+        ({"properties": {}}, True),
+        ({}, False),  # it names none, so any may come
+        ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
+        ({"properties": {}, "allOf": [{"properties": {"x": {}}}]}, False),
+    ],
+)
+def test_a_forced_call_has_no_arguments_but_those_that_are_named(
+    said: dict[str, Any], closed: bool
+) -> None:
+    tools = checked_tools([function(name="look", parameters=said)])
+    form = forced_form(ToolChoice(kind="named", name="look"), tools, parallel=True)
+    assert form is not None
+    schema = json.loads(str(form.json))
+    assert (schema.get("additionalProperties") is False) == closed

@@ -1,0 +1,279 @@
+"""One suite for all formats of tool calls: what is read does not depend on how the text was cut."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.server.chat.chat import ChatPrompt, Reader
+from quire.server.chat.events import (
+    ArgumentsDelta,
+    CallEnded,
+    CallStarted,
+    ContentDelta,
+    Event,
+    Reply,
+    reply,
+)
+from quire.server.chat.tools.choice import ToolChoice
+from quire.server.chat.tools.declared import checked_tools
+from quire.server.chat.tools.formats import TOOL_FORMATS
+from server.chat.answers import CASES, TOOLS, Case, pieces
+
+ANY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+MARKED_CASE = pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.alone], ids=lambda case: case.id
+)
+MARKS = sorted({mark for known in TOOL_FORMATS.values() for mark in known.opens})
+
+texts = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.sampled_from([*MARKS, "</tool_call>", '{"a": "b"}', '"]}', "\\", '\\"', "\n\n", "  x  "]),
+)
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "path": texts,
+        "text": texts,
+        "count": st.integers(-(10**12), 10**12),
+        "share": st.floats(-1e9, 1e9),
+        "is_new": st.booleans(),
+        "tags": st.lists(texts, max_size=3),
+        "options": st.dictionaries(
+            texts.filter(bool), st.one_of(texts, st.none(), st.lists(st.integers())), max_size=3
+        ),
+    },
+)
+calls_of_both = st.lists(
+    st.tuples(st.sampled_from(["write_file", "search"]), arguments), min_size=1, max_size=3
+)
+cuts = st.lists(st.integers(0, 10**6), max_size=12)
+
+
+def reader(parser: str, *, kind: Any = "auto", name: str = "", parallel: bool = True) -> Reader:
+    count = itertools.count()
+    prompt = ChatPrompt(
+        text="",
+        token_ids=(),
+        structured_outputs=None,
+        skip_special_tokens=True,
+        tools={tool.name: tool for tool in checked_tools(TOOLS)},
+        choice=ToolChoice(kind=kind, name=name),
+        parallel=parallel,
+        in_reasoning=False,
+    )
+    return Reader(
+        prompt,
+        tools=TOOL_FORMATS[parser],
+        reasoning=None,
+        make_id=lambda: f"call_{next(count)}",
+    )
+
+
+def events(made: Reader, several: Iterable[str]) -> list[Event]:
+    return [event for piece in several for event in made.feed(piece)] + made.finish()
+
+
+def whole(parser: str, text: str) -> Reply:
+    return reader(parser).read(text)
+
+
+def parsed(found: Reply) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in found.calls]
+
+
+def can_be_written(case: Case, calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Formats with tags have no way to write their closing tag in a value."""
+    return not case.closing or all(
+        case.closing not in (value if isinstance(value, str) else json.dumps(value))
+        for _, given in calls
+        for value in given.values()
+    )
+
+
+@ANY_CASE
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(calls=calls_of_both, cuts=cuts)
+def test_calls_are_read_as_they_were_written(case: Case, calls: Any, cuts: list[int]) -> None:
+    if not can_be_written(case, calls):
+        return
+    text = case.write(calls)
+    found = events(reader(case.parser), pieces(text, cuts))
+    assert parsed(reply(found)) == calls
+    assert reply(found).content is None
+    assert reply(found) == whole(case.parser, text)
+
+
+@MARKED_CASE
+@settings(max_examples=40, deadline=None)
+@given(calls=calls_of_both, cuts=cuts)
+def test_content_stands_beside_calls(case: Case, calls: Any, cuts: list[int]) -> None:
+    if not can_be_written(case, calls):
+        return
+    text = f"Let me look.\n\n{case.write(calls)}\nDone < and [ said."
+    found = reply(events(reader(case.parser), pieces(text, cuts)))
+    assert parsed(found) == calls
+    assert found.content == "Let me look.Done < and [ said."
+
+
+@ANY_CASE
+@settings(max_examples=100, deadline=None)
+@given(
+    calls=calls_of_both,
+    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), texts), max_size=3),
+    end=st.none() | st.integers(0, 10**6),
+    cuts=cuts,
+)
+def test_what_is_broken_does_not_depend_on_the_cuts(
+    case: Case, calls: Any, edits: Any, end: int | None, cuts: list[int]
+) -> None:
+    text = "So: " * (not case.alone) + case.write(calls)
+    for place, length, instead in edits:
+        at = place % (len(text) + 1)
+        text = text[:at] + instead + text[at + length :]
+    text = text[: None if end is None else end % (len(text) + 1)]
+    found = events(reader(case.parser), pieces(text, cuts))
+    assert reply(found) == whole(case.parser, text) == reply(events(reader(case.parser), text))
+    for call in reply(found).calls:
+        assert isinstance(json.loads(call.arguments), dict)
+    if not reply(found).calls:
+        assert (reply(found).content or "") == text  # nothing is lost
+
+
+@ANY_CASE
+def test_every_truncation_keeps_what_was_said(case: Case) -> None:
+    text = case.write([("write_file", {"path": "a b", "text": 'x "y" \\ ü', "count": 3})])
+    for end in range(len(text)):
+        found = whole(case.parser, text[:end])
+        if found.calls:  # all that is missing is a closing mark
+            assert parsed(found) == parsed(whole(case.parser, text))
+        else:
+            assert (found.content or "") == text[:end]
+
+
+@ANY_CASE
+def test_a_call_begins_before_its_arguments_are_complete(case: Case) -> None:
+    made = reader(case.parser)
+    text = case.write([("write_file", {"path": "a" * 50, "text": "b" * 500})])
+    middle = text.index("b" * 500) + 250
+    early = made.feed(text[:middle])
+    started = [event for event in early if isinstance(event, CallStarted)]
+    shown = "".join(event.text for event in early if isinstance(event, ArgumentsDelta))
+    assert [event.name for event in started] == ["write_file"]
+    assert shown.count("b") >= 240  # but for what may be the beginning of a mark
+    late = made.feed(text[middle:]) + made.finish()
+    assert any(isinstance(event, CallEnded) for event in late)
+    shown += "".join(event.text for event in late if isinstance(event, ArgumentsDelta))
+    assert json.loads(shown) == {"path": "a" * 50, "text": "b" * 500}
+
+
+@ANY_CASE
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(texts, max_size=8).map("".join), cuts=cuts)
+def test_any_text_is_kept(case: Case, text: str, cuts: list[int]) -> None:
+    found = events(reader(case.parser), pieces(text, cuts))
+    assert reply(found) == whole(case.parser, text)
+    if not reply(found).calls:
+        assert (reply(found).content or "") == text
+
+
+@MARKED_CASE
+def test_content_is_not_held_back(case: Case) -> None:
+    made = reader(case.parser)
+    found = made.feed("The answer is 4.")
+    assert found == [ContentDelta(text="The answer is 4.")]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"path": "x"}, "name": "search"}</tool_call>'),
+        (
+            "hermes",
+            '<tool_call>{"name": "search", "arguments": "{\\"path\\": \\"x\\"}"}</tool_call>',
+        ),
+        ("hermes", '<tool_call>{"id": 3, "name": "search", "arguments": {"path": "x"}}'),
+        ("qwen3_coder", "<function=search>\n<parameter=path>\nx\n</parameter>\n</function>"),
+        ("qwen3_coder", "<tool_call><function=search><parameter=path>x</parameter></function>"),
+        ("llama3_json", '<|python_tag|>{"name": "search", "parameters": {"path": "x"}}'),
+        ("kimi_k2", '<|tool_call_begin|>search<|tool_call_argument_begin|>{"path": "x"}'),
+        ("granite", '<tool_call>[{"name": "search", "arguments": {"path": "x"}}]'),
+        ("mistral", '[TOOL_CALLS]search[ARGS]{"path": "x"}'),
+    ],
+)
+def test_ways_that_models_stray(parser: str, text: str) -> None:
+    assert parsed(whole(parser, text)) == [("search", {"path": "x"})]
+
+
+def test_a_line_end_in_a_string_is_mended() -> None:
+    text = '<tool_call>{"name": "search", "arguments": {"text": "a\nb\tc"}}</tool_call>'
+    assert parsed(whole("hermes", text)) == [("search", {"text": "a\nb\tc"})]
+
+
+def test_values_are_of_the_type_that_the_schema_says() -> None:
+    given = {"path": "12", "count": "12", "share": "1", "is_new": "True", "tags": '["a"]'}
+    text = "<tool_call><function=search>" + "".join(
+        f"<parameter={key}>\n{value}\n</parameter>" for key, value in given.items()
+    )
+    ((_, found),) = parsed(whole("qwen3_coder", text + "</function>"))
+    assert found == {"path": "12", "count": 12, "share": 1, "is_new": True, "tags": ["a"]}
+
+
+def test_a_value_that_is_not_of_that_type_is_a_string() -> None:
+    text = "<tool_call>search<arg_key>count</arg_key><arg_value>many</arg_value></tool_call>"
+    assert parsed(whole("glm45", text)) == [("search", {"count": "many"})]
+
+
+def test_llama_calls_only_tools_that_there_are() -> None:
+    text = '{"name": "Ada", "parameters": {"born": 1815}}'
+    assert whole("llama3_json", text) == Reply(content=text)
+
+
+def test_kimi_ids_are_the_models_own() -> None:
+    text = "<|tool_call_begin|>functions.search:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    (call,) = whole("kimi_k2", text).calls
+    assert (call.id, call.name) == ("functions.search:7", "search")
+
+
+def test_mistral_ids_have_nine_letters() -> None:
+    make_id: Callable[[], str] = TOOL_FORMATS["mistral"].make_id
+    assert all(len(made) == 9 and made.isalnum() for made in (make_id() for _ in range(20)))
+
+
+def test_nesting_is_bounded() -> None:
+    deep = '{"a": ' * 100 + "1" + "}" * 100
+    text = f'<tool_call>{{"name": "search", "arguments": {deep}}}</tool_call>'
+    assert whole("hermes", text) == Reply(content=text)
+
+
+@ANY_CASE
+def test_only_one_call_where_only_one_may_come(case: Case) -> None:
+    text = case.write([("search", {"path": "a"}), ("search", {"path": "b"})])
+    for several in ([text], text):
+        made = reader(case.parser, parallel=False)
+        assert parsed(reply(events(made, several))) == [("search", {"path": "a"})]
+        assert made.is_full
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=calls_of_both, cuts=cuts)
+def test_required_calls(calls: Any, cuts: list[int]) -> None:
+    text = json.dumps([{"name": name, "parameters": given} for name, given in calls])
+    found = reply(events(reader("hermes", kind="required"), pieces(text, cuts)))
+    assert parsed(found) == calls
+    assert found.content is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(given=arguments, cuts=cuts, end=st.integers(0, 10**6))
+def test_a_named_call(given: dict[str, Any], cuts: list[int], end: int) -> None:
+    text = json.dumps(given)
+    made = reader("hermes", kind="named", name="search")
+    assert parsed(reply(events(made, pieces(text, cuts)))) == [("search", given)]
+    short = text[: end % len(text)]
+    made = reader("hermes", kind="named", name="search")
+    assert reply(events(made, pieces(short, cuts))) == Reply(content=short or None)

@@ -1,0 +1,278 @@
+"""/v1/chat/completions: a template's prompt, the engine's tokens, and what they are read as."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.test_llm import demo
+from quire import LLM, SamplingParams
+from quire.config import ServerConfig
+from server.asking import Answer, Client, nothing_runs, run, serving
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}# tools: <tool_call>\n{% endif %}"
+    "{% if add_generation_prompt %}# assistant: {% endif %}"
+)
+CONFIG = ServerConfig(chat_template=TEMPLATE, tool_call_parser="hermes")
+MESSAGES = [
+    {"role": "system", "content": "Write Python."},
+    {"role": "user", "content": "def fibonacci(n):"},
+]
+PROMPT = "# system: Write Python.\n# user: def fibonacci(n):\n# assistant: "
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def both(client: Client, **fields: Any) -> tuple[Any, Answer]:
+    body = {"messages": MESSAGES, **GREEDY, **fields}
+    whole = await client.post("/v1/chat/completions", body)
+    assert whole.status == 200, whole.body
+    streamed = await client.post("/v1/chat/completions", {**body, "stream": True})
+    assert streamed.status == 200
+    assert streamed.events[-1] == "[DONE]"
+    return whole.json, streamed
+
+
+def put_together(answer: Answer) -> dict[int, dict[str, Any]]:
+    """The messages of a stream, as clients put them together."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in answer.events[:-1]:
+        for choice in event["choices"]:
+            own = found.setdefault(choice["index"], {"content": "", "tool_calls": {}})
+            delta = choice["delta"]
+            assert ("role" in delta) == ("role" not in own), "the role comes first, and once"
+            own["role"] = "assistant"
+            own["content"] += delta.get("content") or ""
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] not in own["tool_calls"]
+                    own["tool_calls"][call["index"]] = {
+                        "name": call["function"]["name"],
+                        "args": "",
+                    }
+                own["tool_calls"][call["index"]]["args"] += call["function"].get("arguments", "")
+            own["finish_reason"] = choice["finish_reason"]
+    return found
+
+
+def test_the_answer_is_what_the_engine_makes_of_the_templates_prompt() -> None:
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
+    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
+        expected = llm.generate([PROMPT], sampling)[0]
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(client, n=2)
+            for choice in whole["choices"]:
+                assert choice["message"] == {
+                    "role": "assistant",
+                    "content": expected.text,
+                    "refusal": None,
+                }
+                assert choice["finish_reason"] == "length"
+            assert whole["object"] == "chat.completion"
+            assert whole["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+            assert whole["usage"]["completion_tokens"] == 24
+            assert streamed.events[0]["object"] == "chat.completion.chunk"
+            assert {
+                index: (own["content"], own["finish_reason"])
+                for index, own in put_together(streamed).items()
+            } == dict.fromkeys(range(2), (expected.text, "length"))
+
+    run(ask())
+
+
+def test_without_a_limit_the_answer_may_fill_the_context() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            body = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
+            answer = await client.post("/v1/chat/completions", body)
+            assert answer.json["usage"]["total_tokens"] == 256
+            assert answer.json["choices"][0]["finish_reason"] == "length"
+            over = await client.post("/v1/chat/completions", {**body, "max_completion_tokens": 256})
+            assert over.status == 400
+            assert over.error["code"] == "context_length_exceeded"
+
+    run(ask())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_is_asked_for_comes(choice: Any) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            fields = {"tools": [ADD], "tool_choice": choice, "parallel_tool_calls": False}
+            whole, streamed = await both(client, **fields, max_tokens=200, ignore_eos=False)
+            message = whole["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert message["content"] is None
+            assert call["type"] == "function"
+            assert call["id"]
+            assert call["function"]["name"] == "add"
+            arguments = json.loads(call["function"]["arguments"])
+            assert isinstance(arguments["a"], bool)
+            assert arguments["b"] in ("x", "y")
+            reason = "tool_calls" if choice == "required" else "stop"
+            assert whole["choices"][0]["finish_reason"] == reason
+            own = put_together(streamed)[0]
+            assert own["finish_reason"] == reason
+            assert own["tool_calls"][0]["name"] == "add"
+            assert json.loads(own["tool_calls"][0]["args"]) == arguments
+            await nothing_runs(client)
+
+    run(ask())
+
+
+def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
+    """The model is made to write one, by a grammar; that it is a call is the reader's finding."""
+    text = r'sure <tool_call>\n\{"name": "add", "arguments": \{"a": true\}\}\n</tool_call>'
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(
+                client,
+                tools=[ADD],
+                structured_outputs={"regex": text},
+                max_tokens=100,
+                ignore_eos=False,
+            )
+            message = whole["choices"][0]["message"]
+            assert message["content"].strip() == "sure"
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": True}
+            assert whole["choices"][0]["finish_reason"] == "tool_calls"
+            own = put_together(streamed)[0]
+            assert own["content"].strip() == "sure"
+            assert json.loads(own["tool_calls"][0]["args"]) == {"a": True}
+            unread, _ = await both(
+                client,
+                tools=[ADD],
+                tool_choice="none",
+                structured_outputs={"regex": text},
+                max_tokens=100,
+                ignore_eos=False,
+            )
+            assert "<tool_call>" in unread["choices"][0]["message"]["content"]
+
+    run(ask())
+
+
+def test_reasoning_goes_apart_or_is_left_out() -> None:
+    config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
+    fields = {
+        "structured_outputs": {"regex": "<think>hm</think>yes"},
+        "max_tokens": 60,
+        "ignore_eos": False,
+    }
+
+    async def ask() -> None:
+        async with serving(config) as client:
+            whole, streamed = await both(client, **fields)
+            message = whole["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == ("hm", "yes")
+            deltas = [event["choices"][0]["delta"] for event in streamed.events[:-1]]
+            assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+            assert "".join(delta.get("content") or "" for delta in deltas) == "yes"
+            quiet, streamed = await both(client, **fields, include_reasoning=False)
+            assert "reasoning" not in quiet["choices"][0]["message"]
+            assert b"hm" not in streamed.body
+
+    run(ask())
+
+
+def test_logprobs_are_those_of_the_tokens() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(client, logprobs=True, top_logprobs=2)
+            content = whole["choices"][0]["logprobs"]["content"]
+            assert len(content) == 12
+            text = b"".join(bytes(token["bytes"]) for token in content).decode()
+            assert text == whole["choices"][0]["message"]["content"]
+            for token in content:
+                assert len(token["top_logprobs"]) == 2
+                assert token["top_logprobs"][0]["logprob"] == token["logprob"]  # greedy
+            pieces = [event["choices"][0]["logprobs"] for event in streamed.events[:-1]]
+            tokens = [token for piece in pieces if piece for token in piece["content"]]
+            assert [token["token"] for token in tokens] == [token["token"] for token in content]
+            # The second time the prompt is found computed: equal up to rounding.
+            assert [token["logprob"] for token in tokens] == pytest.approx(
+                [token["logprob"] for token in content], abs=0.05
+            )
+            without, _ = await both(client)
+            assert without["choices"][0]["logprobs"] is None
+
+    run(ask())
+
+
+def test_the_last_message_can_be_gone_on_with() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            asked = {"messages": [*MESSAGES, {"role": "assistant", "content": "return"}]}
+            tokens = await client.post("/tokenize", {**asked, "continue_final_message": True,
+                                                     "add_generation_prompt": False})  # fmt: skip
+            said = await client.post("/detokenize", {"tokens": tokens.json["tokens"]})
+            assert said.json["prompt"] == PROMPT + "return"
+            whole, _ = await both(client, **asked, continue_final_message=True)
+            assert whole["usage"]["prompt_tokens"] == tokens.json["count"]
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"messages": []}, 400),
+        ({"messages": "hello"}, 400),
+        ({"messages": [{"role": "user"}]}, 400),
+        ({"messages": [{"content": "x"}]}, 400),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, 200),
+        ({"tools": [{"type": "function"}]}, 400),
+        ({"tools": [ADD] * 300}, 400),
+        ({"tool_choice": "required"}, 400),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "no"}}}, 400),
+        ({"tools": [ADD], "tool_choice": "required",
+          "response_format": {"type": "json_object"}}, 400),
+        ({"top_logprobs": 3}, 400),
+        ({"logprobs": True, "top_logprobs": 99}, 400),
+        ({"chat_template": "{{ messages }}"}, 400),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, 400),
+        ({"continue_final_message": True, "add_generation_prompt": True}, 400),
+        ({"max_completion_tokens": 0}, 400),
+        ({"model": "other"}, 404),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(fields: dict[str, Any], status: int) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            body = {"messages": MESSAGES, "max_tokens": 1, **fields}
+            answer = await client.post("/v1/chat/completions", body)
+            assert answer.status == status, answer.body
+            assert status == 200 or answer.error["message"]
+
+    run(ask())
+
+
+def test_what_an_answer_stopped_at_is_said() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            free, _ = await both(client)
+            stop = free["choices"][0]["message"]["content"][4:6]
+            whole, streamed = await both(client, stop=[stop])
+            assert whole["choices"][0]["stop_reason"] == stop
+            assert streamed.events[-2]["choices"][0]["stop_reason"] == stop
+
+    run(ask())

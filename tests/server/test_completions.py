@@ -1,0 +1,317 @@
+"""/v1/completions: the engine's own tokens, in OpenAI's form, whole and in pieces."""
+
+from typing import Any
+
+import pytest
+
+from engine.test_llm import demo
+from quire import LLM, SamplingParams
+from quire.engine.outputs import Completion
+from server.asking import Answer, Client, run, serving
+
+PROMPT = "def fibonacci(n):"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def engines_own(prompt: Any, **params: Any) -> Completion:
+    sampling = SamplingParams(temperature=0, ignore_eos=True, **params)
+    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
+        return llm.generate([prompt], sampling)[0]
+
+
+def texts(answer: Answer) -> dict[int, str]:
+    """Of a stream, by choice."""
+    found: dict[int, str] = {}
+    for event in answer.events[:-1]:
+        for choice in event["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+async def both(client: Client, **fields: Any) -> tuple[Any, Answer]:
+    body = {"prompt": PROMPT, **GREEDY, **fields}
+    whole = await client.post("/v1/completions", body)
+    assert whole.status == 200, whole.body
+    streamed = await client.post("/v1/completions", {**body, "stream": True})
+    assert streamed.status == 200
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.events[-1] == "[DONE]"
+    return whole.json, streamed
+
+
+def test_the_text_is_the_engines_whole_or_in_pieces() -> None:
+    expected = engines_own(PROMPT, max_tokens=24)
+
+    async def ask() -> None:
+        async with serving() as client:
+            whole, streamed = await both(client, max_tokens=24, return_token_ids=True)
+            choice = whole["choices"][0]
+            assert choice["text"] == expected.text
+            assert tuple(choice["token_ids"]) == expected.token_ids
+            assert tuple(choice["prompt_token_ids"]) == expected.prompt_token_ids
+            assert choice["finish_reason"] == "length"
+            assert whole["object"] == "text_completion"
+            assert whole["model"] == "demo"
+            assert whole["usage"] == {
+                "prompt_tokens": len(expected.prompt_token_ids),
+                "completion_tokens": 24,
+                "total_tokens": len(expected.prompt_token_ids) + 24,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+            assert texts(streamed) == {0: expected.text}
+            chunks = streamed.events[:-1]
+            assert [c["choices"][0]["finish_reason"] for c in chunks][-1] == "length"
+            assert all("usage" not in chunk for chunk in chunks)
+            assert len({chunk["id"] for chunk in chunks}) == 1
+
+    run(ask())
+
+
+def test_sixteen_tokens_where_nobody_says_how_many() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            whole, _ = await both(client)
+            assert whole["usage"]["completion_tokens"] == 16
+            short, _ = await both(client, prompt=[5] * 250)  # the context leaves six
+            assert short["usage"]["completion_tokens"] == 6
+
+    run(ask())
+
+
+def test_several_prompts_and_choices_are_numbered_through() -> None:
+    prompts = [PROMPT, "class Queue:", "import os"]
+    expected = [engines_own(prompt, max_tokens=6).text for prompt in prompts]
+
+    async def ask() -> None:
+        async with serving() as client:
+            whole, streamed = await both(client, prompt=prompts, max_tokens=6, n=2)
+            assert [c["index"] for c in whole["choices"]] == list(range(6))
+            by_choice = [text for text in expected for _ in range(2)]
+            assert [c["text"] for c in whole["choices"]] == by_choice
+            assert texts(streamed) == dict(enumerate(by_choice))
+
+    run(ask())
+
+
+def test_usage_comes_last_or_with_every_chunk() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            own: dict[str, Any] = {"prompt": list(range(20, 40)), "max_tokens": 5}
+            _, last = await both(client, **own, stream_options={"include_usage": True})
+            *chunks, usage, _ = last.events
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == 5
+            assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+            assert all("usage" not in chunk for chunk in chunks)
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            _, every = await both(client, **own, stream_options=options)
+            counts = [event["usage"]["completion_tokens"] for event in every.events[:-1]]
+            assert counts == sorted(counts)
+            assert counts[-1] == 5
+
+    run(ask())
+
+
+def test_echo_and_logprobs_are_those_of_the_engine() -> None:
+    expected = engines_own(PROMPT, max_tokens=4, logprobs=3, prompt_logprobs=3)
+
+    async def ask() -> None:
+        async with serving() as client:
+            whole, streamed = await both(client, max_tokens=4, logprobs=3, echo=True)
+            choice = whole["choices"][0]
+            assert choice["text"] == PROMPT + expected.text
+            said = choice["logprobs"]
+            tokens = [*expected.prompt_logprobs, *expected.choices[0].logprobs]
+            assert said["token_logprobs"] == [None, *(token.logprob for token in tokens)]
+            assert "".join(said["tokens"]) == PROMPT + expected.text
+            ends = [o + len(t) for o, t in zip(said["text_offset"], said["tokens"], strict=True)]
+            assert said["text_offset"] == [0, *ends[:-1]]
+            for token, top in zip(tokens, said["top_logprobs"][1:], strict=True):
+                assert set(top.values()) >= {logprob for _, logprob in token.top[:3]}
+                assert max(top.values()) == token.top[0][1]
+            pieces = [event["choices"][0]["logprobs"] for event in streamed.events[:-1]]
+            for name in said:
+                assert [item for piece in pieces for item in piece[name]] == said[name]
+
+    run(ask())
+
+
+def test_a_prompt_is_scored_without_generating() -> None:
+    """What lm-eval's ``local-completions`` asks for a loglikelihood."""
+    expected = engines_own(PROMPT, max_tokens=1, prompt_logprobs=1)
+
+    async def ask() -> None:
+        async with serving() as client:
+            whole, _ = await both(client, max_tokens=0, echo=True, logprobs=1)
+            choice = whole["choices"][0]
+            assert choice["text"] == PROMPT
+            scores = [token.logprob for token in expected.prompt_logprobs]
+            assert choice["logprobs"]["token_logprobs"] == [None, *scores]
+            assert whole["usage"]["completion_tokens"] == 0
+
+    run(ask())
+
+
+def test_stop_strings_seeds_biases_and_forms_reach_the_engine() -> None:
+    expected = engines_own(PROMPT, max_tokens=24)
+    stop = expected.text[6:8]
+
+    async def ask() -> None:
+        async with serving() as client:
+            stopped, streamed = await both(client, max_tokens=24, stop=stop)
+            assert stopped["choices"][0]["text"] == expected.text.split(stop)[0]
+            assert stopped["choices"][0]["finish_reason"] == "stop"
+            assert texts(streamed)[0] == stopped["choices"][0]["text"]
+            drawn = [
+                (await both(client, max_tokens=12, temperature=1.0, seed=seed))[0]["choices"][0]
+                for seed in (7, 7, 8)
+            ]
+            assert drawn[0] == drawn[1] != drawn[2]
+            forced, _ = await both(client, max_tokens=1, logit_bias={"17": 100})
+            assert forced["choices"][0]["text"] == demo().tokenizer.decode([17])
+            chosen, _ = await both(client, structured_outputs={"choice": ["yes", "no"]})
+            assert chosen["choices"][0]["text"] in ("yes", "no")
+            number, _ = await both(
+                client,
+                max_tokens=40,
+                ignore_eos=False,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "boolean"}},
+                },
+            )
+            assert number["choices"][0]["text"].strip() in ("true", "false")
+
+    run(ask())
+
+
+def test_the_second_who_begins_alike_says_what_was_cached() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            long = [7, 8, 9] * 20
+            first, _ = await both(client, prompt=long, max_tokens=2)
+            second, _ = await both(client, prompt=[*long, 11], max_tokens=2)
+            salted, _ = await both(client, prompt=long, max_tokens=2, cache_salt="mine")
+            cached = [
+                answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for answer in (first, second, salted)
+            ]
+            assert cached == [0, 48, 0]  # whole blocks
+
+    run(ask())
+
+
+def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            cut = await client.post(
+                "/v1/completions",
+                {"prompt": list(range(10, 40)), "truncate_prompt_tokens": 5, "max_tokens": 1,
+                 "return_token_ids": True},
+            )  # fmt: skip
+            assert cut.json["choices"][0]["prompt_token_ids"] == list(range(35, 40))
+            long = await client.post(
+                "/v1/completions",
+                {"prompt": [5] * 999, "truncate_prompt_tokens": -1, "max_tokens": 1},
+            )
+            assert long.json["usage"]["prompt_tokens"] == 255
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ""}, 400, None),
+        ({"prompt": [1, "a"]}, 400, "prompt"),
+        ({"prompt": [[1], "a"]}, 200, None),
+        ({"prompt": [10**6]}, 400, None),
+        ({"prompt": [True]}, 400, "prompt[0]"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": 10**9}, 400, "max_tokens"),
+        ({"max_tokens": 1.5}, 400, "max_tokens"),
+        ({"max_tokens": None}, 200, None),
+        ({"n": 0}, 400, "n"),
+        ({"n": 10**6}, 400, "n"),
+        ({"best_of": 10**6}, 400, "best_of"),
+        ({"best_of": 1}, 200, None),
+        ({"logprobs": 10**6}, 400, "logprobs"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"prompt_logprobs": -1}, 400, "prompt_logprobs"),
+        ({"temperature": -0.1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"frequency_penalty": 3}, 400, "frequency_penalty"),
+        ({"seed": 2**70}, 400, "seed"),
+        ({"stop": ["a"] * 1000}, 400, "stop"),
+        ({"stop": "a" * 5000}, 400, "stop"),
+        ({"stop": [""]}, 400, None),
+        ({"bad_words": ["a"] * 1000}, 400, "bad_words"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, 400, None),
+        ({"logit_bias": {"1": 1000}}, 400, "logit_bias[...]"),
+        ({"cache_salt": ""}, 400, "cache_salt"),
+        ({"cache_salt": "a" * 5000}, 400, "cache_salt"),
+        ({"suffix": "x"}, 400, "suffix"),
+        ({"allowed_token_ids": [3]}, 400, "allowed_token_ids"),
+        ({"use_beam_search": True}, 400, "use_beam_search"),
+        ({"use_beam_search": False, "length_penalty": 1, "kv_transfer_params": None}, 200, None),
+        ({"model": "gpt-9"}, 404, "model"),
+        ({"priority": 2**40}, 400, "priority"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
+        ({"structured_outputs": {"regex": "("}}, 400, None),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, 400, None),
+    ],
+)
+def test_every_field_has_bounds(fields: dict[str, Any], status: int, param: str | None) -> None:
+    answer = _asked_of_one_server({"prompt": PROMPT, "max_tokens": 2, **fields})
+    assert answer.status == status, answer.body
+    if status != 200:
+        assert answer.error["param"] == param, answer.error
+        assert answer.error["message"]
+        assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_what_can_never_fit_is_said_with_the_sum() -> None:
+    answer = _asked_of_one_server({"prompt": [5] * 100, "max_tokens": 157})
+    assert answer.status == 400
+    assert answer.error["code"] == "context_length_exceeded"
+    for number in ("157", "100", "257", "256", "156"):
+        assert number in answer.error["message"]
+    answer = _asked_of_one_server({"prompt": [5] * 300})
+    assert answer.status == 400
+    assert answer.error["code"] == "context_length_exceeded"
+
+
+def test_fields_that_mean_nothing_are_named() -> None:
+    answer = _asked_of_one_server({"prompt": PROMPT, "max_tokens": 1, "foo": 1, "a\nb": 2})
+    assert answer.status == 200
+    assert answer.headers["x-ignored-fields"] == "foo"
+
+
+def _asked_of_one_server(body: Any) -> Answer:
+    async def ask() -> Answer:
+        async with serving() as client:
+            return await client.post("/v1/completions", body)
+
+    return run(ask())
+
+
+def test_what_a_text_stopped_at_is_said() -> None:
+    expected = engines_own(PROMPT, max_tokens=24)
+    stop, token = expected.text[6:8], expected.token_ids[5]
+
+    async def ask() -> None:
+        async with serving() as client:
+            for fields, said in (
+                ({"stop": ["\u2603", stop]}, stop),
+                ({"stop_token_ids": [token]}, token),
+                ({"stop": "\u2603"}, None),
+            ):
+                whole, streamed = await both(client, max_tokens=24, **fields)
+                assert whole["choices"][0]["stop_reason"] == said
+                reasons = [event["choices"][0]["stop_reason"] for event in streamed.events[:-1]]
+                assert reasons[-1] == said
+                assert set(reasons[:-1]) <= {None}
+
+    run(ask())

@@ -1,0 +1,212 @@
+"""Requests made to cost more than they may: each is refused in words, and leaves nothing."""
+
+import gc
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from quire.config import ServerConfig
+from quire.server.guard.bodies import Bodies
+from quire.server.wire import body as body_module
+from quire.server.wire.body import parse
+from quire.server.wire.errors import Refused
+from server.asking import Client, nothing_runs, run, serving
+from server.sockets import listening, posting, until
+
+AT = "/v1/completions"
+BRIEF: dict[str, Any] = {"prompt": "def f(", "max_tokens": 2}
+DEEP: dict[str, Any] = {}
+for _ in range(200):
+    DEEP = {"type": "array", "items": DEEP}
+HALF = "\ud800"
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    return {**BRIEF, "structured_outputs": fields}
+
+
+REFUSED: list[Any] = [
+    # More values than anybody means.
+    b'{"prompt":[' + b"[]," * 300_000 + b"1]}",
+    b"{" + b",".join(b'"%d":1' % number for number in range(300_000)) + b"}",
+    {"prompt": [7] * 300_000},
+    {"prompt": "word " * 100_000},
+    {**BRIEF, "prompt": ["a"] * 1025},
+    {**BRIEF, "prompt": ["a"] * 1024, "n": 2},
+    {**BRIEF, "prompt": ["a"] * 10, "n": 128},
+    {**BRIEF, "prompt": ["a"] * 500, "max_tokens": 200, "logprobs": 20},
+    {**BRIEF, "prompt": [[7] * 250] * 250, "max_tokens": 0, "echo": True, "logprobs": 20},
+    # Numbers.
+    *({**BRIEF, name: value} for name in ("n", "best_of", "logprobs", "prompt_logprobs")
+      for value in (10**6, -(10**6), 2**70, 1e300, "1", True, [1], {"a": 1})),
+    *({**BRIEF, name: value} for name in ("max_tokens", "min_tokens", "seed", "top_k", "priority")
+      for value in (2**70, 1e300, "1", True, [1])),
+    *({**BRIEF, name: value}
+      for name in ("temperature", "top_p", "min_p", "frequency_penalty", "repetition_penalty")
+      for value in (-1e300, 1e300, 10**400, "1", True)),
+    {**BRIEF, "stop": ["a"] * 10**5},
+    {**BRIEF, "bad_words": ["a"] * 10**5},
+    {**BRIEF, "logit_bias": {str(number): 1 for number in range(2000)}},
+    {**BRIEF, "logit_bias": {"4096": 1}},
+    {**BRIEF, "logit_bias": {"-1": 1}},
+    # Texts that are none.
+    *({**BRIEF, name: HALF} for name in ("prompt", "stop", "cache_salt", "user", "model", HALF)),
+    *({**BRIEF, name: [HALF]} for name in ("prompt", "stop", "bad_words")),
+    *(form(**{name: HALF}) for name in ("regex", "grammar", "json")),
+    form(choice=[HALF]),
+    form(json={"const": HALF}),
+    b'{"prompt": "\xed\xa0\x80"}',
+    json.dumps(BRIEF).encode("utf-16"),
+    json.dumps(BRIEF).encode("utf-32-le"),
+    # Grammars.
+    form(json=DEEP),
+    form(json={"$ref": "#"}),
+    form(json={"$ref": "http://127.0.0.1:9/x"}),
+    form(json={"$ref": "file:///etc/passwd"}),
+    form(json={"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(6)]}
+                         for i in range(8)]}),
+    form(regex="a" * 100_000),
+    form(regex="(?=a)b"),
+    form(grammar="start: " + " | ".join(f'"t{number}"' for number in range(10_000))),
+    form(choice=["x" * 1000 + str(number) for number in range(1000)]),
+]  # fmt: skip
+
+ANSWERED: list[Any] = [
+    form(regex="((a{1,100}){1,100}){1,100}"),
+    form(regex="(a|aa)*" * 200),
+    form(regex=".*a.{1000}"),
+    form(json={"type": "array", "items": {"type": "string"}, "minItems": 10**6}),
+    form(json={"type": "string", "minLength": 10**9}),
+    form(grammar='start: start start | "a"'),
+    {**BRIEF, "stop": ["é" * 1024] * 64},
+    # A stop that is no token never comes; it must not be forbidden in anybody's logits either.
+    {**BRIEF, "stop_token_ids": [4096, 2**31 - 1], "min_tokens": 1},
+    {**BRIEF, "cache_salt": "\0"},
+    {**BRIEF, "cache_salt": "👩‍💻" * 100},
+    {**BRIEF, "prompt": "\0" * 10},
+    {**BRIEF, "prompt": "\ufeff\u202e\u0000👩‍💻"},
+    {**BRIEF, "user": "a\r\nx-injected: 1", "request_id": "a\r\nx-injected: 1"},
+    {**BRIEF, "prompt": ["a"] * 300, "max_tokens": 1},
+]
+
+
+async def ask_all(client: Client) -> None:
+    for number, body in enumerate(REFUSED):
+        answer = await client.post(AT, body)
+        assert 400 <= answer.status < 500, (number, str(body)[:80], answer.body[:300])
+        assert len(answer.error["message"]) < 500, (number, answer.error)
+    for body in ANSWERED:
+        answer = await client.post(AT, body)
+        assert answer.status == 200, (str(body)[:80], answer.body[:300])
+        assert "x-injected" not in answer.headers
+    await nothing_runs(client)
+
+
+def test_hostile_requests_are_refused_and_nothing_grows() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            await ask_all(client)  # what is kept once, grammars and tokens' texts, is there now
+            before = _kept()
+            await ask_all(client)
+            grown = _kept() - before
+            assert not grown, grown
+            assert client.service.bodies.num_bytes == 0
+            assert await client.service.llm.reset_prefix_cache()
+            assert (await client.service.llm.usage()).committed_bytes == 0
+
+    run(ask())
+
+
+def _kept() -> Counter[str]:
+    """Objects of what a request goes through, by type. What a model has recorded is its own."""
+    gc.collect()
+    names = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
+    rooms = ("quire.server", "quire.engine", "asyncio", "starlette", "_asyncio")
+    return Counter(name for name in names if name.startswith(rooms))
+
+
+@pytest.mark.full
+def test_two_thousand_hostile_requests_leave_the_process_as_large_as_it_was() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            rounds = -(-2000 // (len(REFUSED) + len(ANSWERED)))
+            for _ in range(rounds // 4):
+                await ask_all(client)
+            before = _resident_bytes()
+            for _ in range(rounds):
+                await ask_all(client)
+            grown = _resident_bytes() - before
+            print(f"{rounds * (len(REFUSED) + len(ANSWERED))} requests: {grown / 2**20:+.1f} MiB")
+            assert grown < 16 * 2**20
+
+    run(ask(), at_most_s=600)
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_body_of_too_many_values_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(Refused, match="commas and brackets"):
+        parse(b"[],[]," * 2**20)
+
+
+def test_bodies_in_memory_are_bounded_together() -> None:
+    bodies = Bodies(100)
+    with bodies.one() as first, bodies.one() as second:
+        first(60)
+        with pytest.raises(Refused) as refused:
+            second(41)
+        assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+        second(40)
+        assert bodies.num_bytes == 100
+    assert bodies.num_bytes == 0
+
+    async def ask() -> None:
+        async with listening(ServerConfig(max_request_bytes=1024)) as server:
+            own = server.client.service.bodies
+            data = posting(b"x" * 1024, "/tokenize")
+            peers = [await server.connect() for _ in range(16)]
+            for peer in peers:
+                await peer.send(data[:-1])
+            await until(lambda: own.num_bytes == 16 * 1023)
+            late = await server.connect()
+            await late.send(data)
+            assert (await late.answer())[0] == 503
+            for peer in peers:
+                peer.close()
+            await until(lambda: not own.num_bytes)
+            again = await server.connect()
+            await again.send(posting({"prompt": "a"}, "/tokenize"))
+            assert (await again.answer())[0] == 200
+
+    run(ask())
+
+
+def test_ids_that_clients_choose_mean_nothing() -> None:
+    """Two at once with the same one are two requests; what could be a header is never one."""
+
+    async def ask() -> None:
+        async with serving() as client:
+            body = {**BRIEF, "request_id": "same", "stream": True, "max_tokens": 20}
+            calls = [client.call(AT, body, x_request_id="same") for _ in range(4)]
+            ids = set()
+            for call in calls:
+                answer = await call.whole()
+                assert answer.headers["x-request-id"] == "same"
+                assert answer.events[-1] == "[DONE]"
+                ids.add(answer.events[0]["id"])
+            assert len(ids) == 4
+            for odd in ("a\r\nx-injected: 1", "a" * 1000, "é", "\0", " ", "a b"):
+                answer = await client.post(AT, BRIEF, x_request_id=odd)
+                assert answer.headers["x-request-id"] not in ("", odd)
+                assert "x-injected" not in answer.headers
+            answer = await client.post(AT, {**BRIEF, "a\r\nx-injected": 1, "b": 2})
+            assert answer.headers["x-ignored-fields"] == "b"
+
+    run(ask())

@@ -1,0 +1,134 @@
+"""Keys: who is let in, and whose cache it is. No route is open by accident."""
+
+import contextlib
+import hmac
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from quire.config import ServerConfig
+from quire.server.dashboard.files import FILES
+from quire.server.guard import keys as keys_module
+from quire.server.guard.keys import Keys
+from quire.server.wire.errors import Refused
+from server.asking import Client, run, serving
+
+OPEN = {"/health", "/ping", *FILES}  # the page's files say nothing of anybody
+KEYED = ServerConfig(api_key=("alice-key", "bob-key"))
+PROMPT = list(range(20, 84))  # four blocks: all but the last token can be found
+
+
+def test_every_route_but_the_open_ones_wants_a_key() -> None:
+    async def ask() -> None:
+        async with serving(KEYED) as client:
+            seen = set()
+            for route in client.app.routes:
+                assert isinstance(route, Route), route
+                path = route.path.replace("{name:path}", "demo").replace("{id}", "x")
+                for method in sorted((route.methods or set()) - {"HEAD"}):
+                    for headers in ({}, {"authorization": "Bearer wrong"}, {"x_api_key": "bob"}):
+                        call = client.call(path, {}, method=method, **headers)
+                        answer = await call.whole()
+                        if route.path in OPEN:
+                            assert answer.status == 200
+                            seen.add(route.path)
+                        else:
+                            assert answer.status == 401, (route.path, method, headers)
+            assert seen == OPEN
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1/models", "/v1//models", "/v1/models/", "/v1/./models", "/health/../v1/models"),
+        *("/V1/models", "/v1/models/..", "/health//", "/%76%31/models", "/v1/models;/health"),
+        *("/health/v1/models", "/ping/../metrics", "\\v1\\models", "/v1/models\0", ""),
+    ],
+)
+def test_no_spelling_of_a_path_leads_around_the_guard(path: str) -> None:
+    async def ask() -> None:
+        async with serving(KEYED) as client:
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "TRACE"):
+                answer = await client.call(path, method=method).whole()
+                assert answer.status in (401, 404, 405, 307), answer.body
+                assert b"demo" not in answer.body
+
+    run(ask())
+
+
+def test_both_ways_of_sending_a_key_are_understood() -> None:
+    known = Keys(["alice-key", "bob-key"])
+    alice = known.caller({"authorization": "Bearer alice-key"})
+    assert known.caller({"x-api-key": "alice-key"}) == alice
+    assert known.caller({"authorization": "bearer  alice-key "}) == alice
+    bob = known.caller({"x-api-key": "bob-key"})
+    assert bob != alice
+    assert alice.salt != bob.salt
+    for headers in ({}, {"authorization": "Basic alice-key"}, {"authorization": "Bearer "},
+                    {"x-api-key": "\udcff"}, {"authorization": "Bearer alice-ke"}):  # fmt: skip
+        with pytest.raises(Refused) as refused:
+            known.caller(headers)
+        assert refused.value.status == 401
+
+
+def test_each_key_is_compared_whole_whatever_the_others_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return hmac.compare_digest(given, known)
+
+    monkeypatch.setattr(keys_module, "compare_digest", compare)
+    known = Keys(["first", "second", "third"])
+    for key in ("first", "third", "none", "x" * 10_000):
+        compared.clear()
+        with contextlib.suppress(Refused):
+            known.caller({"x-api-key": key})
+        assert len(compared) == 3
+        assert {len(part) for pair in compared for part in pair} == {32}
+
+
+def test_without_keys_whoever_asks_is_let_in_and_shares() -> None:
+    open_to_all = Keys([])
+    assert open_to_all.caller({}) == open_to_all.caller({"x-api-key": "anything"})
+
+
+def test_tenants_never_hit_each_others_prefixes() -> None:
+    async def cached(client: Client, **fields: Any) -> int:
+        body = {"prompt": PROMPT, "max_tokens": 1, **fields}
+        answer = await client.post("/v1/completions", body)
+        assert answer.status == 200
+        details: int = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return details
+
+    async def ask() -> None:
+        async with serving(KEYED) as nobody:
+            alice, bob = nobody.with_key("alice-key"), nobody.with_key("bob-key")
+            assert await cached(alice) == 0
+            assert await cached(bob) == 0
+            assert await cached(alice) == len(PROMPT) - 1
+            assert await cached(bob) == len(PROMPT) - 1
+            # A salt divides one tenant's cache; another's cannot be reached with any.
+            assert await cached(alice, cache_salt="x") == 0
+            assert await cached(alice, cache_salt="x") == len(PROMPT) - 1
+            assert await cached(bob, cache_salt="x") == 0
+            for caller in nobody.service.keys._callers:
+                assert await cached(bob, cache_salt=caller.salt) == 0
+
+    run(ask())
+
+
+def test_metrics_can_be_left_open() -> None:
+    async def ask() -> None:
+        async with serving(ServerConfig(api_key=("k",), unguarded_metrics=True)) as client:
+            answer = await client.get("/metrics")
+            assert answer.status == 200
+            assert b"vllm:num_requests_running" in answer.body
+            assert (await client.get("/v1/models")).status == 401
+
+    run(ask())

@@ -1,0 +1,208 @@
+"""The server's process: what it says, how it ends, and what it refuses before a model is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.cli import main
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+from quire.server.listen import open_doors
+from quire.server.stop import StopSignals
+from server.process import body, events, running
+
+SECRET = "def a_name_that_no_log_may_have():"
+
+
+def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
+    flags = ("-tp", "1", "--served-model-name", "mine", "--num-gpu-blocks-override", "300")
+    with running(*flags) as process:
+        for said in ("-tp 1 changes nothing: there is one device", "mine at http://127.0.0.1:"):
+            assert said in " ".join(process.log.split())
+        for said in ("tokens fit", "of this machine only, no key needed", "KV memory 18.75 MiB"):
+            assert said in " ".join(process.log.split())
+        with httpx.Client(base_url=process.url, timeout=60) as client:
+            health = client.get("/health", params={"key": "in-the-query"})
+            assert "server" not in health.headers
+            assert client.get("/nothing", params={"key": "in-the-query"}).status_code == 404
+            asked = {**body(SECRET, 600), "model": "mine"}
+            with client.stream("POST", "/v1/completions", json=asked) as response:
+                pieces = events(response)
+                next(pieces)
+                process.child.send_signal(signal.SIGTERM)
+                process.wait_for("told to stop")
+                with httpx.Client(base_url=process.url) as another:
+                    refused = another.post("/v1/completions", json={**asked, "stream": False})
+                    assert refused.status_code == 503
+                    assert int(refused.headers["retry-after"]) > 0
+                *_, last, done = pieces
+        assert last is not None
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert done is None
+        assert process.end() == 0
+        assert '"GET /nothing HTTP/1.1" 404' in process.log
+        for private in ("in-the-query", "a_name_that_no_log_may_have", "Traceback"):
+            assert private not in process.log
+
+
+def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
+    with (
+        running("--shutdown-timeout", "0.2", "--host", "0.0.0.0") as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=body("import os", 2000)) as response:
+            pieces = events(response)
+            next(pieces)
+            assert "host=0.0.0.0 lets others ask, and no API key is set" in process.log
+            assert "from everywhere, no key needed" in " ".join(process.log.split())
+            process.child.send_signal(signal.SIGINT)
+            *_, last, done = pieces
+        assert last is not None
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert done is None
+        assert process.end() == 0
+        assert "after 0.2 s (shutdown_timeout) what still runs is aborted" in process.log
+        assert "Traceback" not in process.log
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    transport = httpx.HTTPTransport(uds=str(path))
+    with (
+        running("--uds", str(path), "--shutdown-timeout", "600") as process,
+        httpx.Client(base_url=process.url, transport=transport, timeout=60) as client,
+    ):
+        assert path.is_socket()
+        with client.stream("POST", "/v1/completions", json=body("import os", 2000)) as response:
+            pieces = events(response)
+            next(pieces)
+            process.child.send_signal(signal.SIGTERM)
+            process.wait_for("told to stop")
+            process.child.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(pieces)
+        assert process.end() == 0
+        assert not path.exists()
+
+
+FAILING = """
+from quire.config import ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.server.run import serve
+import sys
+
+def fail(usage):
+    raise OSError("the device is gone")
+
+def announce(facts):
+    print(f"{facts.url} memory page", file=sys.stderr, flush=True)
+
+config = ServerConfig(port=0)
+sys.exit(serve(config, lambda: AsyncLLM(observe=fail), announce=announce, last_words_s=60))
+"""
+
+
+def test_an_engine_that_fails_shows_in_health_and_then_ends_the_process() -> None:
+    with (
+        running(script=FAILING) as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        answer = client.post("/v1/completions", json={**body("import os", 5), "stream": False})
+        assert answer.status_code == 500
+        assert client.get("/health").status_code == 503
+        process.wait_for("the engine has failed (the engine has failed: OSError")
+        process.child.send_signal(signal.SIGTERM)  # for those who do not want to wait
+        assert process.end() == 1
+
+
+# -- before anything is loaded ---------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys, "argv", ["quire", "serve", "./no-model", "--port", port])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"port={port} cannot be listened at: something listens there already" in err
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a..b"])
+def test_a_host_that_is_none_names_the_option(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^host="):
+        open_doors(ServerConfig(host=host, port=0))
+
+
+def test_a_name_of_two_addresses_has_one_port() -> None:
+    doors = open_doors(ServerConfig(host="localhost", port=0))
+    assert len({each.getsockname()[1] for each in doors.sockets}) == 1
+    doors.close()
+    assert doors.sockets == []
+
+
+def test_pieces_of_an_answer_are_not_held_back() -> None:
+    async def accepted() -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def met(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            own = writer.get_extra_info("socket")
+            told.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        doors = open_doors(ServerConfig(port=0))
+        async with await asyncio.start_server(met, sock=doors.sockets[0]):
+            host, port = doors.sockets[0].getsockname()
+            _, writer = await asyncio.open_connection(host, port)
+            try:
+                return await told
+            finally:
+                writer.close()
+
+    assert asyncio.run(accepted())
+
+
+def test_a_socket_that_nobody_listens_at_makes_way(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    doors = open_doors(ServerConfig(uds=str(path)))
+    doors.sockets[0].listen()
+    with pytest.raises(ConfigError, match="in use: something listens there already"):
+        open_doors(ServerConfig(uds=str(path)))
+    assert path.is_socket()
+    doors.close()
+    assert not path.exists()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there, and no socket"):
+        open_doors(ServerConfig(uds=str(path)))
+    assert path.read_text() == "mine"
+
+
+def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cert.pem"
+    path.write_text("nothing")
+    with pytest.raises(ConfigError, match=r"ssl_certfile=.* is no certificate with its key"):
+        open_doors(ServerConfig(ssl_certfile=str(path), port=0))
+
+
+def test_a_signal_before_the_start_ends_loading_and_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end, StopSignals(lambda: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert end.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is before

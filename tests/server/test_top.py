@@ -1,0 +1,169 @@
+"""``quire top``: the feed as text, from a server and from frames."""
+
+import asyncio
+import socket
+from typing import Any
+
+import msgspec
+import uvicorn
+from rich.console import Console
+from typer.testing import CliRunner
+
+from engine.test_llm import demo
+from quire import AsyncLLM, SamplingParams
+from quire.cli import app
+from quire.cli.top_view import View
+from quire.config import ServerConfig
+from quire.server.app import make_app
+from quire.server.dashboard.frames import (
+    About,
+    Cells,
+    Counters,
+    Frame,
+    GroupAbout,
+    Memory,
+    SequenceFrame,
+)
+from server.asking import run
+
+ABOUT = About(
+    model="demo",
+    strategy="paged",
+    block_size=16,
+    max_model_len=512,
+    max_num_seqs=8,
+    chats=False,
+    rule="given",
+    bound="kv_cache_memory_bytes",
+    ledger=(),
+    groups=(
+        GroupAbout(
+            label="full attention, 8 layers", cell_tokens=16, cell_bytes=1024, in_rows=False
+        ),
+    ),
+)
+NOTHING = Counters()
+
+
+def a_frame(**changed: Any) -> Frame:
+    sequences = tuple(
+        SequenceFrame(
+            id=number,
+            state="running",
+            tokens=40,
+            prompt=32,
+            computed=39,
+            cached=16,
+            max_tokens=132,
+            preemptions=0,
+            tables=((0, 3),),
+        )
+        for number in (4, 9)
+    )
+    frame = Frame(
+        cells=(
+            Cells(
+                num_cells=8,
+                num_shown=8,
+                each=1,
+                row_cells=0,
+                counts=(1, 1, 1, 2, 1, 2),
+                states="shhcre..",
+                fills="99990000",
+                holders=(4, 2, 9, 1, -1, 1, 9, 1, -1, 3),
+            ),
+        ),
+        sequences=sequences,
+        num_running=2,
+        num_waiting=1,
+        num_more=1,
+        memory=Memory(
+            reserved=8192, committed=6144, used=3072, cached=1024, ceiling=8192, capacity=8192
+        ),
+        counters=NOTHING,
+        elastic="",
+    )
+    return msgspec.structs.replace(frame, **changed)
+
+
+def text_of(view: View, width: int = 80) -> str:
+    console = Console(width=width, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
+
+
+def test_a_view_says_what_the_frame_says_in_eighty_columns() -> None:
+    text = text_of(View("http://here", ABOUT, a_frame(), 0.0))
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "#ABo/_··" in lines
+    assert "6.00 KiB committed of 8.00 KiB" in lines
+    assert "2 running, 1 waiting   – tokens/s   hit rate –   0 preemptions" in lines
+    assert "# 1 shared   A 2 held   / 1 spare   o 1 cached   _ 1 empty   · 2 not committed" in lines
+    assert any(line.split()[:4] == ["A", "4", "running", "39"] for line in lines)
+    assert "and 1 more" in text
+
+
+def test_rates_are_of_the_last_seconds_and_letters_stay() -> None:
+    view = View("http://here", ABOUT, a_frame(), 0.0)
+    left = a_frame().sequences[1:]
+    counted = Counters(queries=100, hits=75, generated=90, preemptions=2)
+    later = view.then(a_frame(sequences=left, counters=counted), 2.0)
+    text = text_of(later)
+    assert "45 tokens/s   hit rate 75 %   2 preemptions" in text
+    assert "\nB  9" in text
+    assert "trying again" in text_of(later.lost())
+
+
+def test_a_large_picture_is_thinned() -> None:
+    cells = Cells(
+        num_cells=40_000,
+        num_shown=40_000,
+        each=10,
+        row_cells=0,
+        counts=(0, 0, 0, 9_900, 0, 30_100),
+        states="h" * 1000 + "." * 3000,
+        fills="9" * 4000,
+        holders=(4, 1000, -1, 3000),
+    )
+    lines = text_of(View("http://here", ABOUT, a_frame(cells=(cells,)), 0.0)).splitlines()
+    assert sum("··" in line or "AA" in line for line in lines if "committed" not in line) <= 16
+    assert any("40 cells a sign" in line for line in lines)
+    assert "A 9,900 held   · 30,100 not committed" in [line.rstrip() for line in lines]
+
+
+def test_once_asks_a_server_and_ends() -> None:
+    async def body() -> None:
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with AsyncLLM(demo(), max_model_len=256, kv_cache_memory_bytes="8MB") as llm:
+            await llm.complete("def f(x):\n    return x\n" * 4, SamplingParams(max_tokens=8))
+            served = make_app(llm, ServerConfig(api_key=("sesame",)))
+            server = uvicorn.Server(uvicorn.Config(served, log_config=None))
+            serving = asyncio.create_task(server.serve([listening]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            command = ["top", "--url", url, "--once"]
+            refused = await asyncio.to_thread(CliRunner().invoke, app, command)
+            assert "an API key is needed" in str(refused.exception)
+            command += ["--api-key", "sesame"]
+            shown = await asyncio.to_thread(CliRunner().invoke, app, command)
+            assert shown.exit_code == 0, shown.exception
+            assert "demo, paged" in shown.output
+            assert "cached" in shown.output
+            assert "0 running, 0 waiting" in shown.output
+            server.should_exit = True
+            await serving
+        listening.close()
+
+    run(body())
+
+
+def test_where_no_server_is_it_says_so() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        found = CliRunner().invoke(app, ["top", "--url", url, "--once"])
+    assert f"no memory feed at {url}" in str(found.exception)
