@@ -133,6 +133,14 @@ def test_bad_input_is_one_clear_line(
     assert said in " ".join(captured.err.split())
 
 
+def test_quantization_is_asked_of_the_loader(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)  # as if it were not installed
+    assert quire(monkeypatch, "generate", "--quantization", "int8") == 1
+    assert "quantization=int8 needs torchao" in " ".join(capsys.readouterr().err.split())
+
+
 def test_doctor_prints_the_machine_the_ledger_and_the_other_rules(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,5 +215,6 @@ def test_help_names_every_engine_option(
     out = capsys.readouterr().out
     for option in fields(EngineConfig):
         assert "--" + option.name.replace("_", "-") in out
+    assert "quire[int8]" in out, "brackets are no markup"
     assert quire(monkeypatch, "--help") == 0
     assert "QUIRE_<OPTION>" in capsys.readouterr().out

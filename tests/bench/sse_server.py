@@ -1,4 +1,4 @@
-"""A small server of OpenAI's /v1/completions, that answers as it is told to."""
+"""A small server of OpenAI's completions and chat, that answers as it is told to."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ class Behaviour:
         self.status = 200
         self.models: Any = {"data": [{"id": "tiny"}]}
         self.first_event = ""
+        self.has_chat = True
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
 
     def events(self, body: dict[str, Any]) -> list[str]:
-        count = body["max_tokens"]
-        events = [json.dumps({"choices": [{"text": f" t{i}"}]}) for i in range(count)]
+        count = body.get("max_tokens", 3)
+        chats = "messages" in body
+        texts = [f" t{i}" for i in range(count)]
+        choices = [{"delta": {"content": text}} if chats else {"text": text} for text in texts]
+        choices[-1]["finish_reason"] = "stop"
+        events = [json.dumps({"choices": [choice]}) for choice in choices]
         if self.tells_usage:
             usage = {
-                "prompt_tokens": len(body["prompt"]),
+                "prompt_tokens": len(body["messages" if chats else "prompt"]),
                 "completion_tokens": count,
                 "prompt_tokens_details": {"cached_tokens": 2},
             }
@@ -56,6 +61,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.behaviour.asked.append((self.path, body))
         self.behaviour.headers.append(dict(self.headers.items()))
+        if "messages" in body and not self.behaviour.has_chat:
+            self.behaviour.status = 400
+            said = {"error": {"message": "this model has no chat template"}}
+            self._answer(json.dumps(said).encode(), "application/json")
+            self.behaviour.status = 200
+            return
         if self.behaviour.status != 200:
             self._answer(b'{"error": "the prompt is too long"}', "application/json")
             return

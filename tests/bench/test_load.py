@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from bench.sse_server import Behaviour, Framing, serving
-from quire.bench.http import Http
 from quire.bench.load import Outcome, Piece, send, send_all
 from quire.bench.server import CompletionsServer, first_model
 from quire.bench.workload import Query
 from quire.errors import ConfigError
+from quire.http import Http
 
 QUERY = Query(token_ids=[5, 6, 7], max_tokens=4)
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.bench.http import Http
 from quire.bench.load import Piece
 from quire.bench.workload import Query
 from quire.errors import ConfigError
+from quire.http import Http
 
 
 class CompletionsServer:

@@ -1,4 +1,5 @@
-"""The command line: ``quire generate``, ``compare``, ``bench`` and ``doctor``.
+"""The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``bench``,
+``top`` and ``doctor``.
 
 Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
 """
@@ -10,10 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from quire.cli.bench import bench
+from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
-from quire.config import wait_patiently
+from quire.cli.serve import serve
+from quire.cli.top import top
+from quire.cli.vllm import VllmCommand
+from quire.config import keep_few_shapes, wait_patiently
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -21,17 +26,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="KV-cache memory for LLM inference: four strategies, one interface, accounted in bytes.",
-    epilog="Start with: quire compare. Any engine option may also be set as QUIRE_<OPTION>, e.g. "
-    "QUIRE_BUDGET=vllm.",
+    epilog="Start with: quire serve, or quire compare. Any option of engine and server may also be "
+    "set as QUIRE_<OPTION>, e.g. QUIRE_BUDGET=vllm.",
 )
 
-for _command in (generate, compare, bench, doctor):
+app.command(cls=VllmCommand)(serve)
+for _command in (chat, generate, compare, bench, top, doctor):
     app.command()(_command)
 
 
 def main() -> None:
     """Run the command line; a Quire error is said on standard error, with exit code 1."""
     wait_patiently()
+    keep_few_shapes()
     try:
         app()
     except QuireError as error:

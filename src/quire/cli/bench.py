@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.bench.here import CacheWatch, EngineHere, vocabulary_of
-from quire.bench.http import Http
 from quire.bench.load import Outcome, Target, send_all
 from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles
 from quire.bench.report import table
 from quire.bench.server import CompletionsServer, first_model
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
-from quire.cli.options import Temperature, load_model, with_engine_options
+from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
+from quire.http import Http
 
 
 def _flag(panel: str, help: str, *names: str) -> Any:
@@ -172,14 +172,14 @@ class _Run:
     def here(self, model: str | None, engine: dict[str, Any]) -> _Measured:
         """An engine of this process. Raises: RequestError if no request succeeds."""
         config = EngineConfig.from_options(**engine)
-        loaded = load_model(model, config.dtype, self.console)
+        loaded = load_model(model, config, self.console)
         from quire.engine.async_llm import AsyncLLM
 
         watch = CacheWatch()
 
         async def measure() -> _Measured:
             with self.console.status("preparing the cache …"):
-                llm = AsyncLLM(loaded, observe=watch, **engine)
+                llm = AsyncLLM(loaded, observe=watch, **engine_of(engine))
             async with llm:
                 target = EngineHere(llm, temperature=self.temperature, ignore_eos=self.ignore_eos)
                 vocabulary = vocabulary_of(llm)

@@ -12,6 +12,7 @@ from quire.cli.options import (
     MaxTokens,
     Model,
     Temperature,
+    engine_of,
     load_model,
     plain_table,
     with_engine_options,
@@ -48,7 +49,7 @@ def compare(
         raise ConfigError(f"--output {output}: no such folder")
     prompts = prompt or list(PROMPTS)
     console = Console(stderr=True)
-    loaded = load_model(model, config.dtype, console)
+    loaded = load_model(model, config, console)
     params = [
         SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
         for length in lengths(len(prompts), max_tokens)
@@ -59,7 +60,7 @@ def compare(
             prompts,
             params,
             report=lambda name: status.update(f"{len(prompts)} prompts under {name} …"),
-            **engine,
+            **engine_of(engine),
         )
     subtitle = (
         f"{loaded.name} model, context {config.max_model_len or loaded.spec.max_model_len:,}; "

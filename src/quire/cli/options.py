@@ -6,11 +6,13 @@ Flags of the engine are made from ``EngineConfig``, so that an option is describ
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quire.config import EngineConfig
@@ -24,36 +26,62 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy: the likeliest tok
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a flag for each field of ``EngineConfig``.
+    """Give a command a flag for each field of ``EngineConfig``, as ``with_options``."""
+    return with_options(engine=EngineConfig)(command)
 
-    It receives those that were given as ``engine``; what was not, the environment may say.
+
+def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for each field of these configs, in panels of their own.
+
+    It receives those that were given as ``engine``, ``server``, …; what was not, the environment
+    may say. If it wants the ``context``, it gets that too.
     """
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "engine"]
-    flags = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if option.default is MISSING else option.default,
-            annotation=Annotated[
-                option.metadata.get("flag_type", option.type),
-                typer.Option(help=option.metadata["help"], rich_help_panel="Engine"),
-            ],
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command).parameters.values()
+        takes_context = any(parameter.name == "context" for parameter in signature)
+        own = [p for p in signature if p.name not in configs and p.name != "context"]
+        flags = {
+            name: [_flag(option, panel=name.capitalize()) for option in fields(config)]
+            for name, config in configs.items()
+        }
+
+        def run(context: typer.Context, **values: Any) -> None:
+            for name, several in flags.items():
+                given = {flag.name: values.pop(flag.name) for flag in several}
+                values[name] = {
+                    flag: value for flag, value in given.items() if _was_typed(context, flag)
+                }
+            command(**values, **({"context": context} if takes_context else {}))
+
+        context = inspect.Parameter(
+            "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
         )
-        for option in fields(EngineConfig)
-    ]
-    names = {flag.name for flag in flags}
+        parameters = [context, *own, *chain.from_iterable(flags.values())]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
 
-    def run(context: typer.Context, **values: Any) -> None:
-        engine = {name: values.pop(name) for name in names}
-        typed = {name: value for name, value in engine.items() if _was_typed(context, name)}
-        command(**values, engine=typed)
+    return decorate
 
-    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *own, *flags]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+
+def _flag(option: Any, *, panel: str) -> inspect.Parameter:
+    """What typer makes a flag of."""
+    kind = option.metadata.get("flag_type", option.type)
+    default = None if option.default in (MISSING, ()) else option.default
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[
+            kind,
+            typer.Option(
+                help=escape(option.metadata["help"]),
+                rich_help_panel=option.metadata.get("panel", panel),
+            ),
+        ],
+    )
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
@@ -61,23 +89,33 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def load_model(model: str | None, dtype: str, console: Console) -> Any:
+def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
     """A model, its tokenizer and its spec."""
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     from quire.models.loader import load
 
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
-    return load(model, dtype=dtype, show_progress=model is not None)
+    return load(
+        model,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        show_progress=model is not None,
+    )
+
+
+def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an engine around a model that ``load_model`` has loaded as they say."""
+    return {**loaded_options, "quantization": None}
 
 
 def load_llm(model: str | None, engine: dict[str, Any]) -> Any:
     """The engine's model and cache; says on standard error what it waits for."""
     console = Console(stderr=True)
-    loaded = load_model(model, EngineConfig.from_options(**engine).dtype, console)
+    loaded = load_model(model, EngineConfig.from_options(**engine), console)
     with console.status("preparing the cache …"):
         from quire.engine.llm import LLM
 
-        return LLM(loaded, **engine)
+        return LLM(loaded, **engine_of(engine))
 
 
 def plain_table(title: str, first: str, *columns: str) -> Table:

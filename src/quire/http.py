@@ -1,4 +1,7 @@
-"""As much of HTTP/1.1 as a benchmark needs: one request a connection, answers read as they come."""
+"""As much of HTTP/1.1 as a client of OpenAI's API needs.
+
+One request a connection, answers read as they come.
+"""
 
 import asyncio
 import json
@@ -11,6 +14,22 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigError
 
 Reader: TypeAlias = asyncio.StreamReader
+
+
+class RefusedByServer(ValueError):
+    """It answered, with another status than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:300]}")
+        self.status, self.text = status, text
+
+    @property
+    def reason(self) -> str:
+        """OpenAI's message, if it is in there; else the beginning of what came."""
+        try:
+            return str(json.loads(self.text)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return self.text[:300] or f"HTTP {self.status}"
 
 
 class Http:
@@ -35,7 +54,7 @@ class Http:
         self._headers = headers or {}
 
     async def get(self, path: str) -> Any:
-        """A JSON answer. Raises: OSError, ValueError."""
+        """A JSON answer. Raises: OSError, ValueError; of these RefusedByServer, as do all."""
         lines = [line async for line in self._lines("GET", path, None)]
         return json.loads(b"".join(lines))
 
@@ -49,6 +68,20 @@ class Http:
                         return
                     yield data
         raise ValueError("the stream ended before its [DONE]")
+
+    async def follow(self, path: str) -> AsyncIterator[tuple[str, str]]:
+        """Server-sent events of a GET, (name, data), until the server ends them.
+
+        Raises: OSError, ValueError.
+        """
+        name = "message"
+        async with aclosing(self._lines("GET", path, None)) as lines:
+            async for line in lines:
+                if line.startswith(b"event:"):
+                    name = line[6:].strip().decode()
+                elif line.startswith(b"data:"):
+                    yield name, line[5:].strip().decode()
+                    name = "message"
 
     async def _lines(
         self, method: str, path: str, body: dict[str, Any] | None
@@ -68,7 +101,7 @@ class Http:
             parts = _chunks(reader) if chunked else _body(reader, length)
             if status != 200:
                 text = b"".join([part async for part in parts]).decode(errors="replace")
-                raise ValueError(f"HTTP {status}: {text[:300]}")
+                raise RefusedByServer(status, text)
             rest = b""
             async for part in parts:
                 *lines, rest = (rest + part).split(b"\n")

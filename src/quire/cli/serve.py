@@ -1,0 +1,136 @@
+"""``quire serve``: a model behind OpenAI's API, with vLLM's flags."""
+
+import logging
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from quire.cli.options import engine_of, load_model, with_options
+from quire.cli.vllm import notes_of
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.units import format_bytes, format_count
+
+log = logging.getLogger(__name__)
+
+
+@with_options(server=ServerConfig, engine=EngineConfig)
+def serve(
+    *,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        typer.Option(help="KV memory in blocks of all layers together: vLLM's.", hidden=True),
+    ] = None,
+    server: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP: OpenAI's and Anthropic's API, metrics, and a page of its memory.
+
+    Flags of vllm serve work; what one of them means here is said at the start.
+
+    \b
+    quire serve
+    quire serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory-bytes 4GiB
+    quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt --served-model-name mine
+    quire serve --uds /run/quire.sock --shutdown-timeout 120
+
+    Then: curl http://127.0.0.1:8000/v1/models, or quire chat.
+    """
+    from quire.server.run import serve as run
+
+    config = ServerConfig.from_options(**server)
+    own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
+    console = Console(stderr=True)
+
+    def load() -> Any:
+        for note in notes_of(context):
+            log.info("%s", note)
+        _warn_if_open(config)
+        loaded = load_model(model, own, console)
+        options = dict(engine)
+        if num_gpu_blocks_override is not None:
+            options |= _blocks(num_gpu_blocks_override, loaded.spec, own)
+        from quire.engine.async_llm import AsyncLLM
+
+        return AsyncLLM(loaded, **engine_of(options))
+
+    code = run(config, load, announce=lambda facts: _announce(console, facts))
+    if code:
+        raise typer.Exit(code)
+
+
+def _blocks(count: int, spec: Any, config: EngineConfig) -> dict[str, int]:
+    """Blocks in bytes. Raises: ConfigError."""
+    from quire.engine.sizing import stored_spec
+
+    if count < 1:
+        raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")
+    if config.kv_cache_memory_bytes is not None:
+        raise ConfigError(
+            f"num_gpu_blocks_override={count} and kv_cache_memory_bytes say the same: give one"
+        )
+    block_bytes = config.block_size * stored_spec(config, spec).bytes_per_token
+    log.info(
+        "num_gpu_blocks_override: %s blocks of %s tokens and %s are kv_cache_memory_bytes=%s",
+        format_count(count),
+        format_count(config.block_size),
+        format_bytes(block_bytes),
+        format_bytes(count * block_bytes),
+    )
+    return {"kv_cache_memory_bytes": count * block_bytes}
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    if not config.is_local and not config.api_key:
+        log.warning(
+            "host=%s lets others ask, and no API key is set: everybody who reaches this machine "
+            "may use the model. Set --api-key @FILE, or --host 127.0.0.1 behind a proxy that asks "
+            "who they are",
+            config.host,
+        )
+
+
+def _announce(console: Console, facts: Any) -> None:
+    """The block that says what is served, where, and with how much memory."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    keys = f"{facts.num_keys} API key{'s' * (facts.num_keys != 1)}" if facts.num_keys else "no key"
+    rows = [
+        ("serving", f"[bold]{escape(facts.model)}[/] at [bold cyan]{escape(facts.url)}[/]"),
+        (
+            "KV memory",
+            f"{format_bytes(facts.kv_bytes)} ({facts.strategy}), {format_count(facts.kv_tokens)} "
+            f"tokens; bound by {escape(facts.kv_bound)}",
+        ),
+        (
+            "sequences",
+            f"{facts.num_longest:,.1f} of {format_count(facts.max_model_len)} tokens fit "
+            f"(max_model_len); at most {format_count(facts.max_num_seqs)} run at once",
+        ),
+        ("clients", _clients(facts, keys)),
+        ("memory page", _page(facts.url)),
+    ]
+    for name, text in rows:
+        table.add_row(name, text)
+    console.print(table, highlight=False)
+
+
+def _clients(facts: Any, keys: str) -> str:
+    where = "of this machine only" if facts.is_local else "from everywhere"
+    text = f"{where}, {keys} needed" if not facts.num_keys else f"{where}, with {keys}"
+    return f"[bold yellow]{text}[/]" if facts.is_open else text
+
+
+def _page(url: str) -> str:
+    if url.startswith("unix:"):
+        return "at / of that socket"
+    return f"{escape(url)}/"

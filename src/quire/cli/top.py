@@ -1,0 +1,98 @@
+"""``quire top``: the memory page in a terminal, from the same feed."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from quire.cli.chat import DEFAULT_URL, checked_key
+from quire.cli.top_view import View
+from quire.config import openai_api_key
+from quire.errors import ConfigError
+from quire.http import Http, RefusedByServer
+from quire.server.dashboard.frames import FEED, About, Frame
+
+_AGAIN_S = 2.0  # after the feed has ended
+
+
+def top(
+    *,
+    url: Annotated[str, typer.Option(help="Where quire serve is.")] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None, typer.Option(help="If it wants one. Default: OPENAI_API_KEY.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one picture and end. Needs no terminal.")
+    ] = False,
+) -> None:
+    """Watch a server's memory: who holds which cells, what is shared and cached, how fast it goes.
+
+    \b
+    quire top
+    quire top --url http://10.0.0.5:8000 --once
+    """
+    key = api_key or openai_api_key()
+    http = Http(url, {} if key is None else {"Authorization": f"Bearer {checked_key(key)}"})
+    console = Console(highlight=False)
+    try:
+        if once or not sys.stdout.isatty():
+            asyncio.run(_print_one(http, url, console))
+        else:
+            asyncio.run(_watch(http, url, console))
+    except KeyboardInterrupt:
+        pass
+    except RefusedByServer as error:
+        raise ConfigError(f"{url} refuses: {error.reason}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no memory feed at {url} ({error}): start a server with quire serve, or say with "
+            f"--url where one is"
+        ) from error
+
+
+async def _print_one(http: Http, url: str, console: Console) -> None:
+    """Raises: OSError, ValueError."""
+    async with aclosing(_views(http, url)) as views:
+        async for view in views:
+            console.print(view)
+            return
+    raise ValueError("it ended before it had begun")
+
+
+async def _watch(http: Http, url: str, console: Console) -> None:
+    """Until somebody stops it. Raises: OSError, ValueError if nothing was there at first."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        view: View | None = None
+        while True:
+            try:
+                async with aclosing(_views(http, url, view)) as views:
+                    async for view in views:
+                        live.update(view, refresh=True)
+            except (OSError, ValueError):
+                if view is None:
+                    raise
+            if view is not None:
+                view = view.lost()
+                live.update(view, refresh=True)
+            await asyncio.sleep(_AGAIN_S)
+
+
+async def _views(http: Http, url: str, view: View | None = None) -> AsyncGenerator[View, None]:
+    """One for each frame. ``view``: what was seen before, if anything."""
+    about: About | None = None
+    async for name, data in http.follow(FEED):
+        if name == "about":
+            about = msgspec.json.decode(data, type=About)
+            if view is None or view.about != about:
+                view = None
+        elif name == "frame" and about is not None:
+            frame, now_s = msgspec.json.decode(data, type=Frame), time.monotonic()
+            view = View(url, about, frame, now_s) if view is None else view.then(frame, now_s)
+            yield view

@@ -1,0 +1,202 @@
+"""How ``quire top`` looks: a frame of the feed as text, in 80 columns or as many as there are."""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from quire.server.dashboard.frames import LETTERS, About, Cells, Counters, Frame
+from quire.units import ceil_div, format_bytes, format_count
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_HUES = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red", "bright_blue")
+# Letter of the feed → what is drawn where it is no sequence's own, and its word.
+_SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "s": ("#", "shared"),
+        "h": ("A", "held"),
+        "r": ("/", "spare"),
+        "c": ("o", "cached"),
+        "e": ("_", "empty"),
+        ".": ("·", "not committed"),
+    }
+)
+_MOST_LINES = 14  # of the picture
+_WINDOW_S = 5.0  # over which rates are taken
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is seen at one moment. ``then`` gives the next one."""
+
+    url: str
+    about: About
+    frame: Frame
+    now_s: float
+    is_live: bool = True
+    slots: dict[int, int] = field(default_factory=dict)  # sequence → its letter, while it is there
+    past: tuple[tuple[float, Counters], ...] = ()
+
+    def __post_init__(self) -> None:
+        there = [sequence.id for sequence in self.frame.sequences]
+        kept = {seq_id: self.slots[seq_id] for seq_id in there if seq_id in self.slots}
+        free = deque(n for n in range(len(there)) if n not in kept.values())
+        for seq_id in there:
+            if seq_id not in kept:
+                kept[seq_id] = free.popleft()
+        object.__setattr__(self, "slots", kept)
+        moments = [*self.past, (self.now_s, self.frame.counters)]
+        while len(moments) > 2 and moments[0][0] < self.now_s - _WINDOW_S:
+            moments.pop(0)
+        object.__setattr__(self, "past", tuple(moments))
+
+    def then(self, frame: Frame, now_s: float) -> "View":
+        return replace(self, frame=frame, now_s=now_s, is_live=True)
+
+    def lost(self) -> "View":
+        """The feed has ended; what was seen last stays."""
+        return replace(self, is_live=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield self._title()
+        yield from self._bytes(width)
+        yield self._rates()
+        lines_used = 9
+        for about, cells in zip(self.about.groups, self.frame.cells, strict=True):
+            yield Text()
+            yield Text(
+                f"{about.label}: {self._scale(cells, about.cell_tokens, width)}", style="dim"
+            )
+            picture = list(self._picture(cells, width))
+            yield from picture
+            yield self._counts(cells)
+            lines_used += len(picture) + 3
+        yield Text()
+        room = max(4, options.max_height - lines_used) if console.is_terminal else 64
+        yield self._sequences(room)
+
+    def _title(self) -> Text:
+        about, title = self.about, Text("quire top", style="bold")
+        title.append(f"  {about.model}, {about.strategy}, {self.url}", style="dim")
+        if not self.is_live:
+            title.append("  no answer, trying again", style="bold red")
+        title.no_wrap, title.overflow = True, "ellipsis"
+        return title
+
+    def _bytes(self, width: int) -> Iterator[Text]:
+        memory = self.frame.memory
+        wasted = memory.committed - memory.used - memory.cached
+        words = f"{format_bytes(memory.committed)} committed of {format_bytes(memory.ceiling)}"
+        if memory.ceiling < memory.capacity:
+            words += f", the ceiling now; the capacity is {format_bytes(memory.capacity)}"
+        yield Text(words, style="bold")
+        bar, done = Text(), 0
+        for count, sign, style in (
+            (memory.used, "█", "blue"),
+            (memory.cached, "▒", ""),
+            (wasted, "░", "dark_orange"),
+        ):
+            cells = min(width - done, round(width * count / max(1, memory.capacity)))
+            bar.append(sign * cells, style=style)
+            done += cells
+        bar.append("·" * (width - done), style="dim")
+        yield bar
+        yield Text.assemble(
+            ("█ ", "blue"),
+            f"{format_bytes(memory.used)} used   ▒ {format_bytes(memory.cached)} cached   ",
+            ("░ ", "dark_orange"),
+            f"{format_bytes(wasted)} wasted",
+        )
+
+    def _rates(self) -> Text:
+        (then_s, before), now = self.past[0], self.frame.counters
+        took_s, queries = self.now_s - then_s, now.queries - before.queries
+        rate = f"{(now.generated - before.generated) / took_s:,.0f}" if took_s else "–"
+        hits = f"{100 * (now.hits - before.hits) / queries:.0f} %" if queries else "–"
+        frame = self.frame
+        return Text(
+            f"{frame.num_running} running, {frame.num_waiting} waiting   {rate} tokens/s   "
+            f"hit rate {hits}   {format_count(now.preemptions)} preemptions"
+        )
+
+    def _scale(self, cells: Cells, cell_tokens: int, width: int) -> str:
+        each = cells.each * _thinned(cells, width)[0]
+        one = f"{cell_tokens} token{'s' if cell_tokens > 1 else ''} a cell"
+        return one if each == 1 else f"{one}, {format_count(each)} cells a sign"
+
+    def _picture(self, cells: Cells, width: int) -> Iterator[Text]:
+        each, columns = _thinned(cells, width)
+        owners = [-1] * len(cells.states)
+        at = 0
+        for holder, count in zip(cells.holders[::2], cells.holders[1::2], strict=True):
+            owners[at : at + count] = [holder] * count
+            at += count
+        signs = [
+            self._sign(cells.states[i : i + each], owners[i : i + each])
+            for start in range(0, len(cells.states), cells.row_cells or len(cells.states) or 1)
+            for i in _row(start, cells, each)
+        ]
+        for first in range(0, len(signs), columns):
+            yield Text.assemble(*signs[first : first + columns], no_wrap=True, overflow="crop")
+
+    def _sign(self, states: str, owners: list[int]) -> tuple[str, str]:
+        """Of several cells, what most of those with pages are."""
+        backed = states.replace(".", "")
+        if not backed:
+            return _SIGNS["."][0], "dim"
+        state = Counter(backed).most_common(1)[0][0]
+        holder = next((o for s, o in zip(states, owners, strict=True) if s == state), -1)
+        slot = self.slots.get(holder)
+        hue = "" if slot is None or state in "ce" else _HUES[slot % len(_HUES)]
+        if state == "h":
+            return (_LETTERS[slot % len(_LETTERS)] if slot is not None else "+"), hue
+        return _SIGNS[state][0], hue
+
+    def _counts(self, cells: Cells) -> Text:
+        counts = dict(zip(LETTERS, cells.counts, strict=True))
+        parts = (
+            f"{sign} {format_count(counts[state])} {word}"
+            for state, (sign, word) in _SIGNS.items()
+            if counts[state]
+        )
+        return Text("   ".join(parts), style="dim")
+
+    def _sequences(self, room: int) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("", "sequence", "state"):
+            table.add_column(name, no_wrap=True)
+        for name in ("tokens", "of", "found cached", "preempted"):
+            table.add_column(name, justify="right", no_wrap=True)
+        listed = self.frame.sequences[:room]
+        for sequence in listed:
+            slot = self.slots[sequence.id]
+            table.add_row(
+                Text(_LETTERS[slot % len(_LETTERS)], style=_HUES[slot % len(_HUES)]),
+                str(sequence.id),
+                sequence.state,
+                format_count(sequence.computed),
+                format_count(sequence.max_tokens),
+                f"{format_count(sequence.cached)} of {format_count(sequence.prompt)}",
+                f"{sequence.preemptions}×" if sequence.preemptions else "",
+            )
+        more = len(self.frame.sequences) - len(listed) + self.frame.num_more
+        if more:
+            table.add_row("", f"and {format_count(more)} more")
+        return table
+
+
+def _thinned(cells: Cells, width: int) -> tuple[int, int]:
+    """How many of the feed's cells are one sign, and how many signs are in a line."""
+    if cells.row_cells:
+        each = ceil_div(cells.row_cells, width)
+        return each, ceil_div(cells.row_cells, each)
+    return max(1, ceil_div(len(cells.states), width * _MOST_LINES)), width
+
+
+def _row(start: int, cells: Cells, each: int) -> range:
+    return range(start, start + (cells.row_cells or len(cells.states)), each)

@@ -1,0 +1,224 @@
+"""A command line of vLLM as one of Quire: flags renamed, said to mean nothing, or refused.
+
+Nothing is dropped silently: each change is a note, to be logged when the server starts.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import typer
+from typer.core import TyperCommand
+
+from quire.cli.vllm_flags import DTYPE_WORDS, FOREIGN, STRATEGY_WORDS, Foreign
+from quire.errors import ConfigError
+
+NOTES = "quire.notes"  # where a context keeps them
+_GIB_NUMBER = re.compile(r"\d{1,4}(\.\d+)?")  # as vLLM writes sizes; in bytes it would be nothing
+_THOUSANDS = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
+
+Rewrite: TypeAlias = Callable[[str, "Translation"], list[str]]
+
+
+@dataclass(slots=True)
+class Translation:
+    """Arguments for Quire, and what was changed in them."""
+
+    given: frozenset[str] = frozenset()  # flags of the whole line
+    arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, was: str, *now: str) -> list[str]:
+        """Say what something was taken for. Returns: that."""
+        self.notes.append(f"{was} is taken for {' '.join(now)}")
+        return list(now)
+
+
+def translate(arguments: list[str], own: Mapping[str, bool]) -> Translation:
+    """``own`` are Quire's flags, and whether each takes a value.
+
+    Raises: ConfigError for a flag that nobody has, and for one that cannot be honoured.
+    """
+    split = list(_split(arguments, own))
+    done = Translation(given=frozenset(flag for flag, _, _ in split if flag))
+    for flag, value, words in split:
+        if flag in REWRITES and value is not None:
+            done.arguments += REWRITES[flag](value, done)
+        elif flag in _BY_FLAG:
+            done.notes.append(_said(_BY_FLAG[flag], flag, value))
+        else:
+            done.arguments += words
+    return done
+
+
+def _split(
+    arguments: list[str], own: Mapping[str, bool]
+) -> Iterator[tuple[str, str | None, list[str]]]:
+    """Each flag with its value, and the words that say so here; for other words no flag."""
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            yield "", None, [word, *left]
+            return
+        if not word.startswith("-") or len(word) == 1 or (word in own and not own[word]):
+            yield "", None, [word]
+            continue
+        flag, equals, value = word.partition("=")
+        if re.fullmatch(r"-O\d", flag):
+            flag, equals, value = "-O", "=", flag[2:]
+        flag = flag if flag in own else _known(flag, own)
+        if flag in own:
+            takes = own[flag]
+        else:
+            takes = flag not in SWITCHES if flag in REWRITES else not _BY_FLAG[flag].switch
+        if equals:
+            yield flag, value, [f"{flag}={value}"]
+        elif takes:
+            if not left:
+                yield "", None, [flag]  # the parser says what is missing
+                return
+            value = left.pop(0)
+            yield flag, value, [flag, value]
+        else:  # a switch of vLLM's, which was once written with a value too
+            foreign = flag in _BY_FLAG and left and left[0].lower() in ("true", "false")
+            value = left.pop(0).lower() if foreign else "true"
+            yield flag, value, [flag]
+
+
+def _known(flag: str, own: Mapping[str, bool]) -> str:
+    """As it is spelled here. Raises: ConfigError with the nearest name."""
+    dashed = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
+    known = {*own, *REWRITES, *_BY_FLAG}
+    if dashed in known:
+        return dashed
+    near = get_close_matches(dashed, sorted(known), n=1)
+    raise ConfigError(f"No such option: {flag}" + (f". Did you mean {near[0]}?" if near else ""))
+
+
+def _said(row: Foreign, flag: str, value: str | None) -> str:
+    """What to say of it. Raises: ConfigError where it would have to change something."""
+    if row.switch:
+        is_on = (value != "false") != flag.startswith("--no-")
+        value, shown = ("on" if is_on else "off"), flag
+    else:
+        shown = f"{flag} {value}"
+    if row.harmless is not None and value not in row.harmless:
+        if row.harmless and not row.switch:
+            others = " or ".join(row.harmless)
+            raise ConfigError(f"{shown} cannot be honoured: {row.here} (it may be {others})")
+        raise ConfigError(f"{shown} cannot be honoured: {row.here}")
+    return f"{shown} changes nothing: {row.here}"
+
+
+def _utilization(value: str, done: Translation) -> list[str]:
+    """Of vLLM's rule; bytes that are given count before any rule, there as here."""
+    rule = () if "--budget" in done.given else ("--budget", "vllm")
+    return done.note(f"--gpu-memory-utilization {value}", *rule, "--memory-utilization", value)
+
+
+def _swap_space(value: str, done: Translation) -> list[str]:
+    if not _GIB_NUMBER.fullmatch(value):
+        return ["--swap-space", value]
+    return done.note(f"--swap-space {value}", "--swap-space", f"{value}GiB")
+
+
+def _offloading(value: str, done: Translation) -> list[str]:
+    return done.note(f"--kv-offloading-size {value}", "--swap-space", f"{value}GiB")
+
+
+def _tokens(flag: str) -> Rewrite:
+    """A number that may end in k or K, as vLLM has it: a thousand, or 1024."""
+
+    def rewrite(value: str, done: Translation) -> list[str]:
+        if flag == "--max-model-len" and value in ("auto", "-1"):
+            done.notes.append(f"{flag} {value}: the model's own length, which must fit")
+            return []
+        match = _THOUSANDS.fullmatch(value)
+        if match is None:
+            return [flag, value]
+        base = 1000 if match[2].islower() else 1024
+        number = int(float(match[1]) * base ** (1 if match[2] in "kK" else 2))
+        return done.note(f"{flag} {value}", flag, str(number))
+
+    return rewrite
+
+
+def _words(flag: str, here: str, words: Mapping[str, str]) -> Rewrite:
+    def rewrite(value: str, done: Translation) -> list[str]:
+        now = words.get(value, value)
+        return (
+            [flag, value]
+            if (flag, now) == (here, value)
+            else done.note(f"{flag} {value}", here, now)
+        )
+
+    return rewrite
+
+
+def _model(value: str, done: Translation) -> list[str]:
+    return [value]
+
+
+def _quiet(value: str, done: Translation) -> list[str]:
+    return done.note("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning")
+
+
+# Flags that become others. Each takes a value, but for the switches.
+SWITCHES = frozenset({"--disable-uvicorn-access-log"})
+REWRITES: Mapping[str, Rewrite] = MappingProxyType(
+    {
+        "--model": _model,
+        "--gpu-memory-utilization": _utilization,
+        "--device-memory-utilization": _utilization,
+        "--swap-space": _swap_space,
+        "--kv-offloading-size": _offloading,
+        "--kv-strategy": _words("--kv-strategy", "--cache", STRATEGY_WORDS),
+        "--memory": _words("--memory", "--kv-cache-memory-bytes", {}),
+        "--dtype": _words("--dtype", "--dtype", DTYPE_WORDS),
+        "-q": _words("-q", "--quantization", {}),
+        "--max-model-len": _tokens("--max-model-len"),
+        "--max-num-batched-tokens": _tokens("--max-num-batched-tokens"),
+        "--disable-uvicorn-access-log": _quiet,
+    }
+)
+
+_BY_FLAG: Mapping[str, Foreign] = MappingProxyType(
+    {
+        name: row
+        for row in FOREIGN
+        for name in (
+            row.flag,
+            *row.short,
+            *(("--no-" + row.flag.removeprefix("--"),) if row.switch else ()),
+        )
+    }
+)
+
+
+class VllmCommand(TyperCommand):
+    """A command that also understands vLLM's flags; notes are in the context's ``meta``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.get_params(ctx)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+            if name.startswith("-")
+        }
+        try:
+            done = translate(args, own)
+        except ConfigError as error:
+            ctx.fail(str(error))
+        ctx.meta[NOTES] = tuple(done.notes)
+        parsed: list[str] = super().parse_args(ctx, done.arguments)
+        return parsed
+
+
+def notes_of(context: typer.Context) -> tuple[str, ...]:
+    """What was changed in a command line."""
+    notes: tuple[str, ...] = context.meta.get(NOTES, ())
+    return notes

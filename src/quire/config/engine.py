@@ -1,0 +1,182 @@
+"""``EngineConfig``: the options of an engine. Command-line flags are made from its fields."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.blocks import DEFAULT_POLICY, POLICIES
+from quire.config.environment import Said, number, read, said
+from quire.config.options import in_range, one_of, option
+from quire.config.speculative import SpeculativeConfig
+from quire.errors import ConfigError
+from quire.memory.budget import BUDGETS
+from quire.strategies import STRATEGIES
+from quire.units import parse_bytes
+
+log = logging.getLogger(__name__)
+
+# How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
+# calls each. None: as the model has them.
+KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "auto": None,
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "fp8": "float8_e4m3fn",
+        "fp8_e4m3": "float8_e4m3fn",
+        "int8_per_token_head": "int8",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
+
+    dtype: str = option(
+        "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+    )
+    quantization: str | None = option(
+        None, "int8 keeps the weights of linear layers in eight bits (needs quire[int8])."
+    )
+    kv_cache_dtype: str = option(
+        "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
+    )
+    cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    attention_backend: str = option(
+        "auto",
+        "What computes attention: auto (the fastest that can), cpu (own kernels), sdpa (torch), "
+        "reference (slow, float64).",
+    )
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens, prompt included. Default: the model's own."
+    )
+    max_num_seqs: int = option(64, "Sequences that may run at once.")
+    max_num_batched_tokens: int = option(
+        512, "Tokens computed in one step, all sequences together."
+    )
+    block_size: int = option(16, "Tokens in a block (paged, virtual).")
+    enable_prefix_caching: bool = option(
+        True,
+        "Keep what has been computed, for prompts that begin alike (paged, virtual). Without, "
+        "virtual has a layout that is read faster.",
+    )
+    prefix_caching_policy: str = option(
+        DEFAULT_POLICY, f"What of it goes first when room is needed: {', '.join(POLICIES)}."
+    )
+    watermark: float = option(
+        0.01, "Share of the KV memory that a newcomer leaves free while others run."
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who goes first: fcfs (who came first), priority (smaller numbers, which others make room "
+        "for), shortest (what may become the shortest).",
+    )
+    swap_space: int = option(
+        0,
+        "Memory for sequences that make room, e.g. 4GiB (vLLM counts in GiB). Without, or where it "
+        "takes longer, they compute their tokens again.",
+        flag_type=str,
+        parse=parse_bytes,
+    )
+    swap_path: str | None = option(
+        None, "A folder for a file of that size instead of memory. It has no name while it is used."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Ceiling on KV memory, e.g. 2GiB. Default: what --budget allows.",
+        flag_type=str | None,
+        parse=parse_bytes,
+    )
+    budget: str = option(
+        "auto",
+        "Rule for that ceiling: auto (what is available, less headroom), vllm, mistralrs, "
+        "llamacpp, fraction. quire doctor shows what each gives here.",
+    )
+    memory_utilization: float | None = option(
+        None, "Share of the machine that vllm, mistralrs and fraction may take. Default: 0.9."
+    )
+    memory_mode: Literal["shared", "dedicated"] = option(
+        "shared",
+        "Whether other programs need memory here too: shared leaves them 15 % or more (auto), "
+        "dedicated 2 %.",
+    )
+    residency: Literal["on-demand", "prefault", "lock"] = option(
+        "on-demand",
+        "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
+    )
+    growth: Literal["uniform", "doubling", "staggered"] = option(
+        "uniform", "How buffers grow (growing)."
+    )
+    growth_tokens: int = option(256, "Step, first size or base of that growth, in tokens.")
+    reserve: Literal["max_model_len", "request"] = option(
+        "max_model_len", "What a sequence reserves (contiguous): the longest, or its own maximum."
+    )
+    speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "Guess tokens ahead, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4} looks them up in the text so far, '
+        '{"model": "folder"} asks a smaller model.',
+        flag_type=str | None,
+        parse=SpeculativeConfig.parse,
+    )
+    seed: int = option(0, "Seed of requests that bring none.")
+
+    def __post_init__(self) -> None:
+        speculative = SpeculativeConfig.parse(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
+        in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
+            in_range(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            in_range("max_model_len", self.max_model_len, 2)  # a prompt and a token
+        if self.kv_cache_memory_bytes is not None:
+            in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
+        one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
+        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
+            )
+        one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "shortest"))
+        in_range("swap_space", self.swap_space, 0, 2**63)
+        if self.swap_path is not None and not self.swap_space:
+            raise ConfigError(f"swap_path={self.swap_path!r} needs swap_space, its size in bytes")
+        one_of("budget", self.budget, tuple(BUDGETS))
+        one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
+        one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
+        in_range("seed", self.seed, 0, 2**63)
+        one_of("cache", self.cache, tuple(STRATEGIES))
+        one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
+        one_of("reserve", self.reserve, ("max_model_len", "request"))
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, ("int8",))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """From keyword arguments, else from the environment: ``QUIRE_MAX_NUM_SEQS=8``.
+
+        An unknown argument is refused with the nearest known name.
+        """
+        return read(cls, options, _vllms_space)
+
+
+def _vllms_space(given: set[str]) -> dict[str, Said]:
+    """vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default).
+
+    It counts where nothing of Quire's says how much memory to take.
+    """
+    variable = "VLLM_CPU_KVCACHE_SPACE"
+    if {"kv_cache_memory_bytes", "budget", "memory_utilization"} & given:
+        return {}
+    space = said(variable, lambda text: int(number(text, float) * 2**30))
+    if space is None or not space.value:
+        return {}
+    log.info("kv_cache_memory_bytes: %s says %s", variable, f"{space.value / 2**30:g} GiB")
+    return {"kv_cache_memory_bytes": space}
