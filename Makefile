@@ -12,14 +12,14 @@ MINUTES   ?= 10
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test test-all fuzz: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check fuzz lint format types size bench docs setup clean
+.PHONY: help demo test test-all check fuzz fuzz-http clients lint format types size bench docs setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## the shipped model's text and memory with each of the four strategies
 	@$(BIN)/quire compare
@@ -34,6 +34,13 @@ check: lint types test ## lint, types and test, one after the other
 
 fuzz: $(READY) ## random use of the accounting and the scheduler (make fuzz MINUTES=60 SEED=1)
 	@$(BIN)/python tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+fuzz-http: $(READY) ## random requests to a server (make fuzz-http MINUTES=60 SEED=1)
+	@$(BIN)/python tests/fuzz_http.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+clients: $(READY) ## other people's clients, each installed apart, against a server
+	@$(BIN)/python tests/clients/environments.py
+	@$(BIN)/pytest tests/clients
 
 lint: $(READY) ## rules and layout of the source (ruff)
 	@$(BIN)/ruff check .
