@@ -5,7 +5,6 @@ What there is beyond a route is in ``entrance.py``.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.dashboard.endpoints import memory_feed, page_file
 from quire.server.dashboard.feed import Feed
@@ -34,11 +34,8 @@ from quire.server.operations import Operation
 from quire.server.service import Service
 from quire.server.wire.errors import Refused
 
-if TYPE_CHECKING:
-    from quire.config import ServerConfig
 
-
-def make_app(llm: AsyncLLM, config: "ServerConfig") -> Starlette:
+def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
     service = Service(llm, config)
 

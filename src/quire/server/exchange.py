@@ -2,20 +2,21 @@
 
 import re
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
+from quire.engine.sequence import Request
+from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
+from quire.server.service import Service
 from quire.server.wire.body import check, ignored, parse, read_body, refuse_what_is_not_done
-
-if TYPE_CHECKING:
-    from quire.server.service import Service
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ class Exchange:
     """``stack`` is left when the answer is sent, or nobody waits for it: what is entered there
     lasts as long as the request does; what is entered at the ``door``, until it joins the queue."""
 
-    http: Request
-    service: "Service"
+    http: HttpRequest
+    service: Service
     caller: Caller
     stack: ExitStack
     door: ExitStack
@@ -76,6 +77,12 @@ class Exchange:
         refuse_what_is_not_done(given)
         self.ignore(*ignored(given, names))
         return value
+
+    def admit(self, requests: Sequence[Request]) -> list[Pass]:
+        """Let the engine's requests into the queue until this ends. Raises: Refused."""
+        self.door.close()
+        sizes = [(request.params.n, len(request.prompt_token_ids)) for request in requests]
+        return self.stack.enter_context(self.service.gate.admit(self.caller, sizes))
 
     def ignore(self, *fields: str) -> None:
         """Tell the client that these have done nothing. They are no text of its own."""

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
 from quire.engine.params import SamplingParams, StructuredOutputsParams
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
-from quire.server.exchange import Exchange
 from quire.server.guard.bodies import Bodies
 from quire.server.guard.gate import Bounds, Gate, Pass
-from quire.server.guard.keys import Keys
+from quire.server.guard.keys import Caller, Keys
 from quire.server.guard.origin import Origins
 from quire.server.kept.background import Background
 from quire.server.kept.store import Store
@@ -32,9 +32,6 @@ from quire.server.wire.body import MOST_VALUES
 from quire.server.wire.errors import Refused
 from quire.units import format_count
 
-if TYPE_CHECKING:
-    from quire.config import ServerConfig
-
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest that there may be, in memory at once
 _LONG_BYTES = 2**18  # texts that take a thread of their own; tokenizers read about 1 MB/s
@@ -44,7 +41,7 @@ T = TypeVar("T")
 class Service:
     """Of one app. It belongs to the event loop that serves it."""
 
-    def __init__(self, llm: AsyncLLM, config: "ServerConfig") -> None:
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
         self.names = config.served_model_name or (llm.llm.name,)
         self.keys = Keys(config.api_key)
@@ -191,7 +188,7 @@ class Service:
         return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     async def request(
-        self, exchange: Exchange, token_ids: list[int], params: SamplingParams, asked: Asked
+        self, caller: Caller, token_ids: list[int], params: SamplingParams, asked: Asked
     ) -> Request:
         """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
         self.refuse_without_engine()
@@ -200,7 +197,7 @@ class Service:
                 token_ids,
                 params,
                 priority=asked.priority or 0,
-                keys=exchange.caller.keys(asked.cache_salt),
+                keys=caller.keys(asked.cache_salt),
             )
         except RequestError:
             self.refuse_without_engine()  # which is not the client's error
@@ -212,12 +209,6 @@ class Service:
             raise Refused(503, "the engine has failed", code="engine_dead")
 
     # -- running -----------------------------------------------------------------------------------
-
-    def admit(self, exchange: Exchange, requests: Sequence[Request]) -> list[Pass]:
-        """Let requests into the queue until the exchange ends. Raises: Refused."""
-        exchange.door.close()
-        sizes = [(request.params.n, len(request.prompt_token_ids)) for request in requests]
-        return exchange.stack.enter_context(self.gate.admit(exchange.caller, sizes))
 
     async def run(
         self, requests: Sequence[Request], passes: Sequence[Pass]

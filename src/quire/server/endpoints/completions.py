@@ -55,7 +55,7 @@ async def _request(
     )
     if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=asked.logprobs)
-    return await service.request(exchange, token_ids, params, asked)
+    return await service.request(exchange.caller, token_ids, params, asked)
 
 
 class _Continuing:

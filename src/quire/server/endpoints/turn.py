@@ -113,7 +113,7 @@ async def take_turn(
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
-    request = await service.request(exchange, token_ids, params, asked)
+    request = await service.request(exchange.caller, token_ids, params, asked)
     return Turn(Work(exchange, [request], "chat"), prompt, own_stops)
 
 

@@ -46,7 +46,7 @@ class Work:
         self.service = service
         self.tally = Tally(requests)
         self.num_choices = requests[0].params.n  # of each prompt
-        self._passes: list[Pass] = self.service.admit(exchange, requests)
+        self._passes: list[Pass] = exchange.admit(requests)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(number of the choice, among those of all prompts, piece). Leaving it ends the requests.
