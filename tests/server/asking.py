@@ -164,6 +164,26 @@ async def serving(
         app.state.service.close()
 
 
+async def leave_while_it_runs(client: Client, path: str, body: Any, *, events: int) -> Answer:
+    """Ask, and leave: a stream after so many events, else when the engine has begun.
+
+    What is asked for between two steps comes after the end of the request that left: so whoever
+    asks next sees that nothing is left of it.
+    """
+    call = client.call(path, body)
+    if body["stream"]:
+        await call.until(events)
+    else:
+        async with asyncio.timeout(20):
+            while not (await client.service.llm.usage()).num_sequences:
+                await asyncio.sleep(0.001)
+    call.leave()
+    await call.task
+    assert (await client.service.llm.usage()).num_sequences == 0
+    assert client.service.gate.num_under_way == 0
+    return call.answer
+
+
 async def nothing_runs(client: Client) -> None:
     """Until the engine has ended what it is to end. Raises: TimeoutError."""
     async with asyncio.timeout(30):

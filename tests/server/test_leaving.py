@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from server.asking import Client, nothing_runs, run, serving
+from server.asking import Client, leave_while_it_runs, nothing_runs, run, serving
 
 LONG: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 220, "temperature": 0, "ignore_eos": True}
 
@@ -26,20 +26,10 @@ def test_leaving_while_it_runs_frees_what_only_it_held_and_keeps_what_is_shared(
     async def ask() -> None:
         async with serving() as client:
             await client.post("/v1/completions", {**LONG, "max_tokens": 1})
-            call = client.call("/v1/completions", {**LONG, "stream": stream})
-            if stream:
-                await call.until(3)
-            else:
-                async with asyncio.timeout(20):
-                    while not (await client.service.llm.usage()).num_sequences:
-                        await asyncio.sleep(0.001)
-            call.leave()
-            await call.task
-            # What is asked for between two steps comes after the end of the request that left.
-            assert (await client.service.llm.usage()).num_sequences == 0
-            assert client.service.gate.num_under_way == 0
+            body = {**LONG, "stream": stream}
+            answer = await leave_while_it_runs(client, "/v1/completions", body, events=3)
             if not stream:
-                assert not call.answer.status
+                assert not answer.status
             again = await client.post("/v1/completions", {**LONG, "max_tokens": 1})
             assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
             await nothing_runs(client)

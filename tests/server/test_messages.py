@@ -1,6 +1,5 @@
 """/v1/messages: Anthropic's own client reads the answers, whole and in pieces."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,7 +11,7 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
 from server.listening import listening
 
 anthropic = pytest.importorskip("anthropic")
@@ -408,16 +407,7 @@ def test_leaving_ends_it() -> None:
             client = nobody.with_key("alice-key")
             fields = {**BODY, "max_tokens": 180, "ignore_eos": True}
             for stream in (True, False):
-                call = client.call("/v1/messages", {**fields, "stream": stream})
-                if stream:
-                    await call.until(3)
-                else:
-                    async with asyncio.timeout(20):
-                        while not (await client.service.llm.usage()).num_sequences:
-                            await asyncio.sleep(0.001)
-                call.leave()
-                await call.task
-                assert (await client.service.llm.usage()).num_sequences == 0
-                assert client.service.gate.num_under_way == 0
+                body = {**fields, "stream": stream}
+                await leave_while_it_runs(client, "/v1/messages", body, events=3)
 
     run(ask())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from quire.config import ServerConfig
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
 from server.listening import listening
 from server.test_messages import num_tokens, saying, text_of
 
@@ -521,17 +521,8 @@ def test_leaving_ends_it_and_keeps_nothing() -> None:
         async with serving(CONFIG) as nobody:
             client = nobody.with_key("alice-key")
             for stream in (True, False):
-                call = client.call("/v1/responses", {**LONG, "stream": stream})
-                if stream:
-                    await call.until(6)
-                else:
-                    async with asyncio.timeout(20):
-                        while not (await client.service.llm.usage()).num_sequences:
-                            await asyncio.sleep(0.001)
-                call.leave()
-                await call.task
-                assert (await client.service.llm.usage()).num_sequences == 0
-                assert client.service.gate.num_under_way == 0
+                body = {**LONG, "stream": stream}
+                await leave_while_it_runs(client, "/v1/responses", body, events=6)
                 assert len(client.service.responses) == 0
 
     run(ask())

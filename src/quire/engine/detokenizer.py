@@ -62,9 +62,8 @@ class Detokenizer:
             self._num_exempt = len(self._held)
         ends = [(at + len(stop), at, stop) for stop in stops if (at := self._find(stop)) >= 0]
         if ends:
-            end, start, self.stopped_by = min(
-                ends
-            )  # the one that is complete first, however the tokens fall
+            # The one that is complete first, however the tokens fall.
+            end, start, self.stopped_by = min(ends)
             return self._held[: end if self._params.include_stop_str_in_output else start]
         keep = 0 if last else max((self._overlap(stop) for stop in stops), default=0)
         cut = len(self._held) - keep

@@ -4,9 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,7 +14,14 @@ from quire.engine.sequence import Request
 from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
 from quire.server.service import Service
-from quire.server.wire.body import check, ignored, parse, read_body, refuse_what_is_not_done
+from quire.server.wire.body import (
+    check,
+    ignored,
+    names_of,
+    parse,
+    read_body,
+    refuse_what_is_not_done,
+)
 
 T = TypeVar("T")
 
@@ -36,6 +41,7 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
     arrived_unix_s: float = field(default_factory=time.time)
     num_body_bytes: int = 0  # as read so far
+    id: str = field(default_factory=lambda: uuid4().hex)  # our own, whatever the client calls it
 
     def __post_init__(self) -> None:
         # Said again so that a client can find it in its own log; nothing here is found by it.
@@ -47,17 +53,9 @@ class Exchange:
         """Whole seconds since 1970."""
         return int(self.arrived_unix_s)
 
-    @cached_property
-    def id(self) -> str:
-        """The server's own, whatever the client calls it."""
-        return uuid4().hex
-
     def apart(self, stack: ExitStack) -> "Exchange":
         """The same request while nobody waits for its answer: it lasts as long as ``stack``."""
-        other = copy(self)
-        other.stack = stack
-        other.__dict__["id"] = self.id
-        return other
+        return replace(self, stack=stack)
 
     async def fields(self) -> dict[str, Any]:
         """The body, a JSON object. Raises: Refused; ClientDisconnect."""
@@ -72,10 +70,9 @@ class Exchange:
         Raises: Refused; ClientDisconnect.
         """
         given = await self.fields()
-        names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
-        value = check(given, kind, wire_names=names)
+        value = check(given, kind)
         refuse_what_is_not_done(given)
-        self.ignore(*ignored(given, names))
+        self.ignore(*ignored(given, names_of(kind)))
         return value
 
     def admit(self, requests: Sequence[Request]) -> list[Pass]:

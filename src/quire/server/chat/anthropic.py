@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.server.chat.chat import ChatRequest
-from quire.server.chat.plain import Message, plain, text_of
+from quire.server.chat.plain import Message, plain, text_of, tool_message
 
 _CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
 
@@ -99,11 +99,7 @@ def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> Mess
     identity = block.get("tool_use_id")
     if not isinstance(identity, str):
         raise RequestError(f"{where} has no tool_use_id")
-    content = text_of(block.get("content"), f"{where}.content") or ""
-    message: Message = {"role": "tool", "tool_call_id": identity, "content": content}
-    if identity in names:
-        message["name"] = names[identity]
-    return message
+    return tool_message(identity, block.get("content"), f"{where}.content", names)
 
 
 def _tools(given: Any) -> list[dict[str, Any]] | None:

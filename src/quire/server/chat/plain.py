@@ -54,6 +54,21 @@ def text_of(content: Any, where: str) -> str | None:
     return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
+def tool_message(identity: str, content: Any, where: str, names: Mapping[str, str]) -> Message:
+    """What a tool gave for a call; ``names``: of the tools, by the calls that are known.
+
+    Raises: RequestError for content that is no text.
+    """
+    message: Message = {
+        "role": "tool",
+        "tool_call_id": identity,
+        "content": text_of(content, where) or "",
+    }
+    if identity in names:
+        message["name"] = names[identity]
+    return message
+
+
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part

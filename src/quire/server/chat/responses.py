@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.server.chat.chat import ChatRequest
-from quire.server.chat.plain import Message, plain, text_of
+from quire.server.chat.plain import Message, plain, text_of, tool_message
 
 
 def from_responses(body: Mapping[str, Any]) -> ChatRequest:
@@ -52,11 +52,7 @@ def _add(messages: list[Message], item: Any, where: str, names: dict[str, str]) 
             identity = item.get("call_id")
             if not isinstance(identity, str):
                 raise RequestError(f"{where} has no call_id")
-            content = text_of(item.get("output"), f"{where}.output") or ""
-            result: Message = {"role": "tool", "tool_call_id": identity, "content": content}
-            if identity in names:
-                result["name"] = names[identity]
-            messages.append(result)
+            messages.append(tool_message(identity, item.get("output"), f"{where}.output", names))
         case _:
             raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which cannot be read here")
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from quire.server.wire.errors import Refused
 from quire.units import format_bytes, format_count
@@ -95,7 +95,13 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     return given
 
 
-def check(given: dict[str, Any], kind: type[T], *, wire_names: Sequence[str]) -> T:
+def names_of(kind: type[T]) -> tuple[str, ...]:
+    """The fields of a struct."""
+    names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+    return names
+
+
+def check(given: dict[str, Any], kind: type[T]) -> T:
     """The fields as a struct. Raises: Refused (400) naming the field and its limit."""
     try:
         return msgspec.convert(given, kind, strict=True)
@@ -107,7 +113,7 @@ def check(given: dict[str, Any], kind: type[T], *, wire_names: Sequence[str]) ->
             message = message[: place.start()]
         if not param and (missing := re.search(r"field `([^`]*)`", message)):
             param = missing[1]
-        hint = _hint(given, param, wire_names)
+        hint = _hint(given, param, names_of(kind))
         said = f"{param}: {message}{hint}" if param else f"{message}{hint}"
         raise Refused(400, said, param=param) from None
     except (RecursionError, OverflowError) as error:
@@ -165,6 +171,3 @@ def _refuse_constant(name: str) -> float:
 
 def _too_long(most_bytes: int) -> Refused:
     return Refused(413, f"the body is longer than {format_bytes(most_bytes)} (max_request_bytes)")
-
-
-__all__ = ["ClientDisconnect", "check", "ignored", "parse", "read_body"]
