@@ -1,9 +1,11 @@
 """How every test runs: one thread, offline, seeded, and in CI with the same examples each time."""
 
+import logging
 import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 # Before torch and Transformers are imported, and inherited by processes that tests start. Tiny
 # models lose on two threads: where both cores were busy, generate() took 19-23 s against 0.7-1.2 s.
@@ -28,6 +30,18 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_found() -> Iterator[None]:
+    """`quire serve` sets the process's logging up: in a test's process, for that test only."""
+    names = ("quire", "uvicorn", "uvicorn.error", "uvicorn.access")
+    loggers = [logging.getLogger(name) for name in names]
+    found = [(x.level, x.propagate, [*x.handlers], [*x.filters]) for x in loggers]
+    yield
+    for x, (level, propagate, handlers, filters) in zip(loggers, found, strict=True):
+        x.setLevel(level)
+        x.propagate, x.handlers, x.filters = propagate, handlers, filters
 
 
 def pytest_unconfigure() -> None:
