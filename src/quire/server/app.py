@@ -32,11 +32,15 @@ from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.entrance import Entrance, as_answer
 from quire.server.operations import Operation
 from quire.server.service import Service
+from quire.server.turnstile import Turnstile
 from quire.server.wire.errors import Refused
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
-    """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
+    """All routes over one engine, which stays its owner's; they share ``app.state.service``.
+
+    ``app.state.turnstile`` may stand before them, where bytes come in.
+    """
     service = Service(llm, config)
 
     @asynccontextmanager
@@ -57,16 +61,18 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
                 expose_headers=("x-request-id", "retry-after"),
             )
         )
+    entrances = [Entrance(service, operation) for operation in _operations(service)]
     app = Starlette(
         routes=[
-            Route(operation.path, Entrance(service, operation), methods=list(operation.methods))
-            for operation in _operations(service)
+            Route(each.operation.path, each, methods=list(each.operation.methods))
+            for each in entrances
         ],
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_allowed},
     )
     app.state.service = service
+    app.state.turnstile = Turnstile(service.gate, entrances)
     return app
 
 

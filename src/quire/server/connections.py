@@ -7,9 +7,13 @@ for as long as it likes.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, final
 
+import h11
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
@@ -69,14 +73,23 @@ class Connection(H11Protocol):
     some bytes that are no HTTP.
 
     ``read_timeout_s`` is for a request's header, and for each 64 KiB of its body;
-    ``send_timeout_s`` for each 64 KiB of an answer that waits to be taken.
+    ``send_timeout_s`` for each 64 KiB of an answer that waits to be taken. ``turned_away`` may
+    answer a request's bytes before they are parsed.
     """
 
-    def __init__(self, *, read_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        read_timeout_s: float,
+        send_timeout_s: float,
+        turned_away: Callable[[bytes], Response | None],
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        self._turned_away = turned_away
         self._sending, self._taking = Patience(read_timeout_s), Patience(send_timeout_s)
         self._between_looks_s = min(read_timeout_s, send_timeout_s) / _LOOKS
-        self._num_received_bytes = self._num_resumed = 0
+        self._num_received_bytes = self._num_resumed = self._num_turned_away = 0
         self._next_look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -90,11 +103,34 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_received_bytes += len(data)
-        super().data_received(data)
+        if self._is_between_requests and (answer := self._turned_away(data)) is not None:
+            self._say(data, answer)
+        else:
+            super().data_received(data)
 
     def resume_writing(self) -> None:
         self._num_resumed += 1
         super().resume_writing()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        own = self.conn
+        return own.our_state is own.their_state is h11.IDLE and not own.trailing_data[0]
+
+    def _say(self, data: bytes, answer: Response) -> None:
+        """A whole answer to a request that the parser will never know of."""
+        self._unset_keepalive_if_required()
+        self._num_turned_away += 1
+        status = answer.status_code
+        if self.access_log:
+            method, target = data.split(b" ", 2)[:2]
+            whom = "{}:{}".format(*self.client) if self.client else ""
+            words = (whom, method.decode(), target.decode(), "1.1", status)
+            self.access_logger.info('%s - "%s %s HTTP/%s" %d', *words)
+        lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
+        headers = self.server_state.default_headers + answer.raw_headers
+        lines += [name + b": " + value for name, value in headers]
+        self.transport.write(b"\r\n".join([*lines, b"", answer.body]))
 
     def _look(self) -> None:
         now_s = self.loop.time()
@@ -110,7 +146,7 @@ class Connection(H11Protocol):
         return self._sending.is_over(
             now_s,
             waits=waits and not self.flow.read_paused,
-            mark=(cycle, self._num_received_bytes // STEP_BYTES),
+            mark=(cycle, self._num_turned_away, self._num_received_bytes // STEP_BYTES),
         )
 
     def _takes_nothing(self, now_s: float) -> bool:

@@ -5,8 +5,11 @@ of a path leads around the guard.
 """
 
 import logging
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import final
+from uuid import uuid4
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -14,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.exchange import Exchange
-from quire.server.guard.keys import NOBODY_ELSE
+from quire.server.guard.keys import NOBODY_ELSE, Caller
 from quire.server.logs import place_of
 from quire.server.metrics import REJECTIONS
 from quire.server.operations import Operation
@@ -23,6 +26,8 @@ from quire.server.wire.errors import Dialect, Refused, refusal
 from quire.server.wire.streams import ClientGone
 
 log = logging.getLogger(__name__)
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @final
@@ -37,11 +42,11 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         sending = _Counted(self._service, self._path, http.method, send)
-        headers: dict[str, str] = {}
+        own = uuid4().hex
+        headers = self._names(http.headers, own)
         with ExitStack() as stack:
             try:
-                exchange = self._enter(http, stack)
-                headers = exchange.headers
+                exchange = self._enter(http, stack, own, headers)
                 body = () if self._takes is None else (await exchange.read(self._takes),)
                 answer = await self.operation.endpoint(exchange, *body)
             except (ClientDisconnect, ClientGone):
@@ -53,19 +58,47 @@ class Entrance:
             except ClientGone:
                 return
 
-    def _enter(self, http: Request, stack: ExitStack) -> Exchange:
+    def _enter(
+        self, http: Request, stack: ExitStack, own: str, headers: dict[str, str]
+    ) -> Exchange:
         """Raises: Refused."""
-        caller = NOBODY_ELSE
-        if not self.operation.is_open:
-            caller = self._service.keys.caller(http.headers)
-            self._service.origins.check(http.headers)
+        caller = NOBODY_ELSE if self.operation.is_open else self._known(http.headers)
         door = stack.enter_context(ExitStack())
         if self.operation.joins_queue:
             door.enter_context(self._service.gate.arrive(caller))
-        exchange = Exchange(http, self._service, caller, stack, door)
-        if self.operation.dialect == "anthropic":
-            exchange.headers["request-id"] = exchange.headers["x-request-id"]
-        return exchange
+        return Exchange(http, self._service, caller, stack, door, own, headers)
+
+    def turned_away(self, headers: Mapping[str, str]) -> Response | None:
+        """What a request would be told if it were read now, if nobody can join the queue.
+
+        None: it has to be read. So it is where there is more to say than that.
+        """
+        try:
+            caller = self._known(headers)
+        except Refused:
+            return None
+        reason = self._service.gate.refuse_early(caller)
+        if reason is None or "origin" in headers:  # a browser's, who is answered with CORS
+            return None
+        refused = self._service.gate.refused(reason)
+        self._service.metrics.note_answer("POST", self._path, refused.status)
+        return self._refusal(refused, self._names(headers, uuid4().hex))
+
+    def _known(self, headers: Mapping[str, str]) -> Caller:
+        """Raises: Refused for a stranger, or a web page that may not ask."""
+        caller = self._service.keys.caller(headers)
+        self._service.origins.check(headers)
+        return caller
+
+    def _names(self, headers: Mapping[str, str], own: str) -> dict[str, str]:
+        """What the client finds its answer by: its own name for it if it has said one.
+
+        Nothing here is found by it.
+        """
+        theirs = headers.get("x-request-id", "")
+        name = theirs if _SAFE_ID.fullmatch(theirs) else own
+        also = {"request-id": name} if self.operation.dialect == "anthropic" else {}
+        return {"x-request-id": name, **also}
 
     def _refusal(self, error: Exception, headers: dict[str, str]) -> Response:
         refused = refusal(error)

@@ -1,12 +1,10 @@
 """One HTTP request while it is answered: who asks, what of it is read, and what is to be undone."""
 
-import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 
@@ -25,8 +23,6 @@ from quire.server.wire.body import (
 
 T = TypeVar("T")
 
-_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
 
 @dataclass(eq=False)
 class Exchange:
@@ -38,15 +34,10 @@ class Exchange:
     caller: Caller
     stack: ExitStack
     door: ExitStack
-    headers: dict[str, str] = field(default_factory=dict)  # of the answer
+    id: str  # our own, whatever the client calls it
+    headers: dict[str, str]  # of the answer
     arrived_unix_s: float = field(default_factory=time.time)
     num_body_bytes: int = 0  # as read so far
-    id: str = field(default_factory=lambda: uuid4().hex)  # our own, whatever the client calls it
-
-    def __post_init__(self) -> None:
-        # Said again so that a client can find it in its own log; nothing here is found by it.
-        theirs = self.http.headers.get("x-request-id", "")
-        self.headers["x-request-id"] = theirs if _SAFE_ID.fullmatch(theirs) else self.id
 
     @property
     def created(self) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, final
 
 import uvicorn
+from starlette.applications import Starlette
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
@@ -117,7 +118,7 @@ async def _failure(llm: AsyncLLM) -> Exception:
     return failure
 
 
-def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     """uvloop is used where it is installed."""
     return uvicorn.Config(
         app,
@@ -125,6 +126,7 @@ def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
             Connection,
             read_timeout_s=config.read_timeout,
             send_timeout_s=config.send_timeout,
+            turned_away=app.state.turnstile.turned_away,
         ),
         workers=1,
         log_config=None,  # it is set up already

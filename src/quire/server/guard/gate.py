@@ -66,6 +66,11 @@ class Gate:
         """Sequences of which nothing has come yet."""
         return self._num_queued
 
+    @property
+    def is_shut(self) -> bool:
+        """Nobody could join now, whoever it is."""
+        return self._refuse_everybody(self._num_queued + self._num_at_door) is not None
+
     def refuse_early(self, caller: Caller) -> Rejection | None:
         """Why nobody could join now, before anything of the request has been read."""
         return self._refuse(caller, self._num_queued + self._num_at_door)
@@ -156,11 +161,16 @@ class Gate:
         return (now_s - times[0]) / len(times) if times else 1.0
 
     def _refuse(self, caller: Caller, num_queued: int) -> Rejection | None:
+        if self.draining:
+            return "draining"
+        if _reached(self._by_key.get(caller.number, 0), self._bounds.num_reqs_per_key):
+            return "max_num_reqs_per_key"
+        return self._refuse_everybody(num_queued)
+
+    def _refuse_everybody(self, num_queued: int) -> Rejection | None:
         bounds = self._bounds
         if self.draining:
             return "draining"
-        if _reached(self._by_key.get(caller.number, 0), bounds.num_reqs_per_key):
-            return "max_num_reqs_per_key"
         if _reached(num_queued, bounds.num_queued_reqs):
             return "max_num_queued_reqs"
         if _reached(self._num_queued_tokens, bounds.num_queued_tokens):
