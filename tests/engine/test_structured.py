@@ -213,8 +213,9 @@ def test_grammars_are_followed_beside_rows_that_have_none() -> None:
     assert found[1:] == Sampler().sample(logits[1:], plan_of(own))
 
 
-def test_a_text_that_may_be_empty_ends_with_eos() -> None:
-    own = sequence(StructuredOutputsParams(regex="a{0,0}"), ignore_eos=True)
+@pytest.mark.parametrize("form", [{"regex": "a{0,0}"}, {"grammar": 'start: ""'}])
+def test_a_text_that_may_be_empty_ends_with_eos(form: dict[str, Any]) -> None:
+    own = sequence(StructuredOutputsParams(**form), ignore_eos=True)
     (result,) = Sampler().sample(model([1])[None], plan_of(own))
     assert result == Sampled(token_ids=(EOS,), ends=True)
 

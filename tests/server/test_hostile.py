@@ -210,3 +210,13 @@ def test_ids_that_clients_choose_mean_nothing() -> None:
             assert answer.headers["x-ignored-fields"] == "b"
 
     run(ask())
+
+
+def test_rules_that_leave_no_token_are_the_clients_fault() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            own = {"structured_outputs": {"choice": ["zzz"]}, "bad_words": ["z", "zz", "zzz"]}
+            answer = await client.post("/v1/completions", {"prompt": [5], "max_tokens": 3, **own})
+            assert (answer.status, answer.error["code"]) == (400, "no_token_allowed")
+
+    run(ask())

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
-from quire.engine.sequence import FinishReason, Request, Sequence, TokenLogprobs
+from quire.engine.sequence import Fault, FinishReason, Request, Sequence, TokenLogprobs
 from quire.engine.statistics import Latencies
 
 
@@ -24,6 +24,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
     finish_reason: FinishReason | None  # None while it goes on
     detail: str = ""  # why it ended early; empty otherwise
+    fault: Fault = None  # whose it was, if no token could be sampled
     stopped_by: str | int | None = None  # the stop string or stop token that ended it
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
@@ -109,6 +110,7 @@ class Listener:
                 logprobs=() if output.logprobs is None else (output.logprobs,),
                 finish_reason=reason,
                 detail=sequence.finish_detail,
+                fault=sequence.fault,
                 stopped_by=stopped_by,
                 num_cached_tokens=sequence.num_cached_tokens,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire.engine.sequence import FinishReason, Sequence, TokenLogprobs
+from quire.engine.sequence import Fault, FinishReason, Sequence, TokenLogprobs
 from quire.strategies.base import Slots
 
 
@@ -120,7 +120,7 @@ class Sampled:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
     ends: bool = False  # nothing can follow the last token
     error: str = ""
-    is_corrupted: bool = False  # the error is that logits are no numbers, or that there is none
+    fault: Fault = None  # whose the error is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

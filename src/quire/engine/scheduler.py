@@ -123,7 +123,7 @@ class Scheduler:
         self.statistics.note_step(plan, num_kept)
         for draw, result in draws:
             if result.error:
-                draw.sequence.is_corrupted = result.is_corrupted
+                draw.sequence.fault = result.fault
                 self.fail(draw.sequence, result.error)
         mark_computed(self._room, self._preemption, plan.chunks, num_kept)
         for draw, _ in draws:
@@ -174,7 +174,7 @@ class Scheduler:
             heir, *others = self._queues.part(sequence)
             self._lead(heir, others)
         self.swap.release(sequence)
-        self._accounting.free(sequence.seq_id, forget=sequence.is_corrupted)
+        self._accounting.free(sequence.seq_id, forget=sequence.fault == "model")
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
         """End a sequence that cannot be computed; the next update reports it."""

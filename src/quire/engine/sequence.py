@@ -4,13 +4,15 @@ Nothing here knows about memory; ``num_computed_tokens`` says how many tokens th
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.params import SamplingParams
 from quire.engine.structured import Grammar
 
 FinishReason = Literal["stop", "length", "capacity", "abort", "error"]
+# The model's: logits that are no numbers. The request's: rules that leave no token.
+Fault: TypeAlias = Literal["model", "request"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
-    is_corrupted: bool = False  # the model gave it logits that are no numbers
+    fault: Fault = None  # whose it is that no token could be sampled
     shares_prompt: bool = False  # that a sibling has computed
     # When, by the engine's clock, in seconds; None: not yet.
     arrived_s: float = 0.0

@@ -51,7 +51,8 @@ class Matcher:
 
     def consume(self, token_ids: list[int]) -> None:
         """These have been generated."""
-        self._matcher.consume_tokens(token_ids)
+        if token_ids:  # to take nothing would end a grammar of the empty text
+            self._matcher.consume_tokens(token_ids)
 
     def masks(self, drafts: tuple[int, ...]) -> list[NDArray[np.uint8]]:
         """The tokens that may come next, and after each draft, up to one that must not come.

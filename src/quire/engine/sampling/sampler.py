@@ -22,7 +22,7 @@ from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.filters import cut, weights_of
 from quire.engine.sampling.logprobs import logprobs_of, prompt_logprobs_of
 from quire.engine.sampling.rules import Rules
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Fault, Sequence
 
 Floats = NDArray[np.float32]
 
@@ -154,8 +154,8 @@ def _held(
     if taken:
         return Sampled(token_ids=tuple(taken), ends=ends)
     # NaN is larger than anything, and a row of nothing but -inf has no largest.
-    is_corrupted = not np.isfinite(raw[first].max())
-    return Sampled(token_ids=(), error=_cause(raw[first], rules), is_corrupted=is_corrupted)
+    fault: Fault = "request" if np.isfinite(raw[first].max()) else "model"
+    return Sampled(token_ids=(), error=_cause(raw[first], rules), fault=fault)
 
 
 def _cause(raw: Floats, rules: Rules) -> str:

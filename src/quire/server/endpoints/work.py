@@ -10,7 +10,7 @@ from quire.server.endpoints.traces import Traces
 from quire.server.endpoints.usage import Tally
 from quire.server.exchange import Exchange
 from quire.server.guard.gate import Pass
-from quire.server.wire.errors import Refused, engine_failed
+from quire.server.wire.errors import Refused, broken_off
 from quire.server.wire.streams import while_connected
 from quire.units import format_count
 
@@ -58,7 +58,7 @@ class Work:
                 self.tally.add(index, delta)
                 self._traces.add(index, delta)
                 if delta.finish_reason == "error":
-                    raise engine_failed(delta.detail)
+                    raise broken_off(delta.detail, delta.fault)
                 # OpenAI has no word for KV memory that ran out; the detail says which it was.
                 if delta.finish_reason == "capacity":
                     delta = replace(delta, finish_reason="length")

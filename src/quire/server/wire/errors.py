@@ -11,6 +11,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from quire.engine.sequence import Fault
 from quire.errors import QuireError, RequestError, RequestTooLong
 from quire.server.schemas.errors import (
     AnthropicError,
@@ -106,6 +107,8 @@ def refusal(error: Exception) -> Refused:
     return Refused(500, "the server could not do this; its log says why", code="internal_error")
 
 
-def engine_failed(detail: str) -> Refused:
+def broken_off(detail: str, fault: Fault) -> Refused:
     """A sequence that the engine could not go on with."""
+    if fault == "request":
+        return Refused(400, detail, code="no_token_allowed")
     return Refused(500, detail or "the engine could not compute this", code="engine_error")
