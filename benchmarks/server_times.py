@@ -21,7 +21,7 @@ from quire.server.app import make_app
 from quire.server.run import uvicorn_config
 
 PROMPT_TOKENS = 64
-TENANT_TOKENS = 1024  # enough that finding them computed shows
+TENANT_TOKENS = 512  # enough that finding them computed shows
 _ENGINE: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_bytes": "128MB"}
 _FLAGS = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "128MB", "--disable-log-stats")
 _QUIET = ("--uvicorn-log-level", "warning")

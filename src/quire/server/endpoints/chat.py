@@ -19,7 +19,7 @@ from quire.server.chat.events import (
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.logprobs import of_chat, of_prompt
 from quire.server.endpoints.turn import Piece, Turn, reasoning_kwargs, take_turn
-from quire.server.endpoints.work import stop_reason
+from quire.server.endpoints.work import one_by_one, stop_reason
 from quire.server.exchange import Exchange
 from quire.server.schemas.chat import (
     ChatChoice,
@@ -85,13 +85,14 @@ class _Answering:
 
     async def whole(self) -> ChatCompletion:
         several = await self._turn.gather()
+        choices = await one_by_one(self._choice, several)
         prompt = self._turn.work.requests[0].prompt_token_ids
         asks_prompt = self._asked.prompt_logprobs is not None
         return ChatCompletion(
             id=f"chatcmpl-{self._exchange.id}",
             created=self._exchange.created,
             model=self._model,
-            choices=[self._choice(index, pieces) for index, pieces in enumerate(several)],
+            choices=choices,
             usage=self._turn.work.tally.usage(),
             prompt_logprobs=of_prompt(self._service.texts, several[0][0].delta.prompt_logprobs)
             if asks_prompt

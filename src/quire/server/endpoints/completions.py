@@ -10,7 +10,7 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.logprobs import of_completion, of_prompt
-from quire.server.endpoints.work import Gathered, Work, stop_reason
+from quire.server.endpoints.work import Gathered, Work, one_by_one, stop_reason
 from quire.server.exchange import Exchange
 from quire.server.schemas.completions import (
     MAX_PROMPTS,
@@ -70,10 +70,8 @@ class _Continuing:
         self._every_usage = options is not None and bool(options.continuous_usage_stats)
 
     async def whole(self) -> Completion:
-        choices = await self._work.gather()
-        return self._answer(
-            [self._choice(number, own) for number, own in enumerate(choices)], with_usage=True
-        )
+        choices = await one_by_one(self._choice, await self._work.gather())
+        return self._answer(choices, with_usage=True)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         begun: set[int] = set()

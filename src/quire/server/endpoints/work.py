@@ -1,8 +1,10 @@
 """What one exchange runs: its requests, admitted, and what comes of them."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
@@ -13,6 +15,9 @@ from quire.server.guard.gate import Pass
 from quire.server.wire.errors import Refused, broken_off
 from quire.server.wire.streams import while_connected
 from quire.units import format_count
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_CONTINUATIONS = 1024  # of all prompts of a request
 MAX_LOGPROBS = 2**20  # of all its tokens; or as many as one continuation may have
@@ -82,6 +87,15 @@ class Work:
         for own, parts in zip(choices, texts, strict=True):
             own.text = "".join(parts)
         return choices
+
+
+async def one_by_one(make: Callable[[int, T], R], several: Iterable[T]) -> list[R]:
+    """Of each with its number. Others go on in between: choices may have 10⁴ logprobs each."""
+    made = []
+    for number, each in enumerate(several):
+        made.append(make(number, each))
+        await asyncio.sleep(0)
+    return made
 
 
 def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
