@@ -43,14 +43,19 @@ MAY_IMPORT = {
     "engine.sampling": "errors units engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
     "engine.kv_cache": "errors memory strategies",
+    "engine.parts": "strategies engine.sequence engine.plan engine.scheduling",
+    "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
+    " engine.parts",
     "engine.runner": "errors units spec strategies attention layers models engine.sequence"
     " engine.plan"
     " engine.kv_cache engine.sequence",
     "engine": "errors units config spec memory blocks strategies attention models engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.detokenizer engine.kv_cache engine.runner engine.sampling engine.structured",
+    " engine.parts engine.engine engine.detokenizer engine.kv_cache engine.runner"
+    " engine.sampling engine.structured",
     "planner": "errors units config spec memory blocks strategies engine.params engine.sequence"
-    " engine.plan engine.scheduling engine.scheduler",
+    " engine.plan engine.statistics engine.scheduling engine.scheduler engine.parts"
+    " engine.engine",
     "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
     " engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
@@ -91,7 +96,8 @@ ONLY_IN = {
 TORCH_FREE = (
     *("errors", "units", "config", "spec", "memory", "blocks", "strategies"),
     *("engine.params", "engine.sequence", "engine.plan"),
-    *("engine.statistics", "engine.scheduling", "engine.scheduler"),
+    *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.parts"),
+    *("engine.engine", "engine.kv_cache"),
     *("planner", "figure", "compare", "http", "bench", "cli", "server.chat"),
 )
 
