@@ -48,7 +48,9 @@ def mark_computed(
         chunk.new_token_ids[:count] for chunk, count in zip(going_on, counts, strict=True)
     )
     accounting.mark_computed(
-        [chunk.sequence.seq_id for chunk in going_on], counts, np.fromiter(tokens, np.int32)
+        [chunk.sequence.seq_id for chunk in going_on],
+        None if counts.count(1) == len(counts) else counts,
+        np.fromiter(tokens, np.int32, sum(counts)),
     )
     room.snapshots.keep(accounting, going_on)
 
