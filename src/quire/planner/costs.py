@@ -1,7 +1,7 @@
 """How long a step takes: a few coefficients, fitted on a machine, or a roofline of a named device.
 
-Both answer for any ``Work``. What a cost model leaves out (contention, clocks that change, a network
-between ranks) it leaves out of every strategy alike.
+Both answer for any ``Work``. What a cost model leaves out (contention, clocks that change, a
+network between ranks) it leaves out of every strategy alike.
 """
 
 import json

@@ -119,9 +119,7 @@ class Replica:
         """Several steps that are alike, if there are some."""
         if not self._may_stride:
             return False
-        stride = find_stride(
-            self.scheduler, self.accounting, self._costs, self.now_s, moment_s
-        )
+        stride = find_stride(self.scheduler, self.accounting, self._costs, self.now_s, moment_s)
         if stride is None:
             return False
         if self._by_steps:

@@ -85,9 +85,7 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     )
 
 
-def _most_steps(
-    scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]
-) -> int:
+def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
     """As long as nobody ends, everybody stays steady, and there is room."""
     longest, count = scheduler.limits.max_model_len, MOST_STEPS
     for s in sequences:

@@ -84,9 +84,7 @@ class Timeline:
         self.most_running = max(self.most_running, state.num_running)
         figures, seconds = state.figures, now_s - self._last_s
         if seconds > 0:
-            integrals = [
-                (a + b) / 2 * seconds for a, b in zip(self._last, figures, strict=True)
-            ]
+            integrals = [(a + b) / 2 * seconds for a, b in zip(self._last, figures, strict=True)]
             span = _Span(self._last_s, now_s, integrals, state.committed_bytes)
             self._add(span)
         self._last, self._last_s = figures, now_s

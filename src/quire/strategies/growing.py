@@ -387,7 +387,9 @@ class GrowingAccounting:
 
     def _fresh_bytes(self, num_tokens: int) -> int:
         """What a sequence takes that reaches its length in one step."""
-        return self._buffer_bytes([self._capacity(g, 0, num_tokens) for g in range(len(self.groups))])
+        return self._buffer_bytes(
+            [self._capacity(g, 0, num_tokens) for g in range(len(self.groups))]
+        )
 
     def _buffer_bytes(self, capacities: list[int]) -> int:
         return sum(self._backed_bytes(g, capacity) for g, capacity in enumerate(capacities))
