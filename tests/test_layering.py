@@ -22,6 +22,7 @@ MAX_LINES = 400
 MAY_IMPORT = {
     "errors": "",
     "units": "errors",
+    "traces": "errors units",
     "memory": "errors units",
     "spec": "errors units",
     "blocks": "errors units spec",
@@ -49,16 +50,16 @@ MAY_IMPORT = {
     "engine": "errors units config spec memory blocks strategies attention models engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.detokenizer engine.kv_cache engine.runner engine.sampling engine.structured",
-    "planner": "errors units config spec memory blocks strategies engine.params engine.sequence"
+    "planner": "errors units traces config spec memory blocks strategies engine.params engine.sequence"
     " engine.plan engine.scheduling engine.scheduler",
     "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
     " engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units strategies engine.params engine http",
+    "bench": "errors units traces strategies engine.params engine http",
     "figure": "units",
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figure",
-    "cli": "errors units config spec memory strategies models engine.params engine.sequence engine"
+    "cli": "errors units traces config spec memory strategies models engine.params engine.sequence engine"
     " planner server figure compare bench http",
 }
 
@@ -83,7 +84,7 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli"},
+    "msgspec": {"server", "cli", "traces"},
     "jinja2": {"server"},
 }
 
@@ -92,7 +93,7 @@ TORCH_FREE = (
     *("errors", "units", "config", "spec", "memory", "blocks", "strategies"),
     *("engine.params", "engine.sequence", "engine.plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler"),
-    *("planner", "figure", "compare", "http", "bench", "cli", "server.chat"),
+    *("traces", "planner", "figure", "compare", "http", "bench", "cli", "server.chat"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
