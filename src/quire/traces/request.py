@@ -22,7 +22,7 @@ class TraceRequest:
     at_s: float
     input_tokens: int  # at least 1
     output_tokens: int  # 0: nothing came back; an engine that replays it makes one
-    # Ids of the prompt's blocks, in order: those of equal ids, after equal ids, are the same tokens.
+    # Ids of the prompt's blocks, in order: equal ids after equal ids are the same tokens.
     hash_ids: tuple[int, ...] = ()
     id_tokens: int = 0  # tokens that an id stands for; the last one may stand for fewer
     session: str | int | None = None  # who shares it is one conversation

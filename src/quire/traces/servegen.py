@@ -1,11 +1,11 @@
 """ServeGen: clients with rates, burstiness and lengths, of which a trace is drawn.
 
-Source: alibaba/ServeGen (NSDI 2026). Of each client there are two files. ``chunk-N-trace.csv`` has a
-line for each window of time (in the published ones ten minutes): its beginning in seconds, requests
-a second, the coefficient of variation of the gaps, and the distribution fitted to them with its two
-parameters (``Gamma`` or ``Weibull``: shape, scale); no name where nothing came. ``chunk-N-dataset
-.json`` has for longer windows how often each length came, as Python writes a dictionary:
-``{"0": {"input_tokens": "{17: 0.25, 80: 0.75}", "output_tokens": …}}``.
+Source: alibaba/ServeGen (NSDI 2026). Of each client there are two files. ``chunk-N-trace.csv`` has
+a line for each window of time (in the published ones ten minutes): its beginning in seconds,
+requests a second, the coefficient of variation of the gaps, and the distribution fitted to them
+with its two parameters (``Gamma`` or ``Weibull``: shape, scale); no name where nothing came.
+``chunk-N-dataset.json`` has for longer windows how often each length came, as Python writes a
+dictionary: ``{"0": {"input_tokens": "{17: 0.25, 80: 0.75}", "output_tokens": …}}``.
 
 A window has as many requests as its rate says, with gaps of the fitted distribution in proportion.
 Lengths are drawn by themselves: the files do not say which prompts had which answers. Prompts share
