@@ -13,9 +13,7 @@ from quire.traces import TraceRequest
 
 _FILLER = 0
 _NUM_IDS = 2**31  # that an int32 holds, from 0 on: a trace's
-_NUM_OWN = (
-    2**30
-)  # below 0: odd ones for what is only in one prompt, even ones for what is generated
+_NUM_OWN = 2**30  # below 0: odd ones are for one prompt's own tokens, even ones for outputs
 
 
 def prompt_of(request: TraceRequest, number: int, *, longest: int | None = None) -> tuple[int, ...]:

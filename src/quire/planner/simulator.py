@@ -93,6 +93,9 @@ def simulate(
         for place in range(fleet.num_replicas)
     ]
     num_requests = _replay(trace, replicas, fleet.routing)
+    end_s = max(replica.now_s for replica in replicas)
+    for replica in replicas:
+        replica.timeline.jump(end_s)
     return _result(fleet, replicas, tally, goals, num_requests)
 
 

@@ -1,4 +1,4 @@
-"""An engine that computes nothing: the real loop, scheduler and accounting, and a clock that is told.
+"""An engine that computes nothing: the real loop, scheduler and accounting on a clock of its own.
 
 What takes time in an engine takes it here too, as the cost model says: steps, copies, swapping. The
 tokens are known beforehand; each request generates as many as the trace says.

@@ -186,7 +186,7 @@ class GrowingAccounting:
         return verdict
 
     def steady_tokens(self, seq_id: int) -> int:
-        return min(self._sequences[seq_id].capacities)  # where the next copy is due
+        return min(self._sequences[seq_id].capacities)  # then it is copied
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         held = self._sequences[seq_id]
@@ -387,9 +387,8 @@ class GrowingAccounting:
 
     def _fresh_bytes(self, num_tokens: int) -> int:
         """What a sequence takes that reaches its length in one step."""
-        return self._buffer_bytes(
-            [self._capacity(g, 0, num_tokens) for g in range(len(self.groups))]
-        )
+        groups = range(len(self.groups))
+        return self._buffer_bytes([self._capacity(group, 0, num_tokens) for group in groups])
 
     def _buffer_bytes(self, capacities: list[int]) -> int:
         return sum(self._backed_bytes(g, capacity) for g, capacity in enumerate(capacities))
