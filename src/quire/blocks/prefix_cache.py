@@ -148,7 +148,7 @@ class PrefixCache:
                 self._enter(filled.tolist(), columns, data)
             return
         filled_rows: list[int] = []
-        columns: list[int] = []
+        filled_columns: list[int] = []
         pieces: list[bytes] = []
         start = 0
         for row, count, before in zip(rows.tolist(), counts, computed.tolist(), strict=True):
@@ -164,11 +164,11 @@ class PrefixCache:
             tables.tails[row, : len(rest)] = rest
             first = before // size
             filled_rows += [row] * num_full
-            columns += range(first, first + num_full)
+            filled_columns += range(first, first + num_full)
             pieces.append(new[: num_full * size].tobytes())
         tables.num_computed[rows] = computed + np.asarray(counts, np.int64)
         if filled_rows:
-            self._enter(filled_rows, columns, b"".join(pieces))
+            self._enter(filled_rows, filled_columns, b"".join(pieces))
 
     def _enter(self, rows: list[int], columns: list[int], data: bytes) -> None:
         """Enter full blocks: column ``columns[i]`` of row ``rows[i]``, in order of depth."""
