@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+import numpy as np
+
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
-from quire.engine.plan import TokenOutput
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.planner.costs import StepCosts
@@ -44,7 +45,6 @@ class Replica:
         self.timeline = Timeline()
         self.num_refused = 0  # requests that can never run
         self.num_steps = 0
-        self.observe: Callable[[], None] | None = None  # is called after every real step
         self._clock, self._costs = clock, costs
         self._ended, self._by_steps = ended, by_steps
         self._may_stride = Reach(cache.accounting.groups).is_full
@@ -80,8 +80,6 @@ class Replica:
 
     def num_cached_tokens(self, request: TraceRequest, number: int) -> int:
         """What it would find computed here."""
-        import numpy as np
-
         token_ids = prompt_of(request, number, longest=self.scheduler.limits.max_model_len)
         self.accounting.add(_PROBE)
         hit = self.accounting.match_prefix(_PROBE, np.array(token_ids, np.int32))
@@ -97,6 +95,11 @@ class Replica:
             if not self._stride(moment_s):
                 self._step()
             self._note()
+
+    def step(self) -> None:
+        """One step, with whoever has come; nothing where nobody has."""
+        self._let_in()
+        self._step()
 
     def _let_in(self) -> None:
         while self._coming and self.scheduler.num_waiting < self._most_known:
@@ -136,12 +139,7 @@ class Replica:
         self.num_steps += 1
         for output in self.engine.step():
             if output.finish_reason is not None:
-                self._hear(output)
-        if self.observe is not None:
-            self.observe()
-
-    def _hear(self, output: TokenOutput) -> None:
-        self._ended(output.sequence)
+                self._ended(output.sequence)
 
     def _note(self) -> None:
         usage = self.accounting.usage()

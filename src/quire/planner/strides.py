@@ -58,7 +58,9 @@ def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) ->
     fitting = accounting.try_extend_each(seq_ids, ends)
     assert fitting == len(sequences), "room that was counted is not there"
     tokens = [output_id(s) for s in sequences]
-    accounting.mark_computed(seq_ids, [count] * len(tokens), np.repeat(np.array(tokens, np.int32), count))
+    accounting.mark_computed(
+        seq_ids, [count] * len(tokens), np.repeat(np.array(tokens, np.int32), count)
+    )
     _note(scheduler, stride)
     last_s = stride.moments_s[-1]
     for sequence, token, end in zip(sequences, tokens, ends, strict=True):
