@@ -15,7 +15,8 @@ from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.swap import Costs, SwapSpace
-from quire.engine.sizing import cache_config, kv_ledger, stored_spec
+from quire.engine.needs import stored_spec
+from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
 from quire.engine.swap_store import make_swap_store
