@@ -22,7 +22,6 @@ class Published:
     name: str  # as on the Hugging Face hub
     config: Mapping[str, Any]  # of its config.json, what sizes it
     source: str  # where that was read
-    num_parameters: int | None = None  # as its makers state them, where that was read too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,6 @@ def published_models() -> Table:
                 name=name,
                 config=entry["config"],
                 source=sources.get(entry["source"], entry["source"]),
-                num_parameters=entry.get("num_parameters"),
             )
             for name, entry in said["models"].items()
         ),

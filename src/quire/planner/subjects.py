@@ -123,17 +123,7 @@ def _of_config(name: str, config: Mapping[str, Any], source: str, dtype: str) ->
 def _of_table(found: Published, read_on: str, dtype: str) -> Subject:
     source = f"the bundled table, read on {read_on} from {found.source}"
     subject = _of_config(found.name, found.config, f"config.json of {found.name}", dtype)
-    stated = found.num_parameters
-    if stated is None:
-        return replace(subject, source=source)
-    weights_bytes = stated * dtype_bytes(subject.dtype)
-    return replace(
-        subject,
-        own=replace(subject.own, weights_bytes=weights_bytes),
-        source=source,
-        weights_source=f"{stated:,} parameters, as published",
-        num_parameters=stated,
-    )
+    return replace(subject, source=source)
 
 
 def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
