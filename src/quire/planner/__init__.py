@@ -1,1 +1,1 @@
-"""What serving will cost, answered before buying, by the code that serves. Imports no torch."""
+"""What a model will cost, answered before buying, by the code that serves. Imports no torch."""
