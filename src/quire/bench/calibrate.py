@@ -14,6 +14,7 @@ import numpy as np
 from quire.bench.here import vocabulary_of
 from quire.bench.workload import Vocabulary
 from quire.engine.params import SamplingParams
+from quire.engine.scheduling.swap import Clock
 from quire.planner.fitting import Fit, fit
 from quire.planner.work import Reach, Work
 
@@ -48,7 +49,11 @@ def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[Point]
 
 
 def calibrate(
-    llm: "LLM", *, rounds: int = 2, report: Callable[[int, int], None] = lambda *_: None
+    llm: "LLM",
+    *,
+    rounds: int = 2,
+    report: Callable[[int, int], None] = lambda *_: None,
+    clock: Clock = time.perf_counter,
 ) -> Fit:
     """Fit a cost model to this machine. ``report`` is told how many points are done, of how many.
 
@@ -64,7 +69,7 @@ def calibrate(
     # The first round is to warm up: kernels are compiled, pages come.
     for done, (number, point) in enumerate(_rounds(rounds + 1, points)):
         report(done, total)
-        steps = list(_steps(llm, point, vocabulary, rng))
+        steps = list(_steps(llm, point, vocabulary, rng, clock))
         if number:
             measured += steps
     report(total, total)
@@ -89,7 +94,7 @@ def about(found: Fit, *, machine: str, model: str, num_threads: int) -> Fit:
     return replace(found, costs=replace(found.costs, about=MappingProxyType(said)))
 
 
-def timed_steps(llm: "LLM") -> Iterator[tuple[Work, float]]:
+def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[Work, float]]:
     """Step until all is done; what each step was, and how long it took."""
     reach = Reach(llm.accounting.groups)
     plans: list[StepPlan] = []
@@ -98,9 +103,9 @@ def timed_steps(llm: "LLM") -> Iterator[tuple[Work, float]]:
         goes_on = True
         while goes_on:
             plans.clear()
-            begin_s = time.perf_counter()
+            begin_s = clock()
             goes_on = llm.step()
-            seconds = time.perf_counter() - begin_s
+            seconds = clock() - begin_s
             if plans and plans[0].chunks:
                 yield reach.of(plans[0]), seconds
     finally:
@@ -114,13 +119,13 @@ def _rounds(rounds: int, points: list[Point]) -> Iterator[tuple[int, Point]]:
 
 
 def _steps(
-    llm: "LLM", point: Point, vocabulary: Vocabulary, rng: np.random.Generator
+    llm: "LLM", point: Point, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
 ) -> Iterator[tuple[Work, float]]:
     params = SamplingParams(max_tokens=_DECODES + 1, temperature=0.0, ignore_eos=True)
     for _ in range(point.num_sequences):
         prompt = vocabulary.draw(rng, point.prompt_tokens)
         llm.start(llm.request(prompt, params), lambda _: None)
-    yield from timed_steps(llm)
+    yield from timed_steps(llm, clock)
 
 
 def _copying() -> tuple[float, float]:

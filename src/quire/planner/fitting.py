@@ -1,7 +1,7 @@
 """From measured steps to a cost model: least squares with no coefficient below zero.
 
-Of steps that are alike the median counts, so that what disturbed some of them does not. Errors count
-in proportion to a step's time, so that short steps are as right as long ones.
+Of steps that are alike the median counts, so that what disturbed some of them does not. Errors
+count in proportion to a step's time, so that short steps are as right as long ones.
 """
 
 from collections.abc import Sequence
