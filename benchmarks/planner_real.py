@@ -143,7 +143,10 @@ def workloads(vocab_size: int) -> list[Workload]:
 
 def request_of(asked: Asked, number: int) -> Request:
     params = SamplingParams(
-        n=asked.n, max_tokens=asked.num_tokens, temperature=0.0, ignore_eos=True
+        n=asked.n,
+        max_tokens=asked.num_tokens,
+        temperature=float(asked.n > 1),  # else all would write the same, and share it
+        ignore_eos=True,
     )
     return Request(
         request_id=number + 1,
@@ -168,17 +171,6 @@ def chunks_of(plans: list[StepPlan]) -> tuple[tuple[int, int, int], ...]:
     return tuple((c.sequence.seq_id, c.start, c.stop) for plan in plans for c in plan.chunks)
 
 
-def run_of(counted: Statistics, seconds: float, steps: list[Step]) -> Run:
-    return Run(
-        seconds=seconds,
-        steps=steps,
-        num_tokens=counted.num_generation_tokens,
-        num_preemptions=counted.num_preemptions,
-        num_hits=counted.prefix_hit_tokens,
-        num_recomputed=counted.num_recomputed_tokens,
-    )
-
-
 def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
     """In the engine; and what a simulated one would be made of."""
     bytes_per_token = loaded.spec.bytes_per_token
@@ -186,17 +178,10 @@ def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
     capacity_bytes = workload.tokens * bytes_per_token
     llm = LLM(loaded, gauge=Plenty(), kv_cache_memory_bytes=capacity_bytes, **options)
     with llm:
-        # Kernels are compiled on first use; nothing of it stays in the cache.
-        llm.generate([list(range(7, 40))], SamplingParams(max_tokens=3, temperature=0.0))
-        llm.reset_prefix_cache()
         scheduler = llm.engine.scheduler
         fleet = _fleet_of(llm, scheduler)
-        before = _counts(llm.statistics)
-        (probe,) = scheduler.add(request_of(replace(workload.asked[0], n=1), -1))
-        scheduler.finish(probe, "abort")
-        plans, steps, seconds = list[StepPlan](), list[Step](), 0.0
+        plans, steps, seconds, offset = list[StepPlan](), list[Step](), 0.0, 0
         llm.engine.watch = plans.append
-        offset = probe.seq_id + 1
 
         def add(asked: Asked, number: int) -> None:
             llm.start(request_of(asked, number), lambda _: None)
@@ -211,16 +196,28 @@ def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
             steps.append((chunks, llm.accounting.usage().committed_bytes))
             return goes_on
 
+        # The first time kernels are compiled, and passes of new sizes recorded: an engine that
+        # serves has done that. Nothing of it stays in the cache.
         drive(workload, add, step)
-        run = run_of(llm.statistics, seconds, steps)
-    run.num_tokens -= before["num_generation_tokens"]
-    run.num_hits -= before["prefix_hit_tokens"]
-    return run, fleet
+        llm.reset_prefix_cache()
+        steps.clear()
+        seconds, before = 0.0, _counts(llm.statistics)
+        (probe,) = scheduler.add(request_of(replace(workload.asked[0], n=1), -1))
+        scheduler.finish(probe, "abort")
+        offset = probe.seq_id + 1
+        drive(workload, add, step)
+        after = _counts(llm.statistics)
+    counts = {name: after[name] - before[name] for name in after}
+    return Run(seconds=seconds, steps=steps, **counts), fleet
 
 
 def _counts(counted: Statistics) -> dict[str, int]:
-    names = ("num_generation_tokens", "prefix_hit_tokens")
-    return {name: getattr(counted, name) for name in names}
+    return {
+        "num_tokens": counted.num_generation_tokens,
+        "num_preemptions": counted.num_preemptions,
+        "num_hits": counted.prefix_hit_tokens,
+        "num_recomputed": counted.num_recomputed_tokens,
+    }
 
 
 def _fleet_of(llm: LLM, scheduler: Scheduler) -> Fleet:
@@ -260,7 +257,7 @@ def simulated(fleet: Fleet, workload: Workload, costs: FittedCosts) -> Run:
         return not replica.is_idle
 
     drive(workload, add, step)
-    return run_of(replica.scheduler.statistics, replica.now_s, steps)
+    return Run(seconds=replica.now_s, steps=steps, **_counts(replica.scheduler.statistics))
 
 
 def sample(loaded: Any, workload: Workload, costs: FittedCosts, clock: Clock) -> dict[str, Any]:

@@ -25,27 +25,39 @@ if TYPE_CHECKING:
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (8, 24, 64, 200, 600, 1500)
 _DECODES = 6  # steps of each point
+_MOST_LATE = 8  # sequences that come one by one
 _COPY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """So many sequences side by side, each with a prompt of so many tokens."""
+    """So many sequences side by side, each with a prompt of so many tokens.
+
+    ``comes_late``: one more with each step, so that some take in prompts while others generate.
+    """
 
     num_sequences: int
     prompt_tokens: int
+    comes_late: bool = False
 
 
 def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[Point]:
     """What fits in the KV memory, with some room to spare."""
-    return [
+    points = [
         Point(num_sequences=batch, prompt_tokens=context)
         for batch in BATCHES
         for context in CONTEXTS
         if batch <= max_num_seqs
-        and context + _DECODES + 1 <= max_model_len
-        and batch * (context + 2 * _DECODES + 16) <= room_tokens
+        and context + _most_decodes(batch) + 1 <= max_model_len
+        and batch * (context + _most_decodes(batch) + 16) <= room_tokens
     ]
+    late = [replace(p, comes_late=True) for p in points if 2 <= p.num_sequences <= _MOST_LATE]
+    return points + late
+
+
+def _most_decodes(num_sequences: int) -> int:
+    """The first of those that come late decodes until the last one has come."""
+    return _DECODES + min(num_sequences, _MOST_LATE)
 
 
 def calibrate(
@@ -100,11 +112,10 @@ def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[Work, float]]:
     plans: list[StepPlan] = []
     watch, llm.engine.watch = llm.engine.watch, plans.append
     try:
-        goes_on = True
-        while goes_on:
+        while llm.engine.scheduler.has_unfinished:
             plans.clear()
             begin_s = clock()
-            goes_on = llm.step()
+            llm.step()
             seconds = clock() - begin_s
             if plans and plans[0].chunks:
                 yield reach.of(plans[0]), seconds
@@ -121,11 +132,21 @@ def _rounds(rounds: int, points: list[Point]) -> Iterator[tuple[int, Point]]:
 def _steps(
     llm: "LLM", point: Point, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
 ) -> Iterator[tuple[Work, float]]:
-    params = SamplingParams(max_tokens=_DECODES + 1, temperature=0.0, ignore_eos=True)
-    for _ in range(point.num_sequences):
-        prompt = vocabulary.draw(rng, point.prompt_tokens)
-        llm.start(llm.request(prompt, params), lambda _: None)
-    yield from timed_steps(llm, clock)
+    num_tokens = (_most_decodes(point.num_sequences) if point.comes_late else _DECODES) + 1
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+    def start(count: int) -> None:
+        for _ in range(count):
+            prompt = vocabulary.draw(rng, point.prompt_tokens)
+            llm.start(llm.request(prompt, params), lambda _: None)
+
+    started = 1 if point.comes_late else point.num_sequences
+    start(started)
+    for step in timed_steps(llm, clock):
+        yield step
+        if started < point.num_sequences:
+            start(1)
+            started += 1
 
 
 def _copying() -> tuple[float, float]:

@@ -17,6 +17,7 @@ from quire.planner.work import Work
 
 Array = npt.NDArray[np.float64]
 
+_ROUNDS = 5
 _ALIKE = 4.0  # classes of contexts for each doubling of their length
 
 
@@ -47,7 +48,10 @@ def fit(measured: Sequence[tuple[Work, float]]) -> Fit:
         [np.mean([features(work) for work, _ in alike], axis=0) for alike in kinds.values()]
     )
     medians = np.array([np.median([each for _, each in alike]) for alike in kinds.values()])
-    solution = _solve(rows, medians)
+    solution = _solve(rows, medians, medians)
+    for _ in range(_ROUNDS):
+        # Against what it should be, not what it was: else steps that were quick would count most.
+        solution = _solve(rows, medians, rows @ solution)
     errors = rows @ solution / medians - 1
     spreads = [
         abs(seconds / middle - 1)
@@ -70,11 +74,11 @@ def _kind(work: Work) -> tuple[int, ...]:
     return work.num_tokens, work.num_sequences, work.num_sampled, context
 
 
-def _solve(rows: Array, seconds: Array) -> Array:
-    relative = rows / seconds[:, None]
+def _solve(rows: Array, seconds: Array, weights: Array) -> Array:
+    relative = rows / weights[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
-    scaled: Array = nonnegative_least_squares(relative / scale, np.ones(len(seconds))) / scale
+    scaled: Array = nonnegative_least_squares(relative / scale, seconds / weights) / scale
     return scaled
 
 
