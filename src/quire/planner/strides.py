@@ -66,7 +66,7 @@ def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) ->
         sequence.token_ids += [token] * count
         sequence.num_computed_tokens = sequence.most_computed_tokens = end
         sequence.last_token_s = last_s
-        if scheduler.limits.finish_reason(sequence, token) is not None:
+        if end + 1 == _last(scheduler, sequence):
             ended.append(sequence)
     for sequence in ended:
         scheduler.finish(sequence, "length")
@@ -91,13 +91,19 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     )
 
 
+def _last(scheduler: Scheduler, sequence: Sequence) -> int:
+    """Tokens that it has when it ends."""
+    request = sequence.request
+    most = len(request.prompt_token_ids) + request.params.max_tokens
+    return min(most, scheduler.limits.max_model_len)
+
+
 def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
     """Up to the first end, as long as everybody stays steady and there is room."""
-    longest, count = scheduler.limits.max_model_len, MOST_STEPS
-    lengths, most = list[int](), list[int]()
+    lengths, most, count = list[int](), list[int](), MOST_STEPS
     for s in sequences:
         num_tokens, num_prompt_tokens = len(s.token_ids), len(s.request.prompt_token_ids)
-        last = min(num_prompt_tokens + s.request.params.max_tokens, longest)
+        last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
         # A block that two share is copied by the first step that writes into it.
