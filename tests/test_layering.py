@@ -22,6 +22,7 @@ MAX_LINES = 400
 MAY_IMPORT = {
     "errors": "",
     "units": "errors",
+    "traces": "errors units",
     "memory": "errors units",
     "spec": "errors units",
     "blocks": "errors units spec",
@@ -42,24 +43,30 @@ MAY_IMPORT = {
     " engine.statistics engine.scheduling",
     "engine.sampling": "errors units engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
+    "engine.needs": "errors units config spec memory strategies",
     "engine.kv_cache": "errors memory strategies",
+    "engine.parts": "strategies engine.sequence engine.plan engine.scheduling",
+    "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
+    " engine.parts",
     "engine.runner": "errors units spec strategies attention layers models engine.sequence"
     " engine.plan"
     " engine.kv_cache engine.sequence",
     "engine": "errors units config spec memory blocks strategies attention models engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.detokenizer engine.kv_cache engine.runner engine.sampling engine.structured",
-    "planner": "errors units config spec memory blocks strategies engine.params engine.sequence"
-    " engine.plan engine.scheduling engine.scheduler",
+    " engine.parts engine.engine engine.detokenizer engine.needs engine.kv_cache engine.runner"
+    " engine.sampling engine.structured",
+    "planner": "errors units traces config spec memory blocks strategies engine.params"
+    " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
+    " engine.parts engine.engine engine.needs",
     "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
     " engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units strategies engine.params engine http",
+    "bench": "errors units traces strategies engine.params engine http planner",
     "figure": "units",
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figure",
-    "cli": "errors units config spec memory strategies models engine.params engine.sequence engine"
-    " planner server figure compare bench http",
+    "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"
+    " engine planner server figure compare bench http engine.needs",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
@@ -83,7 +90,7 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli"},
+    "msgspec": {"server", "cli", "traces"},
     "jinja2": {"server"},
 }
 
@@ -91,8 +98,9 @@ ONLY_IN = {
 TORCH_FREE = (
     *("errors", "units", "config", "spec", "memory", "blocks", "strategies"),
     *("engine.params", "engine.sequence", "engine.plan"),
-    *("engine.statistics", "engine.scheduling", "engine.scheduler"),
-    *("planner", "figure", "compare", "http", "bench", "cli", "server.chat"),
+    *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.needs"),
+    *("engine.parts", "engine.engine", "engine.kv_cache"),
+    *("traces", "planner", "figure", "compare", "http", "bench", "cli", "server.chat"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")

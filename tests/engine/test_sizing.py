@@ -9,12 +9,11 @@ import pytest
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.engine.sizing import kv_needs, ledger_for
+from quire.engine.needs import kv_needs, ledger_for
 from quire.errors import ConfigError
-from quire.memory.budget.ledger import Needs
+from quire.memory.budget import Footprint, Needs
 from quire.memory.machine import Machine
 from quire.memory.machine.probe import MemoryBound
-from quire.models.footprint import Footprint
 from quire.models.loader import load
 from quire.spec import ModelSpec
 

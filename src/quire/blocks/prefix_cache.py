@@ -147,20 +147,28 @@ class PrefixCache:
             if len(filled):
                 self._enter(filled.tolist(), columns, data)
             return
+        filled_rows: list[int] = []
+        filled_columns: list[int] = []
+        pieces: list[bytes] = []
         start = 0
         for row, count, before in zip(rows.tolist(), counts, computed.tolist(), strict=True):
             tokens = token_ids[start : start + count]
             start += count
             offset = before % size
-            new = np.concatenate([tables.tails[row, :offset], tokens])
+            if offset + count < size:
+                tables.tails[row, offset : offset + count] = tokens
+                continue
+            new = np.concatenate([tables.tails[row, :offset], tokens]) if offset else tokens
             num_full = len(new) // size
             rest = new[num_full * size :]
             tables.tails[row, : len(rest)] = rest
-            tables.num_computed[row] = before + count
-            if num_full:
-                first = before // size
-                columns = list(range(first, first + num_full))
-                self._enter([row] * num_full, columns, new[: num_full * size].tobytes())
+            first = before // size
+            filled_rows += [row] * num_full
+            filled_columns += range(first, first + num_full)
+            pieces.append(new[: num_full * size].tobytes())
+        tables.num_computed[rows] = computed + np.asarray(counts, np.int64)
+        if filled_rows:
+            self._enter(filled_rows, filled_columns, b"".join(pieces))
 
     def _enter(self, rows: list[int], columns: list[int], data: bytes) -> None:
         """Enter full blocks: column ``columns[i]`` of row ``rows[i]``, in order of depth."""

@@ -1,5 +1,5 @@
-"""The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``bench``,
-``top`` and ``doctor``.
+"""The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``plan``,
+``simulate``, ``bench``, ``top`` and ``doctor``.
 
 Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
 """
@@ -15,7 +15,9 @@ from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
+from quire.cli.plan import plan
 from quire.cli.serve import serve
+from quire.cli.simulate import simulate
 from quire.cli.top import top
 from quire.cli.vllm import VllmCommand
 from quire.config import keep_few_shapes, wait_patiently
@@ -31,7 +33,7 @@ app = typer.Typer(
 )
 
 app.command(cls=VllmCommand)(serve)
-for _command in (chat, generate, compare, bench, top, doctor):
+for _command in (chat, generate, compare, plan, simulate, bench, top, doctor):
     app.command()(_command)
 
 

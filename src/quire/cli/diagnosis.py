@@ -33,7 +33,7 @@ class Diagnosis:
 
 def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
     """Look at the model and at this machine. Raises: ConfigError, ModelNotLoadable."""
-    from quire.engine.sizing import kv_needs, ledger_for, stored_spec
+    from quire.engine.needs import kv_needs, ledger_for, stored_spec
     from quire.models.footprint import outline
 
     name, own, spec = outline(model, dtype=config.dtype)

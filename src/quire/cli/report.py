@@ -93,9 +93,9 @@ def _pressure(pressure: Pressure | None) -> str:
     return f"of the last 10 s, some task waited for memory {some:g} %, all {full:g} %"
 
 
-def _ledger(found: Diagnosis) -> Table:
-    ledger = found.ledger
-    table = _titled(f"The budget of [cyan]{ledger.rule}[/] for {escape(found.name)}, line by line")
+def ledger_table(name: str, ledger: Ledger, in_tokens: str) -> Table:
+    """A budget line by line; ``in_tokens`` says what a budget that is granted holds."""
+    table = _titled(f"The budget of [cyan]{ledger.rule}[/] for {escape(name)}, line by line")
     table.add_column("")
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("from", style="dim")
@@ -106,12 +106,16 @@ def _ledger(found: Diagnosis) -> Table:
     if ledger.refusal is None:
         why = f"bound by {escape(ledger.bound)}"
         table.add_row("[bold]KV memory[/]", f"[bold green]{size}[/]", why)
-        table.add_row("", "", _in_tokens(found, ledger))
+        table.add_row("", "", in_tokens)
     else:
         table.add_row("[bold]KV memory[/]", f"[bold red]{size}[/]", "refused")
     fits = format_bytes(max(0, ledger.room_bytes))
     table.add_row("most that fits", fits, escape(ledger.room_source))
     return table
+
+
+def _ledger(found: Diagnosis) -> Table:
+    return ledger_table(found.name, found.ledger, _in_tokens(found, found.ledger))
 
 
 def _in_tokens(found: Diagnosis, ledger: Ledger) -> str:

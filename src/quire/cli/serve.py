@@ -69,7 +69,7 @@ def serve(
 
 def _blocks(count: int, spec: Any, config: EngineConfig) -> dict[str, int]:
     """Blocks in bytes. Raises: ConfigError."""
-    from quire.engine.sizing import stored_spec
+    from quire.engine.needs import stored_spec
 
     if count < 1:
         raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")

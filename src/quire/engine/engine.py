@@ -2,16 +2,13 @@
 
 import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
 
-from quire.engine.kv_cache import KVCache
+from quire.engine.parts import Cache, Chooser, Drafter, Runner, SwapShelf
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
-from quire.engine.runner import Runner
-from quire.engine.sampling import Sampler
-from quire.engine.scheduler import NO_DRAFTS, Drafts, Scheduler
+from quire.engine.scheduler import NO_DRAFTS, Scheduler
 from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import FinishReason, Sequence
-from quire.engine.swap_store import SwapStore
 from quire.errors import MemoryUnavailable
 from quire.units import format_bytes
 
@@ -20,20 +17,8 @@ log = logging.getLogger(__name__)
 _NOTHING = StepPlan.of([])
 
 
-class Drafter(Protocol):
-    """Guesses what comes next. A wrong guess costs the time to look at it, and nothing else."""
-
-    def propose(self, sequences: list[Sequence]) -> Drafts:
-        """Some tokens that may follow the last one, for some of these sequences, by id."""
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
+def _unwatched(plan: StepPlan) -> None:
+    """Nobody looks."""
 
 
 class Engine:
@@ -42,11 +27,11 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        kv: KVCache,
+        kv: Cache,
         runner: Runner,
-        sampler: Sampler,
+        sampler: Chooser,
         drafter: Drafter | None = None,
-        swap: SwapStore | None = None,
+        swap: SwapShelf | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -56,6 +41,7 @@ class Engine:
         self.drafter = drafter
         self._swap = swap
         self.clock = clock
+        self.watch: Callable[[StepPlan], None] = _unwatched  # sees each plan before it is run
         self._has_failed = False  # the last step
         self._refused_at = (-1, 0)  # who was alone when there were no pages, and its tokens
 
@@ -100,6 +86,7 @@ class Engine:
             self._begin_with_less(plan, self._kv.refusal)
             plan = _NOTHING
         plan = self._swap_in(plan)
+        self.watch(plan)
         started_s = self.clock()
         try:
             sampled = self._compute(plan)
@@ -166,7 +153,7 @@ class Engine:
 
         Raises: MemoryUnavailable.
         """
-        given = self._kv.memory.committed_bytes
+        given = self._kv.committed_bytes
         log.warning("%s: every sequence begins anew, in %s", error, format_bytes(given))
         if len(plan.chunks) == 1:
             alone = plan.chunks[0].sequence

@@ -29,6 +29,10 @@ class KVCache:
         """Bytes reserved, committed, at peak and given back, since the last restart."""
         return self.storage.memory
 
+    @property
+    def committed_bytes(self) -> int:
+        return self.storage.memory.committed_bytes
+
     def carry_out(self) -> None:
         """End the accounting's step: storage does what was decided, or else there is a refusal."""
         if self.refusal is None:

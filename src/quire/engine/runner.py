@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,19 +28,6 @@ log = logging.getLogger(__name__)
 _TRIAL_ID = -1  # requests count from 1
 # What a model raises when it finds something else than it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-class Runner(Protocol):
-    """Computes a step whose room is there: what accounting decided has been carried out."""
-
-    def run(self, plan: StepPlan) -> Tensor:
-        """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order."""
-        ...
-
-    @property
-    def overwrites_states(self) -> bool:
-        """Whether a step that fails leaves its sequences with states that are of no use."""
-        ...
 
 
 class ModelRunner:

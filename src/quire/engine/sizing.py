@@ -1,28 +1,22 @@
-"""How large an engine's cache is: the budget's ledger for this model, and the cache's numbers."""
+"""How large an engine's cache is: the budget's ledger for a loaded model, and the cache's numbers.
+
+The arithmetic is in ``needs``.
+"""
 
 import logging
 
-from quire.config import KV_CACHE_DTYPES, EngineConfig
+from quire.config import EngineConfig
+from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.build import needs_with_draft
-from quire.errors import ConfigError
 from quire.memory import MemoryProvider
-from quire.memory.budget import make_ledger
-from quire.memory.budget.ledger import Ledger, Needs
-from quire.memory.machine import Machine, read_machine
+from quire.memory.budget import Ledger
+from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.models.footprint import Footprint, footprint
+from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel
-from quire.spec import KeptWhole, ModelSpec
 from quire.strategies import CacheConfig
-from quire.strategies.layout import slot_bytes
-from quire.units import format_count
 
 log = logging.getLogger(__name__)
-
-_SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
-# Libraries, compiled kernels and threads come after sizing: 330 MiB of addresses with two threads,
-# most of it stacks and arenas of malloc. It matters only under ulimit -v.
-_LATER_ADDRESS_BYTES = 512 * 2**20
 
 
 def kv_ledger(
@@ -40,111 +34,20 @@ def kv_ledger(
     return ledger_for(config, needs, read_machine())
 
 
-def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
-    """The ledger of the options."""
-    return make_ledger(
-        machine,
-        needs,
-        budget=config.budget,
-        utilization=config.memory_utilization,
-        mode=config.memory_mode,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-    )
-
-
-def kv_needs(
-    config: EngineConfig, name: str, spec: ModelSpec, own: Footprint, page_bytes: int
-) -> Needs:
-    """What a model needs under these options.
-
-    Raises: ConfigError for longer sequences than the model's.
-    """
-    spec = stored_spec(config, spec)
-    longest = config.max_model_len or spec.max_model_len
-    if longest > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={format_count(longest)} is more than {name} was made for, "
-            f"{format_count(spec.max_model_len)}: lower it"
-        )
-    whole = config.cache == "contiguous" and config.reserve == "max_model_len"
-    least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
-    one_state = sum(
-        slot_bytes(group, page_bytes) for group in spec.groups if isinstance(group.spec, KeptWhole)
-    )
-    state_bytes = config.max_num_seqs * one_state
-    num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return Needs(
-        weights_bytes=own.weights_bytes,
-        counted_weights_bytes=own.counted_bytes,
-        activation_bytes=own.activation_bytes(
-            max(config.max_num_batched_tokens, spec.source_tokens), num_logits
-        ),
-        bytes_per_token=spec.bytes_per_token,
-        address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
-        addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
-        context_tokens=longest,
-        least_bytes=least_tokens * spec.bytes_per_token + one_state,
-        most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
-        state_bytes=state_bytes,
-    )
-
-
 def cache_config(
     config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
 ) -> CacheConfig:
-    """The cache's numbers, for the capacity of a ledger."""
-    shares_pages = config.cache == "virtual" and config.enable_prefix_caching
-    if shares_pages and (reason := provider.cannot_share) is not None:
+    """The cache's numbers, for the capacity of a ledger. What is not as asked for is logged."""
+    would_share = config.cache == "virtual" and config.enable_prefix_caching
+    if would_share and (reason := provider.cannot_share) is not None:
         log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
-        shares_pages = False
-    caching = config.enable_prefix_caching
-    if caching and loaded.spec.source_tokens:
+    if config.enable_prefix_caching and loaded.spec.source_tokens:
         log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
-        caching = False
-    return CacheConfig(
-        max_model_len=config.max_model_len or loaded.spec.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        capacity_bytes=capacity_bytes,
-        block_size=config.block_size,
+    return cache_sizes(
+        config,
+        loaded.spec,
         page_bytes=provider.page_bytes,
-        reserve=config.reserve,
-        shares_pages=shares_pages,
-        max_mappings=spare_mappings() if shares_pages else None,
-        enable_prefix_caching=caching,
-        eviction_policy=config.prefix_caching_policy,
-        growth=config.growth,
-        growth_tokens=config.growth_tokens,
+        capacity_bytes=capacity_bytes,
+        can_share=provider.cannot_share is None,
+        max_mappings=spare_mappings() if would_share else None,
     )
-
-
-def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """The model with keys and values as they are kept."""
-    if config.max_model_len and spec.source_tokens == spec.max_model_len:  # one limit for both
-        spec = spec.with_source_tokens(min(config.max_model_len, spec.source_tokens))
-    kept_as = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    return spec if kept_as is None else spec.with_kv_dtype(kept_as)
-
-
-def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:
-    """Addresses that a strategy reserves besides those of its capacity."""
-    if config.cache in ("growing", "virtual"):
-        return config.max_num_seqs * longest * spec.bytes_per_token
-    return 0
-
-
-def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes: int) -> int:
-    """More than all sequences at their longest is never used, prefixes of ended ones apart.
-
-    A sequence's last block or, head by head, its last page is not full; while a buffer grows, the
-    old one is there too.
-    """
-    copies = 2 if config.cache == "growing" else 1
-    slack = config.block_size * spec.bytes_per_token + page_bytes * sum(
-        2 * heads
-        for layer in spec.layers
-        for kept in layer.specs
-        if not isinstance(kept, KeptWhole)
-        for heads, _ in kept.entry_shapes[:1]
-    )
-    sequence = copies * spec.bytes_per_token * longest + slack
-    return int(config.max_num_seqs * sequence / (1 - config.watermark))

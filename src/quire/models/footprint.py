@@ -1,10 +1,9 @@
-"""A model's own bytes: its weights, and what one step computes in between. Both without running it.
+"""A model's own bytes, of its tensors: weights, and the sizes that a step's results follow from.
 
 Weights are counted by storage, so tied ones count once. ``outline`` makes the model on torch's meta
 device, where a tensor has a shape and no memory: a config.json is all it needs.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,37 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
 from quire.spec import ModelSpec
-
-_FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes of a model besides its cache."""
-
-    weights_bytes: int
-    counted_bytes: int  # of these, in pages that the system counts as used: not mapped from a file
-    hidden_size: int
-    widest_rows: int  # outputs a token has in the widest of the layers' products
-    vocab_size: int
-    item_bytes: int  # of an activation
-
-    def activation_bytes(self, num_tokens: int, num_logits: int) -> int:
-        """An estimate of what one step over so many tokens holds at its peak.
-
-        In a layer: the stream of hidden states and what is added to it, three of them once more in
-        float32 for a norm, and three results of the widest product (gate, up, and both multiplied).
-        After the layers: logits twice, and ten float32 copies where top-p sorts and filters them.
-        """
-        layer = num_tokens * (
-            3 * self.widest_rows * self.item_bytes
-            + self.hidden_size * (3 * self.item_bytes + 3 * _FLOAT32_BYTES)
-        )
-        head = num_logits * self.vocab_size * (2 * self.item_bytes + 10 * _FLOAT32_BYTES)
-        return max(layer, head)
 
 
 def footprint(model: PreTrainedModel) -> Footprint:

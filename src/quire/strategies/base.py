@@ -119,16 +119,6 @@ class Usage:
         return self.committed_bytes - self.used_bytes - self.cached_bytes
 
 
-def one_by_one(
-    try_extend: Callable[[int, int], Verdict], seq_ids: Sequence[int], num_tokens: Sequence[int]
-) -> int:
-    """``try_extend_each`` for a strategy in which sequences do not grow together."""
-    for count, pair in enumerate(zip(seq_ids, num_tokens, strict=True)):
-        if not isinstance(try_extend(*pair), Fits):
-            return count
-    return len(seq_ids)
-
-
 # -- the two protocols --------------------------------------------------------------------------
 
 
@@ -282,6 +272,13 @@ class Accounting(Protocol):
 
     def fork(self, seq_id: int, new_id: int) -> Verdict:
         """Begin ``new_id`` as a copy of ``seq_id``, shared until written where blocks are."""
+        ...
+
+    def steady_tokens(self, seq_id: int) -> int:
+        """A length up to which a sequence can go token by token, or at once, with the same outcome.
+
+        Nothing is copied or given back on the way, and what is committed at the end is the same.
+        """
         ...
 
     def trim(self, seq_id: int, num_tokens: int) -> None:

@@ -29,10 +29,10 @@ from quire.blocks import (
     no_hit,
 )
 from quire.spec import Group
-from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import attention_groups, common_page_tokens, slot_bytes
-from quire.strategies.packed import packed_ranges
+from quire.strategies.packed import one_by_one, packed_ranges
 from quire.units import align_down, align_up
 
 
@@ -179,6 +179,9 @@ class ContiguousAccounting:
             for group in range(self._num_arenas, len(self.groups)):
                 self._changes.append(Copy(group, source.cell, target.cell, 1))
         return verdict
+
+    def steady_tokens(self, seq_id: int) -> int:
+        return self._ranges[seq_id].max_tokens  # its place is there
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         held = self._ranges[seq_id]

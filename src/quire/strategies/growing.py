@@ -31,11 +31,11 @@ from quire.blocks import (
     no_hit,
 )
 from quire.spec import Group, KeptWhole
-from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.growth import GROWTH
 from quire.strategies.layout import page_tokens, range_slots, slot_bytes
-from quire.strategies.packed import packed_ranges
+from quire.strategies.packed import one_by_one, packed_ranges
 from quire.units import align_up
 
 
@@ -185,6 +185,9 @@ class GrowingAccounting:
                 self._changes.append(Copy(group, start, goal, count))
         return verdict
 
+    def steady_tokens(self, seq_id: int) -> int:
+        return min(self._sequences[seq_id].capacities)  # then it is copied
+
     def trim(self, seq_id: int, num_tokens: int) -> None:
         held = self._sequences[seq_id]
         held.num_tokens = min(held.num_tokens, num_tokens)
@@ -204,8 +207,7 @@ class GrowingAccounting:
 
     def spare_tokens(self, group: int, seq_id: int) -> int:
         """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
-        held = self._sequences[seq_id]
-        return held.capacities[group] - held.num_tokens
+        return self._sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
 
     def table(self, group: int, seq_id: int) -> Slots:
         held = self._sequences[seq_id]

@@ -31,7 +31,15 @@ from quire.blocks import (
     verdict_on_length,
 )
 from quire.errors import ConfigError
-from quire.spec import ChunkedAttention, Group, KeptWhole, RecurrentState, SlidingWindow
+from quire.spec import (
+    ChunkedAttention,
+    FullAttention,
+    Group,
+    KeptWhole,
+    LatentAttention,
+    RecurrentState,
+    SlidingWindow,
+)
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, block_census
 from quire.strategies.layout import granule_blocks, row_bytes, slot_bytes
@@ -174,6 +182,14 @@ class PagedAccounting:
     def fork(self, seq_id: int, new_id: int) -> Fits:
         self.blocks.fork(seq_id, new_id)
         return FITS
+
+    def steady_tokens(self, seq_id: int) -> int:
+        # A page with several blocks is as full as their order has it.
+        steady = all(
+            isinstance(group.spec, FullAttention | LatentAttention) and size.granule_blocks == 1
+            for group, size in zip(self.groups, self._sizes, strict=True)
+        )
+        return self._config.max_model_len if steady else self.num_tokens(seq_id)
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.blocks.trim(seq_id, num_tokens)

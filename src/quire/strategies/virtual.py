@@ -32,11 +32,11 @@ from quire.blocks import (
     peak_bytes,
     verdict_on_length,
 )
-from quire.spec import Group, KeptWhole
-from quire.strategies.base import CacheConfig, Counts, Slots, Usage, one_by_one
+from quire.spec import FullAttention, Group, KeptWhole, LatentAttention
+from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import page_tokens, range_slots, slot_bytes
-from quire.strategies.packed import packed_ranges
+from quire.strategies.packed import one_by_one, packed_ranges
 from quire.units import align_down, align_up
 
 
@@ -175,6 +175,10 @@ class VirtualAccounting:
                 goal = self._first_slot(group, target) + pages.start
                 self._changes.append(Copy(group, start, goal, stop - pages.start))
         return verdict
+
+    def steady_tokens(self, seq_id: int) -> int:
+        forgets = any(not isinstance(g.spec, FullAttention | LatentAttention) for g in self.groups)
+        return self.num_tokens(seq_id) if forgets else self._config.max_model_len
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         # The pages stay: a trimmed sequence is about to write there again.

@@ -209,6 +209,11 @@ class SharedVirtualAccounting:
         self._have_window(new_id)
         return FITS
 
+    def steady_tokens(self, seq_id: int) -> int:
+        if self._config.max_mappings is not None:  # which are refused one by one
+            return self.num_tokens(seq_id)
+        return self.pool.steady_tokens(seq_id)
+
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.pool.trim(seq_id, num_tokens)
 

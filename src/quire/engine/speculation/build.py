@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.assembly import assemble
-from quire.engine.engine import Drafter
+from quire.engine.parts import Drafter
 from quire.engine.recurrence import refuse_recurrent_draft
 from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.prompt_lookup import PromptLookup

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from quire.engine.kv_cache import KVCache
 from quire.engine.params import SamplingParams
+from quire.engine.parts import Runner
 from quire.engine.plan import Chunk, StepPlan
-from quire.engine.runner import Runner
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts
 from quire.engine.sequence import Request, Sequence
 from quire.engine.speculation.pace import Pace, num_alike

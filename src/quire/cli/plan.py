@@ -1,0 +1,226 @@
+"""``quire plan``: what a model will cost, in bytes and sequences, before anything is bought.
+
+No weights are loaded and no torch is imported, unless the plan is to be validated.
+"""
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from quire.cli.options import with_engine_options
+from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.memory import HostMemory
+from quire.memory.machine import read_machine
+from quire.memory.machine.probe import spare_mappings
+from quire.planner.capacity import Place, Plan, Request, typical
+from quire.planner.capacity import plan as make_plan
+from quire.planner.devices import DEVICES, machine_of, machine_with
+from quire.planner.devices import device as device_of
+from quire.planner.fit import changes, longest, most_sequences
+from quire.planner.published import published_models
+from quire.planner.subjects import Subject, find_subject
+from quire.units import format_count, parse_bytes
+
+_HOST_PAGE_BYTES = 4096
+
+
+@with_engine_options
+def plan(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder or config.json, a name of the bundled table (any case, with or without "
+            "its organisation), or a hub name. Default: the demo model.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a machine to come, e.g. 80GB; nothing of it is used.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"A device by name: {', '.join(DEVICES)}.")
+    ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(help="Devices that share the heads (tensor parallelism); a plan is one's."),
+    ] = 1,
+    input_len: Annotated[
+        int | None, typer.Option(help="Tokens of a typical prompt. Default: 1024 at most.")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="Tokens of a typical answer. Default: 256 at most.")
+    ] = None,
+    fit: Annotated[
+        Literal["length", "sequences"] | None,
+        typer.Option(
+            help="Find the longest context (for as many sequences as --max-num-seqs says, else "
+            "one), or the most typical sequences at once."
+        ),
+    ] = None,
+    list_models: Annotated[
+        bool, typer.Option("--list", help="Show the bundled table, and where it was read.")
+    ] = False,
+    validate: Annotated[
+        bool,
+        typer.Option(help="Run the engine too, under each strategy, and compare bytes."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Say what fits: bytes per token, the budget, and sequences per strategy and rule.
+
+    \b
+    quire plan
+    quire plan Llama-3.1-8B --device h100 --max-model-len 32768
+    quire plan Qwen3-32B --device l40s --tp 4 --fit length
+    quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
+    quire plan --validate
+    """
+    if list_models:
+        print_table_of_models(published_models(), as_json=as_json)
+        return
+    config = EngineConfig.from_options(**engine)
+    _refuse_unplanned(config)
+    if tp < 1:
+        raise ConfigError(f"tp={tp} must be at least 1")
+    place = place_of(memory, device)
+    subject = find_subject(model, dtype=config.dtype)
+    request = _request(subject, config, input_len, output_len)
+    if validate:
+        _validate(
+            model, subject, config, place, request, elsewhere=bool(memory or device or tp > 1)
+        )
+        return
+    with Console(stderr=True).status("planning …"):
+        found = make_plan(subject, config, place, num_ranks=tp, request=request)
+        fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
+        remedies = [] if found.fits else list(changes(found))
+    if as_json:
+        print(json.dumps(as_dict(found, remedies)))
+    else:
+        print_plan(found, remedies, fitted)
+
+
+def place_of(memory: str | None, device: str | None) -> Place:
+    """A device, a machine of a size, or this machine. Raises: ConfigError."""
+    if memory is None and device is None:
+        host = HostMemory()
+        return Place(
+            machine=read_machine(),
+            page_bytes=host.page_bytes,
+            can_share=host.cannot_share is None,
+            max_mappings=spare_mappings(),
+        )
+    if device is None:
+        return Place(
+            machine=machine_of(_size(memory)),
+            page_bytes=_HOST_PAGE_BYTES,
+            can_share=True,
+            max_mappings=None,
+        )
+    found = device_of(device)
+    if memory is not None:
+        found = replace(found, total_bytes=_size(memory), source="--memory")
+    return Place(
+        machine=machine_with(found),
+        page_bytes=found.page_bytes,
+        can_share=True,
+        max_mappings=None,
+    )
+
+
+def _size(memory: str | None) -> int:
+    size = parse_bytes(memory or "")
+    if not 0 < size < 2**60:
+        raise ConfigError(f"memory={memory!r} must be above 0 and below an exbibyte")
+    return size
+
+
+def _request(
+    subject: Subject, config: EngineConfig, input_len: int | None, output_len: int | None
+) -> Request:
+    """As asked for. Raises: ConfigError for one that is longer than a sequence may be."""
+    most = min(config.max_model_len or subject.spec.max_model_len, subject.spec.max_model_len)
+    usual = typical(most)
+    for name, value in (("input_len", input_len), ("output_len", output_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    output_tokens = usual.output_tokens if output_len is None else output_len
+    input_tokens = min(1024, max(1, most - output_tokens)) if input_len is None else input_len
+    if output_len is None:
+        output_tokens = max(1, min(output_tokens, most - input_tokens))
+    if input_tokens + output_tokens > most:
+        raise ConfigError(
+            f"input_len={format_count(input_tokens)} and output_len={format_count(output_tokens)} "
+            f"are more than max_model_len={format_count(most)}: lower one of them"
+        )
+    return Request(input_tokens=input_tokens, output_tokens=output_tokens)
+
+
+def _refuse_unplanned(config: EngineConfig) -> None:
+    """Raises: ConfigError for options whose bytes only a loaded model tells."""
+    for name in ("speculative_config", "quantization"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} is not planned: what it takes is known once the models are loaded. "
+                "quire doctor and the engine's own ledger have it; leave it out here"
+            )
+
+
+def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None, Plan]:
+    """What was found, and the plan with it."""
+    if fit is None:
+        return None, found
+    if fit == "length":
+        at_once = found.config.max_num_seqs if for_many else 1
+        tokens = longest(found, at_once)
+        if not tokens:
+            return None, found
+        config = replace(found.config, max_model_len=tokens)
+        whole = tokens == found.subject.spec.max_model_len
+        said = (
+            f"--max-model-len {tokens}: the longest context for {format_count(at_once)} "
+            f"sequence{'s' if at_once > 1 else ''} at once"
+            + (", all that the model was made for" if whole else "")
+        )
+    else:
+        count = most_sequences(found)
+        if not count:
+            return None, found
+        config = replace(found.config, max_num_seqs=count)
+        said = f"--max-num-seqs {count}: the most typical sequences at once"
+    request = found.request
+    most = config.max_model_len or found.subject.spec.max_model_len
+    if request.input_tokens + request.output_tokens > most:
+        request = typical(most)
+    again = make_plan(
+        found.subject, config, found.place, num_ranks=found.num_ranks, request=request
+    )
+    return said, again
+
+
+def _validate(
+    model: str | None,
+    subject: Subject,
+    config: EngineConfig,
+    place: Place,
+    request: Request,
+    *,
+    elsewhere: bool,
+) -> None:
+    if elsewhere:
+        raise ConfigError(
+            "validate runs the engine on this machine: leave out --memory, --device and --tp"
+        )
+    from quire.cli.validation import print_checks, validate
+
+    with Console(stderr=True).status("running the engine under each strategy …") as status:
+        checks = validate(model, subject, config, place, request, report=status.update)
+    if not print_checks(subject.name, checks):
+        raise typer.Exit(1)

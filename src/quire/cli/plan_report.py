@@ -1,0 +1,279 @@
+"""How ``quire plan`` looks on a terminal, and as JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from quire.cli.options import plain_table
+from quire.cli.report import ledger_table
+from quire.planner.capacity import Cell, Plan
+from quire.planner.fit import Change
+from quire.planner.published import Table as Models
+from quire.planner.ranks import is_replicated
+from quire.planner.vllm_log import start_up
+from quire.spec import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    Group,
+    LatentAttention,
+    ModelSpec,
+    RecurrentState,
+    SlidingWindow,
+)
+from quire.spec.layers import LayerSpec
+from quire.units import format_bytes, format_count
+
+
+def print_plan(found: Plan, remedies: Sequence[Change], fitted: str | None) -> None:
+    """What is planned, bytes per token, the budget, the comparison, and what to change."""
+    console = Console(highlight=False)
+    for line in _subject(found):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(_layers(found))
+    console.print(ledger_table(found.subject.name, found.ledger, _in_tokens(found)))
+    console.print(_comparison(found))
+    for line in _notes(found):
+        console.print(line, soft_wrap=True)
+    if fitted:
+        console.print(f"[bold green]fits[/]  {escape(fitted)}", soft_wrap=True)
+    if not found.fits:
+        console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}", soft_wrap=True)
+    if remedies:
+        console.print("[bold]Each of these by itself would do[/]")
+        for change in remedies:
+            console.print(f"  {escape(change.flag)}  [dim]{escape(change.outcome)}[/]")
+    elif not found.fits:
+        console.print(f"[bold]advice[/]  {escape(found.ledger.advice)}", soft_wrap=True)
+
+
+def print_table_of_models(models: Models, *, as_json: bool) -> None:
+    """The bundled table."""
+    if as_json:
+        print(json.dumps(asdict(models)))
+        return
+    table = plain_table(
+        f"{len(models.models)} models, their config.json files read on {models.read_on}",
+        "model",
+        "layers",
+        "context",
+        "bytes a token",
+    )
+    table.add_column("from", style="dim", overflow="fold")
+    for model in models.models:
+        spec = ModelSpec.from_config(model.config, model.name)
+        table.add_row(
+            model.name,
+            str(spec.num_layers),
+            format_count(spec.max_model_len),
+            format_count(spec.bytes_per_token),
+            escape(model.source),
+        )
+    Console(highlight=False).print(table)
+
+
+def as_dict(found: Plan, remedies: Sequence[Change]) -> dict[str, Any]:
+    """The plan for a program."""
+    return {
+        "model": found.subject.name,
+        "source": found.subject.source,
+        "num_parameters": found.subject.num_parameters,
+        "weights_source": found.subject.weights_source,
+        "tp": found.num_ranks,
+        "fits": found.fits,
+        "request": asdict(found.request),
+        "needs": asdict(found.needs),
+        "groups": [
+            {
+                "kind": _kind(group.spec),
+                "num_layers": group.num_layers,
+                "bytes_per_token": group.bytes_per_token,
+                "bytes_at_longest": group.bytes_for(found.needs.context_tokens),
+                "block_bytes": group.block_bytes(found.config.block_size),
+            }
+            for group in found.spec.groups
+        ],
+        "ledger": {**asdict(found.ledger), "kv_bytes": found.ledger.kv_bytes},
+        "chosen": _cell(found.cell),
+        "cells": [_cell(cell) for cell in found.cells],
+        "would_fit_with": [asdict(change) for change in remedies],
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {
+        "strategy": cell.strategy,
+        "budget": cell.ledger.rule,
+        "kv_bytes": cell.kv_bytes,
+        "refusal": cell.ledger.refusal,
+        "num_sequences": cell.num_sequences,
+        "num_fitting": cell.num_fitting,
+        "num_longest": round(cell.num_longest, 4),
+        "num_tokens": cell.num_tokens,
+        "sequence_bytes": cell.course.end.committed_bytes,
+        "used_bytes": cell.course.end.used_bytes,
+        "waste_fraction": round(cell.course.waste_fraction, 6),
+        "sequence_peak_bytes": cell.course.peak_bytes,
+        "peak_bytes": cell.peak_bytes,
+    }
+
+
+def _subject(found: Plan) -> Iterator[str]:
+    subject = found.subject
+    about = "about " if subject.weights_are_estimated else ""
+    yield (
+        f"[bold]{escape(subject.name)}[/]  {about}{subject.num_parameters / 1e9:,.2f} billion "
+        f"parameters, {subject.dtype}, context {format_count(subject.spec.max_model_len)}"
+    )
+    yield f"[dim]config.json: {escape(subject.source)}[/]"
+    yield f"[dim]weights: {escape(subject.weights_source)}[/]"
+    total, name = found.place.machine.hint
+    yield f"[dim]memory: {format_bytes(total)}, {escape(name)}[/]"
+    if found.num_ranks > 1:
+        same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
+        yield (
+            f"[dim]figures are those of one of {found.num_ranks} ranks{same}; Quire's own engine "
+            "runs on one[/]"
+        )
+
+
+def _layers(found: Plan) -> Table:
+    longest = found.needs.context_tokens
+    table = plain_table(
+        "What is kept of a sequence",
+        "layers",
+        "of them",
+        "bytes a token",
+        "in all",
+        f"block of {found.config.block_size}",
+        f"at {format_count(longest)} tokens",
+    )
+    for group in found.spec.groups:
+        table.add_row(*_row(group, found.config.block_size, longest))
+    table.add_section()
+    table.add_row(
+        "[bold]all[/]",
+        str(found.spec.num_layers),
+        "",
+        f"[bold]{format_count(found.spec.bytes_per_token)}[/]",
+        "",
+        format_bytes(found.spec.bytes_for(longest)),
+    )
+    return table
+
+
+def _row(group: Group, block_size: int, longest: int) -> tuple[str, ...]:
+    is_whole = isinstance(group.spec, RecurrentState | CrossAttention)
+    return (
+        _kind(group.spec),
+        str(group.num_layers),
+        "" if is_whole else format_count(group.spec.bytes_per_token),
+        "" if is_whole else format_count(group.bytes_per_token),
+        format_bytes(group.block_bytes(block_size)),
+        format_bytes(group.bytes_for(longest)),
+    )
+
+
+def _kind(spec: LayerSpec) -> str:
+    match spec:
+        case FullAttention():
+            return "full attention"
+        case SlidingWindow():
+            return f"sliding window of {format_count(spec.window)}"
+        case ChunkedAttention():
+            return f"chunks of {format_count(spec.chunk)}"
+        case LatentAttention():
+            return "latent (MLA)"
+        case RecurrentState():
+            return "recurrent state"
+        case CrossAttention():
+            return f"source of {format_count(spec.source_tokens)}"
+
+
+def _in_tokens(found: Plan) -> str:
+    ledger, cell = found.ledger, found.cell
+    tokens = max(0, ledger.kv_bytes) // max(1, found.needs.bytes_per_token)
+    whole = "committed whole at the start" if ledger.committed_whole else "committed as tokens come"
+    return (
+        f"{format_count(tokens)} tokens while nothing is forgotten, or {cell.num_longest:,.2f} "
+        f"sequences of {format_count(found.needs.context_tokens)}; {whole}"
+    )
+
+
+def _comparison(found: Plan) -> Table:
+    request = found.request
+    asked = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)}"
+    table = plain_table(
+        f"Sequences of {asked} tokens at once, by strategy (--cache) and rule (--budget)",
+        "strategy",
+        "budget",
+        "KV",
+        "sequences",
+        "tokens",
+        "waste",
+        "peak",
+        f"× {format_count(found.needs.context_tokens)}",
+    )
+    for index, cell in enumerate(sorted(found.cells, key=_order)):
+        if index and index % len({c.ledger.rule for c in found.cells}) == 0:
+            table.add_section()
+        table.add_row(*_figures(cell), style="bold" if cell is found.cell else "")
+    return table
+
+
+def _order(cell: Cell) -> tuple[int, int]:
+    strategies = ("contiguous", "growing", "paged", "virtual")
+    rules = ("given", "auto", "vllm", "mistralrs", "llamacpp", "fraction")
+    return strategies.index(cell.strategy), rules.index(cell.ledger.rule)
+
+
+def _figures(cell: Cell) -> tuple[str, ...]:
+    if cell.ledger.refusal is not None:
+        asked = f"[red]{format_bytes(cell.ledger.kv_bytes)}[/]"
+        return (cell.strategy, cell.ledger.rule, asked, "[red]refused[/]", "", "", "", "")
+    capped = "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
+    return (
+        cell.strategy,
+        cell.ledger.rule,
+        format_bytes(cell.kv_bytes),
+        format_count(cell.num_sequences) + capped,
+        format_count(cell.num_tokens),
+        f"{cell.course.waste_fraction:.1%}",
+        format_bytes(cell.peak_bytes),
+        f"{cell.num_longest:,.2f}",
+    )
+
+
+def _notes(found: Plan) -> Iterator[str]:
+    if found.cell.num_fitting > found.config.max_num_seqs:
+        yield (
+            f"[dim]Of more that would fit, max_num_seqs={found.config.max_num_seqs} may run: "
+            "--fit sequences finds how many.[/]"
+        )
+    ledger = next((c.ledger for c in found.cells if c.ledger.rule == "vllm"), None)
+    if ledger is None or ledger.refusal is not None:
+        return
+    said = start_up(
+        found.spec,
+        ledger.kv_bytes + ledger.unused_bytes,
+        max_model_len=found.needs.context_tokens,
+        block_size=found.config.block_size,
+    )
+    if said is not None:
+        yield f"[dim]vLLM, with these figures for weights and activations, would log: {said.text}[/]"
+
+
+def _why_not(found: Plan) -> str:
+    if found.ledger.refusal is not None:
+        return found.ledger.refusal
+    return (
+        f"one sequence of {format_count(found.needs.context_tokens)} tokens takes "
+        f"{format_bytes(found.cell.course.longest_bytes)}, and budget={found.ledger.rule} leaves "
+        f"{format_bytes(found.cell.kv_bytes)}"
+    )

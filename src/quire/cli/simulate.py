@@ -1,0 +1,294 @@
+"""``quire simulate``: traffic through the real scheduler and accounting, on a virtual clock."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from quire.cli.options import with_engine_options
+from quire.cli.plan import place_of
+from quire.cli.simulate_report import Named, print_results
+from quire.config import EngineConfig
+from quire.engine.sequence import Sequence
+from quire.errors import ConfigError
+from quire.planner.capacity import Place
+from quire.planner.chrome_trace import ChromeTrace
+from quire.planner.costs import FittedCosts, StepCosts
+from quire.planner.latencies import Goals
+from quire.planner.ranks import rank_spec
+from quire.planner.routing import ROUTES
+from quire.planner.scenario import fleet_for
+from quire.planner.simulator import Fleet
+from quire.planner.simulator import simulate as run_simulation
+from quire.planner.speeds import SPEEDS, roofline
+from quire.planner.subjects import Subject, find_subject
+from quire.traces import TraceRequest, form_names, open_trace
+
+DEFAULT_DEVICE = "h100"
+# Of these several can be given, with commas between them: each is simulated with each.
+_LISTS = ("cache", "kv_cache_memory_bytes", "scheduling_policy", "prefix_caching_policy", "budget")
+
+
+def _flag(panel: str, help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+@with_engine_options
+def simulate(  # noqa: PLR0913 - each is a flag
+    *,
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...",
+            help="Files, folders or web addresses of traffic: Mooncake's, Azure's, "
+            "kv-cache-tester's, BurstGPT's, Bailian's, ServeGen's or Quire's own log.",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="As quire plan takes it: a folder, a name of its table, a hub name. "
+            "Default: the demo model."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        _flag(
+            "Machine",
+            f"Speed by its data sheet, and memory: {', '.join(SPEEDS)}. Default: {DEFAULT_DEVICE}.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, _flag("Machine", "Memory of a machine or device, instead of the device's own.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        _flag("Machine", "Speed as it was measured: a file of quire bench --calibrate."),
+    ] = None,
+    tp: Annotated[
+        int, _flag("Machine", "Devices of a replica that share the heads (tensor parallelism).")
+    ] = 1,
+    replicas: Annotated[int, _flag("Machine", "Engines that share the traffic.")] = 1,
+    routing: Annotated[
+        str, _flag("Machine", f"Which of them gets a request: {', '.join(ROUTES)}.")
+    ] = "round-robin",
+    trace_format: Annotated[
+        str | None,
+        _flag("Traffic", f"Where its beginning does not say: {', '.join(form_names())}."),
+    ] = None,
+    num_requests: Annotated[int | None, _flag("Traffic", "The first ones only.")] = None,
+    rate: Annotated[float, _flag("Traffic", "Play it so many times as fast.")] = 1.0,
+    max_skipped: Annotated[
+        int, _flag("Traffic", "Rows that may be no requests; what is skipped is counted.")
+    ] = 0,
+    slo_ttft: Annotated[
+        float | None, _flag("Result", "Seconds to the first token, for goodput.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, _flag("Result", "Seconds a token after that, for goodput.")
+    ] = None,
+    chrome_trace: Annotated[
+        Path | None, _flag("Result", "Write requests and memory for Perfetto (of one variant).")
+    ] = None,
+    as_json: Annotated[
+        bool, _flag("Result", "One JSON object, with what was held over time.", "--json")
+    ] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Say what traffic would meet: the engine's own scheduler and accounting, and no model.
+
+    Of --cache, --kv-cache-memory-bytes, --scheduling-policy, --prefix-caching-policy and --budget
+    several can be given, with commas between them, and are compared.
+
+    \b
+    quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
+    quire simulate trace.csv --model Qwen3-8B --device l40s --cache contiguous,growing,paged,virtual
+    quire simulate trace.jsonl --model Llama-3.1-70B --tp 8 --replicas 4 --routing prefix-aware
+    quire simulate trace.csv --calibration here.json --kv-cache-memory-bytes 1GiB,4GiB
+    """
+    _refuse(rate, num_requests, replicas, tp, routing)
+    if calibration is not None and device is not None:
+        raise ConfigError("--calibration is another machine's speed than --device's: give one")
+    variants = list(_variants(engine))
+    if chrome_trace is not None and len(variants) * len(traces) > 1:
+        raise ConfigError("--chrome-trace is of one variant and one trace: give no lists")
+    subject = find_subject(model, dtype=variants[0][1].dtype)
+    costs, notes = _costs(subject, device, calibration, tp)
+    here = device or (DEFAULT_DEVICE if calibration is None else None)
+    place = place_of(memory, here)
+    goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
+    found: list[Named] = []
+    with ExitStack() as stack:
+        chrome = stack.enter_context(ChromeTrace(chrome_trace)) if chrome_trace else None
+        view = stack.enter_context(_View())
+        for source in traces:
+            for name, config in variants:
+                fleet = _fleet(
+                    subject, config, place, costs, replicas=replicas, routing=routing, tp=tp
+                )
+                label = " · ".join(filter(None, [source if len(traces) > 1 else "", name]))
+                view.begin(label)
+                trace = open_trace(
+                    source, trace_format, max_skipped=max_skipped, on_progress=view.read
+                )
+                watch = _Both(view, chrome)
+                requests = _scaled(islice(trace, num_requests), rate)
+                result = run_simulation(requests, fleet, goals=goals, watch=watch)
+                if chrome is not None:
+                    chrome.held(result.timelines)
+                if trace.counts.num_skipped:
+                    notes.append(f"{source}: {trace.counts.num_skipped:,} rows were skipped")
+                found.append((label, result))
+    if as_json:
+        print(json.dumps(_as_dict(subject, found, notes)))
+    else:
+        print_results(found, notes=[*notes, *_refusals(found)])
+
+
+class _View:
+    """A bar of bytes read, and how many requests have ended."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[ended]:,} requests ended"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task: TaskID | None = None
+        self._num_ended = 0
+
+    def __enter__(self) -> "_View":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, label: str) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._num_ended = 0
+        self._task = self._progress.add_task(label or "simulating", total=None, ended=0)
+
+    def read(self, num_bytes: int, total: int | None) -> None:
+        assert self._task is not None
+        self._progress.update(self._task, completed=num_bytes, total=total)
+
+    def ended(self, replica: int, sequence: Sequence) -> None:
+        self._num_ended += 1
+        if self._task is not None and self._num_ended % 64 == 0:
+            self._progress.update(self._task, ended=self._num_ended)
+
+
+class _Both:
+    """The bar, and the file if there is one."""
+
+    def __init__(self, view: _View, chrome: ChromeTrace | None) -> None:
+        self._view, self._chrome = view, chrome
+
+    def ended(self, replica: int, sequence: Sequence) -> None:
+        self._view.ended(replica, sequence)
+        if self._chrome is not None:
+            self._chrome.ended(replica, sequence)
+
+
+def _variants(engine: dict[str, Any]) -> Iterator[tuple[str, EngineConfig]]:
+    """Each combination of what was given as lists; its name says what differs."""
+    lists = {
+        name: [part.strip() for part in str(engine[name]).split(",")]
+        for name in _LISTS
+        if name in engine
+    }
+    varied = [name for name, values in lists.items() if len(values) > 1]
+    for values in product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        config = EngineConfig.from_options(**{**engine, **chosen})
+        label = " ".join(chosen[name] for name in varied)
+        yield label or config.cache, config
+
+
+def _costs(
+    subject: Subject, device: str | None, calibration: Path | None, tp: int
+) -> tuple[StepCosts, list[str]]:
+    """What a step takes, and where that is from."""
+    if calibration is not None:
+        fitted = FittedCosts.read(calibration)
+        machine, of = fitted.about.get("machine", "?"), fitted.about.get("model", "?")
+        note = f"speed: measured on {machine} with {of}, {calibration}"
+        return fitted, [note]
+    name = device or DEFAULT_DEVICE
+    note = (
+        f"speed: a roofline of {name}{f' × {tp}' if tp > 1 else ''}, not a measurement; "
+        f"docs/concepts/simulator.md says what it leaves out"
+    )
+    return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
+
+
+def _fleet(
+    subject: Subject,
+    config: EngineConfig,
+    place: Place,
+    costs: StepCosts,
+    *,
+    replicas: int,
+    routing: str,
+    tp: int,
+) -> Fleet:
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config is not simulated: what would be guessed, no trace says"
+        )
+    # An engine here has a limit of mappings; that of another machine nobody knows.
+    return fleet_for(
+        subject,
+        config,
+        replace(place, max_mappings=None),
+        costs,
+        num_replicas=replicas,
+        routing=routing,
+        num_ranks=tp,
+    )
+
+
+def _scaled(requests: Iterable[TraceRequest], rate: float) -> Iterator[TraceRequest]:
+    for request in requests:
+        yield request if rate == 1 else replace(request, at_s=request.at_s / rate)
+
+
+def _refuse(rate: float, num_requests: int | None, replicas: int, tp: int, routing: str) -> None:
+    """Raises: ConfigError."""
+    if not 0 < rate < float("inf"):
+        raise ConfigError(f"--rate {rate} must be a number above 0")
+    if num_requests is not None and num_requests < 1:
+        raise ConfigError(f"--num-requests {num_requests} must be at least 1")
+    for name, value, most in (("replicas", replicas, 4096), ("tp", tp, 1024)):
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
+    if routing not in ROUTES:
+        raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
+
+
+def _refusals(found: list[Named]) -> Iterator[str]:
+    for name, result in found:
+        if result.num_refused:
+            yield (
+                f"{name}: {result.num_refused:,} requests are longer than max_model_len or than "
+                f"the memory, and were refused"
+            )
+
+
+def _as_dict(subject: Subject, found: list[Named], notes: list[str]) -> dict[str, Any]:
+    return {
+        "model": subject.name,
+        "notes": notes,
+        "variants": [{"name": name, **result.to_json()} for name, result in found],
+    }

@@ -1,0 +1,82 @@
+"""One sequence's way through a strategy's accounting: what it holds, and the most on the way.
+
+It is the accounting that serves, asked step by step as a scheduler would: chunks of the prompt,
+then a token at a time.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from quire.blocks import Change, Commit, Fits, Release
+from quire.errors import ConfigError
+from quire.spec import ModelSpec
+from quire.strategies import Accounting, CacheConfig, build_accounting
+from quire.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is typically asked, in tokens."""
+
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """With the prompt; the last token is written down and never computed."""
+        return self.input_tokens + self.output_tokens - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """After one step."""
+
+    num_tokens: int
+    committed_bytes: int
+    used_bytes: int
+    peak_bytes: int  # committed at most while the step's changes were carried out
+
+
+def lengths(request: Request, max_num_batched_tokens: int) -> Iterator[int]:
+    """Tokens that a sequence has after each step, alone on its machine."""
+    for num_tokens in range(
+        max_num_batched_tokens, request.input_tokens, max_num_batched_tokens
+    ):
+        yield num_tokens
+    yield from range(request.input_tokens, request.num_tokens + 1)
+
+
+def moments(
+    strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
+) -> Iterator[Moment]:
+    """What one sequence holds after each step. Raises: ConfigError where it does not fit."""
+    accounting = build_accounting(strategy, spec, sizes)
+    accounting.add(0, max_tokens=max_tokens)
+    committed = 0
+    for num_tokens in each:
+        verdict = accounting.try_extend(0, num_tokens)
+        if not isinstance(verdict, Fits):
+            raise ConfigError(
+                f"{strategy} has no room for {format_count(num_tokens)} tokens of one sequence in "
+                f"{format_bytes(sizes.capacity_bytes)}"
+            )
+        peak = _highest(accounting, accounting.drain(), committed)
+        usage = accounting.usage()
+        committed = usage.committed_bytes
+        yield Moment(
+            num_tokens=num_tokens,
+            committed_bytes=committed,
+            used_bytes=usage.used_bytes,
+            peak_bytes=max(peak, committed),
+        )
+
+
+def _highest(accounting: Accounting, changes: Iterable[Change], committed: int) -> int:
+    """The most bytes while changes are carried out one by one."""
+    highest = committed
+    for change in changes:
+        if isinstance(change, Commit | Release):
+            size = accounting.slot_bytes(change.group) * (change.stop - change.start)
+            committed += size if isinstance(change, Commit) else -size
+            highest = max(highest, committed)
+    return highest

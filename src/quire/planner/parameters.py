@@ -1,0 +1,190 @@
+"""A model's weights and widest products, from the shapes that its config.json states.
+
+It is an estimate, for where there is no file of weights to read: attention, gated or plain
+feed-forward layers, experts, embeddings. What else a family has (convolutions, scans, towers for
+images) is counted where it is large and simple, and left out where it is not: the estimate says so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.memory.budget import Footprint
+from quire.spec import KeptWhole, LatentAttention, ModelSpec
+from quire.spec.config_json import text_section
+from quire.spec.fields import Fields
+
+# What files call the number of experts, of those that each token is given to, and their width.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_SHARED = ("n_shared_experts", "num_shared_experts")
+_SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "d_ff")
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+# Families whose feed-forward layers have two matrices and no gate, whatever their activation.
+_UNGATED = frozenset(
+    ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi")
+    + ("starcoder2", "whisper", "bart", "codegen", "stablelm_epoch")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What matters of a config.json for the weights."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    width: int  # of a dense feed-forward layer
+    num_matrices: int  # of a feed-forward layer: three where one is a gate
+    num_experts: int  # 0 for a dense model
+    num_chosen: int
+    expert_width: int
+    shared_width: int  # of experts that every token is given to, together
+    num_dense: int  # layers without experts
+    is_tied: bool  # the head is the table of tokens
+
+    @property
+    def rows_of_experts(self) -> int:
+        """Outputs a token has in its experts: their gates and what those multiply are one."""
+        return self.num_chosen * max(2 * self.expert_width, self.hidden_size)
+
+
+def shapes_of(config: Mapping[str, Any], spec: ModelSpec, source: str) -> Shapes:
+    """Read a config.json. Raises: ConfigError for a field that is missing or wrong."""
+    section, source = text_section(config, source)
+    fields = Fields(section=section, source=source)
+    hidden = fields.integer("hidden_size")
+    num_experts = _first(fields, _EXPERTS)
+    width = _first(fields, _WIDTHS) or 4 * hidden
+    expert_width = (_first(fields, _EXPERT_WIDTHS) or width) if num_experts else 0
+    shared = _first(fields, _SHARED_WIDTHS) or _first(fields, _SHARED) * expert_width
+    every = _first(fields, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
+    dense_first = _first(fields, _DENSE_FIRST)
+    num_dense = spec.num_layers if not num_experts else dense_first
+    if num_experts and every > 1:
+        num_dense += (spec.num_layers - dense_first) * (every - 1) // every
+    outer = Fields(section=config, source=source)
+    # Transformers' classes tie unless told otherwise, and Gemma's files leave it out.
+    tied = fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", _ties(spec)))
+    return Shapes(
+        hidden_size=hidden,
+        vocab_size=_first(fields, ("vocab_size", "padded_vocab_size")) or 1,
+        num_layers=spec.num_layers,
+        width=width,
+        num_matrices=2 if spec.model_type in _UNGATED else 3,
+        num_experts=num_experts,
+        num_chosen=_first(fields, _CHOSEN) or 1,
+        expert_width=expert_width,
+        shared_width=shared if num_experts else 0,
+        num_dense=min(num_dense, spec.num_layers),
+        is_tied=tied,
+    )
+
+
+def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
+    """About how many weights the shapes make. Raises: ConfigError."""
+    shapes = shapes_of(config, spec, source)
+    section, source = text_section(config, source)
+    fields = Fields(section=section, source=source)
+    tables = (1 if shapes.is_tied else 2) * shapes.vocab_size * shapes.hidden_size
+    attention = sum(
+        _attention(fields, kept, shapes.hidden_size)
+        for layer in spec.layers
+        for kept in (layer.specs or spec.layers[layer.shares_with or 0].specs)
+    )
+    per_width = shapes.num_matrices * shapes.hidden_size
+    dense = shapes.num_dense * per_width * shapes.width
+    sparse = (shapes.num_layers - shapes.num_dense) * (
+        per_width * (shapes.num_experts * shapes.expert_width + shapes.shared_width)
+        + shapes.hidden_size * shapes.num_experts
+    )
+    norms = (2 * shapes.num_layers + 1) * shapes.hidden_size
+    return tables + attention + dense + sparse + norms
+
+
+def num_active_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
+    """About how many weights a token is multiplied with: not those of experts that others have.
+
+    The table of tokens is looked up, the head is a product. Raises: ConfigError.
+    """
+    shapes = shapes_of(config, spec, source)
+    idle_experts = max(0, shapes.num_experts - shapes.num_chosen) if shapes.num_experts else 0
+    sparse = (shapes.num_layers - shapes.num_dense) * shapes.num_matrices * shapes.hidden_size
+    looked_up = 0 if shapes.is_tied else shapes.vocab_size * shapes.hidden_size
+    idle = sparse * idle_experts * shapes.expert_width + looked_up
+    return num_parameters(config, spec, source) - idle
+
+
+def estimated_footprint(
+    config: Mapping[str, Any], spec: ModelSpec, source: str, item_bytes: int
+) -> Footprint:
+    """The model's own bytes, a weight in ``item_bytes``. Raises: ConfigError."""
+    shapes = shapes_of(config, spec, source)
+    return Footprint(
+        weights_bytes=num_parameters(config, spec, source) * item_bytes,
+        counted_bytes=0,
+        hidden_size=shapes.hidden_size,
+        widest_rows=widest_rows(config, spec, source),
+        vocab_size=shapes.vocab_size,
+        item_bytes=item_bytes,
+    )
+
+
+def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
+    """Outputs a token has in the widest of the layers' products. Raises: ConfigError."""
+    shapes = shapes_of(config, spec, source)
+    section, source = text_section(config, source)
+    fields = Fields(section=section, source=source)
+    heads = fields.optional_integer("num_attention_heads") or 1
+    queries = max(
+        (
+            heads * _query_width(fields, kept)
+            for layer in spec.layers
+            for kept in layer.specs
+            if not isinstance(kept, KeptWhole)
+        ),
+        default=0,
+    )
+    dense = max(shapes.hidden_size, shapes.width if shapes.num_dense else 0, shapes.shared_width)
+    return max(dense, queries, shapes.rows_of_experts if shapes.num_experts else 0)
+
+
+def _query_width(fields: Fields, kept: Any) -> int:
+    if isinstance(kept, LatentAttention):
+        nope = fields.optional_integer("qk_nope_head_dim", least=0) or 0
+        value = fields.optional_integer("v_head_dim", least=0) or 0
+        return max(nope + kept.rope_dim, nope + value)
+    width: int = kept.head_dim
+    return width
+
+
+def _attention(fields: Fields, kept: Any, hidden: int) -> int:
+    """Weights of one layer's part that keeps ``kept``."""
+    if isinstance(kept, KeptWhole):
+        # A scan reads and writes about its inner width: in, out, and a gate.
+        return 3 * hidden * 2 * hidden
+    heads = fields.optional_integer("num_attention_heads") or 1
+    if isinstance(kept, LatentAttention):
+        nope = fields.optional_integer("qk_nope_head_dim", least=0) or 0
+        value = fields.optional_integer("v_head_dim", least=0) or nope
+        rank = fields.optional_integer("q_lora_rank", least=0) or 0
+        queries = heads * (nope + kept.rope_dim)
+        down = hidden * (kept.latent_dim + kept.rope_dim)
+        up = kept.latent_dim * heads * (nope + value)
+        asked = hidden * rank + rank * queries if rank else hidden * queries
+        return down + up + asked + heads * value * hidden
+    value = kept.value_head_dim or kept.head_dim
+    keys_and_values = kept.num_kv_heads * (kept.head_dim + value)
+    return hidden * (heads * (kept.head_dim + value) + keys_and_values)
+
+
+def _first(fields: Fields, names: tuple[str, ...]) -> int:
+    """The first of these fields that is there; 0 where none is."""
+    found = (fields.of_layer(0).optional_integer(name, least=0) for name in names)
+    return next((value for value in found if value), 0)
+
+
+def _ties(spec: ModelSpec) -> bool:
+    return spec.model_type.startswith(("gemma", "t5", "bart", "gpt2", "cohere"))

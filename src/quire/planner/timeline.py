@@ -1,0 +1,135 @@
+"""What was held when, in a bounded number of points, and its means over time.
+
+It is noted at the end of each step in which somebody came, moved on or ended. Between two notes
+sequences only decode, so that what they hold goes in a line from one to the other.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+MAX_POINTS = 2_000
+FIGURES = ("used_bytes", "committed_bytes", "cached_bytes", "num_running", "num_waiting")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """At one moment."""
+
+    used_bytes: int  # entries that a later token can still read
+    committed_bytes: int
+    cached_bytes: int  # held by nobody, kept in case somebody begins alike
+    num_running: int
+    num_waiting: int
+
+    @property
+    def figures(self) -> tuple[int, ...]:
+        return (
+            self.used_bytes,
+            self.committed_bytes,
+            self.cached_bytes,
+            self.num_running,
+            self.num_waiting,
+        )
+
+
+NOTHING = State(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The means of a span of time, and the most that was committed in it."""
+
+    start_s: float
+    stop_s: float
+    means: tuple[float, ...]  # in the order of ``FIGURES``
+    peak_committed_bytes: int
+
+
+class _Span:
+    """A span in the making."""
+
+    __slots__ = ("integrals", "peak", "start_s", "stop_s")
+
+    def __init__(self, start_s: float, stop_s: float, integrals: list[float], peak: int) -> None:
+        self.start_s, self.stop_s, self.integrals, self.peak = start_s, stop_s, integrals, peak
+
+    def take(self, other: "_Span") -> None:
+        """The span right after it."""
+        self.stop_s = other.stop_s
+        for place, value in enumerate(other.integrals):
+            self.integrals[place] += value
+        self.peak = max(self.peak, other.peak)
+
+
+@final
+class Timeline:
+    """Notes in order of time; neighbours become one where there would be too many points."""
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
+        self._spans: list[_Span] = []
+        self._width_s = 0.0  # shorter spans are made one with their neighbour
+        self._last: tuple[float, ...] = NOTHING.figures
+        self._last_s = 0.0
+        self.peak = NOTHING  # with most committed
+        self.most_running = 0
+
+    def note(self, now_s: float, state: State) -> None:
+        """``now_s`` is never before the last note's."""
+        if (state.committed_bytes, state.used_bytes) > (
+            self.peak.committed_bytes,
+            self.peak.used_bytes,
+        ):
+            self.peak = state
+        self.most_running = max(self.most_running, state.num_running)
+        figures, seconds = state.figures, now_s - self._last_s
+        if seconds > 0:
+            integrals = [(a + b) / 2 * seconds for a, b in zip(self._last, figures, strict=True)]
+            span = _Span(self._last_s, now_s, integrals, state.committed_bytes)
+            self._add(span)
+        self._last, self._last_s = figures, now_s
+
+    def jump(self, now_s: float) -> None:
+        """Nothing happens until then: what is held stays as it is."""
+        if now_s > self._last_s:
+            seconds = now_s - self._last_s
+            integrals = [value * seconds for value in self._last]
+            self._add(_Span(self._last_s, now_s, integrals, int(self._last[1])))
+            self._last_s = now_s
+
+    @property
+    def points(self) -> list[Point]:
+        return [
+            Point(
+                span.start_s,
+                span.stop_s,
+                tuple(value / (span.stop_s - span.start_s) for value in span.integrals),
+                span.peak,
+            )
+            for span in self._spans
+        ]
+
+    def integral(self, figure: str) -> float:
+        """Of a figure over all the time, in its unit times seconds."""
+        place = FIGURES.index(figure)
+        return sum(span.integrals[place] for span in self._spans)
+
+    @property
+    def duration_s(self) -> float:
+        return self._last_s
+
+    def _add(self, span: _Span) -> None:
+        spans = self._spans
+        if spans and spans[-1].stop_s - spans[-1].start_s < self._width_s:
+            spans[-1].take(span)
+            return
+        spans.append(span)
+        if len(spans) > self._max_points:
+            self._width_s = max(2 * self._width_s, 2 * self._last_s / self._max_points)
+            merged: list[_Span] = []
+            for each in spans:
+                if merged and merged[-1].stop_s - merged[-1].start_s < self._width_s:
+                    merged[-1].take(each)
+                else:
+                    merged.append(each)
+            self._spans = merged

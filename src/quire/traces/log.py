@@ -1,0 +1,96 @@
+"""Quire's own trace: a line of JSON a request, and never a word of what was asked.
+
+The first line says how the others are meant::
+
+    {"quire_trace": 1, "id_tokens": 16}
+    {"at_s": 0.0, "input_tokens": 37, "output_tokens": 120, "hash_ids": [5121…, 902…, 77…]}
+    {"at_s": 0.8, "input_tokens": 52, "output_tokens": 9, "hash_ids": […], "session": "a"}
+
+A hash id is 63 bits of a chained hash over the token ids of a block and all before it, under a key
+that is drawn for the file and thrown away: equal beginnings show, what they are does not, and two
+files cannot be compared. Reading is left to ``rows``.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from secrets import token_bytes
+from typing import IO, Final, final
+
+import numpy as np
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.json import encode
+
+from quire.traces.request import TraceRequest
+
+VERSION: Final = 1
+
+
+class LogHead(Struct):
+    """The first line."""
+
+    quire_trace: int
+    id_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.quire_trace != VERSION:
+            raise ValueError(f"quire_trace {self.quire_trace}; {VERSION} can be read")
+        if self.id_tokens < 1:
+            raise ValueError(f"id_tokens {self.id_tokens} must be at least 1")
+
+
+class LogRow(Struct):
+    """Each line after it."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    session: str | int | UnsetType = UNSET
+
+    def request(self, id_tokens: int) -> TraceRequest:
+        return TraceRequest(
+            at_s=self.at_s,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            hash_ids=self.hash_ids,
+            id_tokens=id_tokens if self.hash_ids else 0,
+            session=None if self.session is UNSET else self.session,
+        )
+
+
+@final
+class RequestLog:
+    """Writes requests, in order of time, to a file of bytes."""
+
+    def __init__(self, file: IO[bytes], *, id_tokens: int = 16) -> None:
+        self._file, self._id_tokens = file, id_tokens
+        self._key = token_bytes(32)
+        file.write(encode(LogHead(quire_trace=VERSION, id_tokens=id_tokens)) + b"\n")
+
+    def write(
+        self,
+        at_s: float,
+        token_ids: Sequence[int],
+        output_tokens: int,
+        session: str | int | None = None,
+    ) -> None:
+        """One request: the token ids of its prompt, and how many came back."""
+        row = LogRow(
+            at_s=at_s,
+            input_tokens=len(token_ids),
+            output_tokens=output_tokens,
+            hash_ids=self._ids(token_ids),
+            session=UNSET if session is None else session,
+        )
+        self._file.write(encode(row) + b"\n")
+
+    def _ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        data = np.asarray(token_ids, np.int32).tobytes()
+        size = 4 * self._id_tokens
+        digest, ids = b"", []
+        for start in range(0, len(data), size):
+            digest = blake2b(
+                digest + data[start : start + size], digest_size=16, key=self._key
+            ).digest()
+            ids.append(int.from_bytes(digest[:8], "little") >> 1)
+        return tuple(ids)

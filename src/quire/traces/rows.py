@@ -1,0 +1,255 @@
+"""Forms of one request a line: comma-separated with a header, or a JSON object.
+
+A form turns a line into a request, with the file's own clock; what cannot be in any request, a
+clock that runs backwards and what is to be skipped are left to the trace.
+
+* Azure's LLM inference traces of 2023 and 2024 (Azure/AzurePublicDataset): lengths and times.
+* BurstGPT (HPMLL/BurstGPT): lengths, times, and in its third part the session. A row of 0 response
+  tokens is a request that failed. Read from its description and from rows quoted in public; no file
+  of it was at hand.
+* Mooncake (kvcache-ai/Mooncake, FAST25-release): hash ids of 512 tokens, each standing for all
+  before it too. A row may name another ``block_size``, as ``kvcache-simulator``'s rows do.
+* Bailian (alibaba-edu/qwen-bailian-usagetraces-anon): hash ids of 16 tokens, and which chat a
+  request goes on with. Read from its description; no file of it was at hand.
+* Quire's own (``quire.traces.log``).
+"""
+
+import csv
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+from typing import Final
+
+from msgspec import DecodeError, Struct, ValidationError
+from msgspec.json import Decoder
+
+from quire.traces.log import LogHead, LogRow
+from quire.traces.request import TraceRequest
+from quire.traces.trace import BadRow
+
+Parse = Callable[[bytes], TraceRequest]
+_MOONCAKE_TOKENS: Final = 512
+_BAILIAN_TOKENS: Final = 16
+_MOST_CHATS: Final = 2**20  # whose sessions are remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """How the rows of one kind of file are read."""
+
+    name: str
+    title: str
+    wanted: str  # what a row must have, for who has another one
+    known: Callable[[bytes], bool]  # by the first line
+    begin: Callable[[bytes], tuple[Parse, bool]]  # by the first line; is that one a row itself?
+
+
+# -- comma-separated -----------------------------------------------------------------------------
+
+
+def _columns(header: bytes) -> list[str]:
+    try:
+        text = header.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return []
+    return [name.strip() for name in next(csv.reader([text]), [])]
+
+
+def _fields(line: bytes, count: int) -> list[str]:
+    try:
+        fields = next(csv.reader([line.decode()], strict=True), [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadRow(str(error)) from error
+    if len(fields) != count:
+        raise BadRow(f"{len(fields)} columns; the header has {count}")
+    return fields
+
+
+def _begin_azure(header: bytes) -> tuple[Parse, bool]:
+    columns = _columns(header)
+    when, asked, made = map(columns.index, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+
+    def parse(line: bytes) -> TraceRequest:
+        fields = _fields(line, len(columns))
+        return TraceRequest(
+            at_s=_date_s(fields[when]),
+            input_tokens=_integer(fields[asked]),
+            output_tokens=_integer(fields[made]),
+        )
+
+    return parse, False
+
+
+def _begin_burstgpt(header: bytes) -> tuple[Parse, bool]:
+    columns = _columns(header)
+    when, asked, made = map(columns.index, ("Timestamp", "Request tokens", "Response tokens"))
+    session = columns.index("Session ID") if "Session ID" in columns else None
+
+    def parse(line: bytes) -> TraceRequest:
+        fields = _fields(line, len(columns))
+        return TraceRequest(
+            at_s=_number(fields[when]),
+            input_tokens=_integer(fields[asked]),
+            output_tokens=_integer(fields[made]),
+            session=(fields[session] or None) if session is not None else None,
+        )
+
+    return parse, False
+
+
+def _date_s(text: str) -> float:
+    """Azure writes up to seven digits of a second, and in 2024 an offset: ``…:51.22+00:00``."""
+    clock, _, zone = text.strip().partition("+")
+    whole, _, fraction = clock.partition(".")
+    try:
+        date = datetime.fromisoformat(f"{whole}+{zone or '00:00'}")
+        return date.timestamp() + float(f"0.{fraction or 0}")
+    except ValueError as error:
+        raise BadRow(f"{text!r} is no time") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadRow(f"{text!r} is no number") from error
+
+
+def _integer(text: str) -> int:
+    """A whole number, which some write with a point."""
+    number = _number(text)
+    if not number.is_integer():
+        raise BadRow(f"{text!r} is no whole number")
+    return int(number)
+
+
+def _has(*names: str) -> Callable[[bytes], bool]:
+    return lambda line: set(names) <= set(_columns(line))
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+
+class _MooncakeRow(Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+    block_size: int = _MOONCAKE_TOKENS
+
+
+class _BailianRow(Struct):
+    chat_id: int
+    parent_chat_id: int
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def _begin_mooncake(_first: bytes) -> tuple[Parse, bool]:
+    decode = Decoder(_MooncakeRow).decode
+
+    def parse(line: bytes) -> TraceRequest:
+        row = decode(line)
+        return TraceRequest(
+            at_s=row.timestamp / 1e3,
+            input_tokens=row.input_length,
+            output_tokens=row.output_length,
+            hash_ids=row.hash_ids,
+            id_tokens=row.block_size,
+        )
+
+    return parse, True
+
+
+def _begin_bailian(_first: bytes) -> tuple[Parse, bool]:
+    decode = Decoder(_BailianRow).decode
+    sessions: OrderedDict[int, int] = OrderedDict()  # of each chat its first one
+
+    def parse(line: bytes) -> TraceRequest:
+        row = decode(line)
+        session = row.chat_id
+        if row.parent_chat_id >= 0:
+            session = sessions.pop(row.parent_chat_id, row.parent_chat_id)
+            sessions[row.parent_chat_id] = session
+        sessions[row.chat_id] = session
+        if len(sessions) > _MOST_CHATS:
+            sessions.popitem(last=False)
+        return TraceRequest(
+            at_s=row.timestamp,
+            input_tokens=row.input_length,
+            output_tokens=row.output_length,
+            hash_ids=row.hash_ids,
+            id_tokens=_BAILIAN_TOKENS,
+            session=session,
+        )
+
+    return parse, True
+
+
+def _begin_quire(first: bytes) -> tuple[Parse, bool]:
+    head = Decoder(LogHead).decode(first)
+    decode = Decoder(LogRow).decode
+
+    def parse(line: bytes) -> TraceRequest:
+        return decode(line).request(head.id_tokens)
+
+    return parse, False
+
+
+def _json_has(*names: str) -> Callable[[bytes], bool]:
+    decode = Decoder(dict[str, object]).decode
+
+    def known(line: bytes) -> bool:
+        try:
+            return set(names) <= set(decode(line))
+        except (DecodeError, ValidationError):
+            return False
+
+    return known
+
+
+def row_forms() -> Mapping[str, RowForm]:
+    """By name; the first that knows a file's first line is right."""
+    lengths = ("timestamp", "input_length", "output_length")
+    forms = (
+        RowForm(
+            name="azure",
+            title="Azure's LLM inference trace (.csv)",
+            wanted="TIMESTAMP, ContextTokens, GeneratedTokens",
+            known=_has("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+            begin=_begin_azure,
+        ),
+        RowForm(
+            name="burstgpt",
+            title="BurstGPT (.csv)",
+            wanted="Timestamp, Request tokens, Response tokens",
+            known=_has("Timestamp", "Request tokens", "Response tokens"),
+            begin=_begin_burstgpt,
+        ),
+        RowForm(
+            name="quire",
+            title="Quire's own log (.jsonl)",
+            wanted="at_s, input_tokens, output_tokens, after a first line with quire_trace",
+            known=_json_has("quire_trace"),
+            begin=_begin_quire,
+        ),
+        RowForm(
+            name="bailian",
+            title="Bailian's (qwen-bailian-usagetraces-anon, .jsonl)",
+            wanted="chat_id, parent_chat_id, timestamp, input_length, output_length, hash_ids",
+            known=_json_has("chat_id", "parent_chat_id", *lengths),
+            begin=_begin_bailian,
+        ),
+        RowForm(
+            name="mooncake",
+            title="Mooncake's (.jsonl)",
+            wanted="timestamp, input_length, output_length, hash_ids",
+            known=_json_has(*lengths),
+            begin=_begin_mooncake,
+        ),
+    )
+    return MappingProxyType({form.name: form for form in forms})

@@ -1,0 +1,173 @@
+"""The bytes of a trace, wherever they lie: a file, a web address, compressed or not.
+
+They are read as a stream, so that a file's size is no matter. What is compressed is told by its
+first bytes, not by its name. What the bytes say is left to the forms.
+"""
+
+import gzip
+import io
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import IO, Any, Final, final
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from quire.errors import ConfigError
+from quire.units import format_bytes
+
+OnProgress = Callable[[int, int | None], None]  # bytes read, and of how many; None: nobody said
+MAX_LINE_BYTES: Final = 64 * 2**20
+_BUFFER_BYTES = 2**18
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_TIMEOUT_S = 30
+
+
+def is_address(source: str | Path) -> bool:
+    """Whether it is to be fetched from the web."""
+    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
+
+
+@contextmanager
+def opened(source: str | Path, on_progress: OnProgress | None = None) -> Iterator[IO[bytes]]:
+    """The bytes, decompressed, with ``peek``.
+
+    Raises: ConfigError naming the source, here and while it is read.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_told_as(source))
+        counted = stack.enter_context(_Counted(*_raw(source, stack), on_progress))
+        buffered = io.BufferedReader(counted, _BUFFER_BYTES)
+        first = buffered.peek(4)
+        if first.startswith(_GZIP):
+            unpacked: Any = gzip.GzipFile(fileobj=buffered)
+            yield io.BufferedReader(unpacked, _BUFFER_BYTES)
+        elif first.startswith(_ZSTD):
+            yield io.BufferedReader(_unpacked(source, buffered, counted, stack), _BUFFER_BYTES)
+        else:
+            yield buffered
+
+
+def lines_of(source: str | Path, data: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line), empty ones left out.
+
+    Raises: ConfigError for a line without end.
+    """
+    number = 0
+    while line := data.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            raise ConfigError(
+                f"trace {source}, line {number}: longer than {format_bytes(MAX_LINE_BYTES)}, which "
+                f"no request is; is it a file of requests, one a line?"
+            )
+        if not line.isspace():
+            yield number, line
+
+
+@contextmanager
+def _told_as(source: str | Path) -> Iterator[None]:
+    """What goes wrong with bytes, in our words."""
+    try:
+        yield
+    except HTTPError as error:
+        raise ConfigError(
+            f"trace {source}: the server answers {error.code} {error.reason}"
+        ) from error
+    except (OSError, EOFError, HTTPException) as error:
+        what = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(f"trace {source} cannot be read: {what}") from error
+
+
+def _raw(source: str | Path, stack: ExitStack) -> tuple[Any, int | None]:
+    """A reader with ``readinto``, and how many bytes it will give."""
+    if not is_address(source):
+        file = stack.enter_context(open(source, "rb", buffering=0))
+        return file, Path(source).stat().st_size
+    request = Request(str(source), headers={"User-Agent": "quire", "Accept-Encoding": "identity"})
+    answer = stack.enter_context(urlopen(request, timeout=_TIMEOUT_S))
+    length = answer.headers.get("Content-Length")
+    return answer, int(length) if length and length.isdigit() else None
+
+
+@final
+class _Counted(io.RawIOBase):
+    """Bytes as they come, counted; an end before the last one is an error."""
+
+    def __init__(self, raw: Any, total: int | None, on_progress: OnProgress | None) -> None:
+        self._raw, self._total, self._on_progress = raw, total, on_progress
+        self.num_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count: int = self._raw.readinto(buffer) or 0
+        self.tell_read(self.num_read + count)
+        if not count and self._total is not None and self.num_read < self._total:
+            raise EOFError(f"it breaks off after {self.num_read:,} of {self._total:,} bytes")
+        return count
+
+    def tell_read(self, num_read: int) -> None:
+        if self._on_progress is not None and num_read != self.num_read:
+            self._on_progress(num_read, self._total)
+        self.num_read = num_read
+
+
+# -- zstd ----------------------------------------------------------------------------------------
+
+
+def _unpacked(source: str | Path, data: IO[bytes], counted: _Counted, stack: ExitStack) -> Any:
+    """With whatever there is that knows zstd: a package, or the program on a file."""
+    if find_spec("zstandard") is not None:
+        return (
+            import_module("zstandard").ZstdDecompressor(max_window_size=2**31).stream_reader(data)
+        )
+    if which("zstd") is None or is_address(source):
+        raise ConfigError(
+            f"trace {source} is packed with zstd: pip install zstandard, or unpack it first "
+            f"(zstd -d --long=31)"
+        )
+    file = stack.enter_context(open(source, "rb", buffering=0))
+    program = subprocess.Popen(
+        ["zstd", "-dc", "--long=31"],
+        stdin=file,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    stack.callback(program.wait)
+    assert program.stdout is not None
+    assert program.stderr is not None
+    stack.enter_context(program.stderr)
+    stack.enter_context(program.stdout)
+    return stack.enter_context(_FromProgram(program, file, counted))
+
+
+@final
+class _FromProgram(io.RawIOBase):
+    """What a program writes that reads ``file``; where it is in there is our progress."""
+
+    def __init__(
+        self, program: "subprocess.Popen[bytes]", file: IO[bytes], counted: _Counted
+    ) -> None:
+        self._program, self._file, self._counted = program, file, counted
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        assert self._program.stdout is not None
+        count: int = self._program.stdout.readinto(buffer) or 0  # type: ignore[attr-defined]
+        if not self._file.closed:
+            self._counted.tell_read(self._file.tell())
+        if not count and self._program.wait():
+            assert self._program.stderr is not None
+            said = self._program.stderr.read(2000).decode(errors="replace").strip()
+            raise EOFError(said or "zstd fails")
+        return count

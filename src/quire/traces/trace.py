@@ -1,0 +1,103 @@
+"""A trace of requests: a stream with one clock, whatever the form of the file.
+
+Each iteration reads it anew, from the first request to the last, and holds no more of it than a
+line (of conversations: those under way). What a line says is left to the forms, which of them it is
+to ``open_trace``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias, final
+
+from quire.errors import ConfigError
+from quire.traces.request import TraceRequest
+
+# What a form makes of a file: where it is read (a line's number, or a member's name), and the
+# request there, with the file's own clock; or why there is none.
+Found: TypeAlias = tuple[int | str, "TraceRequest | BadRow"]
+Reading: TypeAlias = Callable[[], AbstractContextManager[Iterator[Found]]]
+
+
+class BadRow(ValueError):
+    """Here is no request; the message says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadCounts:
+    """What an iteration has met so far."""
+
+    num_requests: int = 0
+    num_skipped: int = 0  # lines that are no requests, or come before the one above them
+    num_without_answer: int = 0  # requests of 0 output tokens
+    first_skipped: str = ""  # which, and why
+
+
+@final
+class Trace:
+    """Requests in order of time, the first at 0.
+
+    Raises: ConfigError while it is read, naming the source and the line.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        form: str,
+        reading: Reading,
+        *,
+        wanted: str = "",
+        max_skipped: int | None = 0,
+    ) -> None:
+        self.source, self.form = source, form
+        self._reading, self._wanted, self._max_skipped = reading, wanted, max_skipped
+        self.counts = ReadCounts()  # of the last iteration
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        counts = self.counts = ReadCounts()
+        first_s: float | None = None
+        last_s = 0.0
+        with self._reading() as found:
+            for where, request in found:
+                if isinstance(request, BadRow):
+                    self._skip(where, str(request))
+                    continue
+                if first_s is None:
+                    first_s = request.at_s
+                # An offset is taken off every time, so that it must not hide what is no time.
+                request = replace(request, at_s=request.at_s - first_s)
+                problem = request.problem()
+                if problem is None and request.at_s < last_s:
+                    problem = f"the clock runs backwards, by {last_s - request.at_s:g} s"
+                if problem is not None:
+                    if not counts.num_requests:
+                        first_s = None
+                    self._skip(where, problem)
+                    continue
+                last_s = request.at_s
+                counts.num_requests += 1
+                counts.num_without_answer += not request.output_tokens
+                yield request
+        if not counts.num_requests:
+            raise ConfigError(f"trace {self.source} has no requests{self._of_skipped()}")
+
+    def _skip(self, where: int | str, why: str) -> None:
+        """Raises: ConfigError where no more may be skipped."""
+        place = f"line {where:,}" if isinstance(where, int) else where
+        self.counts.num_skipped += 1
+        self.counts.first_skipped = self.counts.first_skipped or f"{place}: {why}"
+        if self._max_skipped is None or self.counts.num_skipped <= self._max_skipped:
+            return
+        wanted = f" Wanted: {self._wanted}." if self._wanted else ""
+        skipped = self._of_skipped() if self._max_skipped else ""
+        raise ConfigError(
+            f"trace {self.source}, {place}: {why}{skipped}.{wanted} Rows may be skipped with "
+            f"--trace-max-skipped"
+        )
+
+    def _of_skipped(self) -> str:
+        counts = self.counts
+        if not counts.num_skipped:
+            return ""
+        return f" ({counts.num_skipped:,} rows are none; the first is {counts.first_skipped})"
