@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import load_model, with_engine_options
 from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -90,7 +90,11 @@ def plan(
     subject = find_subject(model, dtype=config.dtype)
     request = _request(subject, config, input_len, output_len)
     if validate:
-        _validate(model, subject, config, place, request, elsewhere=bool(memory or device or tp > 1))
+        if memory is not None or device is not None or tp > 1:
+            raise ConfigError(
+                "validate runs the engine on this machine: leave out --memory, --device and --tp"
+            )
+        _validate(model, subject, config, place, request)
         return
     with Console(stderr=True).status("planning …"):
         found = make_plan(subject, config, place, num_ranks=tp, request=request)
@@ -201,21 +205,13 @@ def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None
 
 
 def _validate(
-    model: str | None,
-    subject: Subject,
-    config: EngineConfig,
-    place: Place,
-    request: Request,
-    *,
-    elsewhere: bool,
+    model: str | None, subject: Subject, config: EngineConfig, place: Place, request: Request
 ) -> None:
-    if elsewhere:
-        raise ConfigError(
-            "validate runs the engine on this machine: leave out --memory, --device and --tp"
-        )
     from quire.cli.validation import print_checks, validate
 
-    with Console(stderr=True).status("running the engine under each strategy …") as status:
-        checks = validate(model, subject, config, place, request, report=status.update)
+    console = Console(stderr=True)
+    loaded = load_model(model, config, console)
+    with console.status("…") as status:
+        checks = validate(loaded, subject, config, place, request, report=status.update)
     if not print_checks(subject.name, checks):
         raise typer.Exit(1)

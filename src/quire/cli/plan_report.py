@@ -220,9 +220,12 @@ def _comparison(found: Plan) -> Table:
         "peak",
         f"× {format_count(found.needs.context_tokens)}",
     )
-    for index, cell in enumerate(sorted(found.cells, key=_order)):
-        if index and index % len({c.ledger.rule for c in found.cells}) == 0:
+    table.columns[1].justify = "left"
+    before = None
+    for cell in sorted(found.cells, key=_order):
+        if before not in (None, cell.strategy):
             table.add_section()
+        before = cell.strategy
         table.add_row(*_figures(cell), style="bold" if cell is found.cell else "")
     return table
 

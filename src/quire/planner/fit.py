@@ -17,6 +17,8 @@ from quire.units import align_up, format_bytes, format_count
 _GIB = 1 << 30
 _MOST_SEQUENCES = 1 << 20
 _MOST_MEMORY_BYTES = 1 << 50
+_STRIDE = 4096  # tokens
+_SHORTER = (2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)
 _RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -37,7 +39,10 @@ def longest(found: Plan, num_at_once: int = 1) -> int:
         again = _again(found, config=config, request=_shorter(found.request, max_model_len))
         return again.fits and again.cell.num_longest >= num_at_once
 
-    return _most(fits, 2, most)
+    # In strides first: a rule that gives a context exactly its bytes fits where blocks end.
+    strides = _most(lambda count: fits(count * _STRIDE), 1, most // _STRIDE)
+    low = strides * _STRIDE or next((n for n in _SHORTER if n <= most and fits(n)), 0)
+    return low and _most(fits, low, min(most, low + _STRIDE))
 
 
 def most_sequences(found: Plan) -> int:
@@ -161,7 +166,7 @@ def _shorter(request: Request, max_model_len: int) -> Request:
 
 def _most(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The greatest in [low, high] that fits, 0 for none; all below it do."""
-    if not fits(low):
+    if low > high or not fits(low):
         return 0
     if fits(high):
         return high
