@@ -207,8 +207,9 @@ def _course(
     """Follow one sequence, in a cache that has more room than it needs."""
     spec = stored_spec(config, on_rank)
     own = replace(config, cache=strategy, max_num_seqs=1)
-    sizes = sizes_of(own, on_rank, place, 2**62)
-    probe = build_accounting(strategy, spec, replace(sizes, capacity_bytes=2**40))
+    # What a sequence is counted with does not depend on the capacity, and tables of blocks do.
+    sizes = sizes_of(own, on_rank, place, spec.bytes_for(needs.context_tokens))
+    probe = build_accounting(strategy, spec, sizes)
     counts = np.array([request.num_tokens, needs.context_tokens - 1], np.int64)
     each_max = np.array([request.num_tokens + 1, needs.context_tokens], np.int64)
     alone_bytes, longest_bytes = probe.bytes_alone(counts, each_max).tolist()
