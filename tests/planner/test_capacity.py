@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.places import GIB, THOUSAND, card, host, planned
 from quire.blocks import Fits
 from quire.config import EngineConfig
 from quire.engine.needs import kv_needs, ledger_for, stored_spec
@@ -17,7 +18,6 @@ from quire.planner.capacity import Plan, sizes_of, typical
 from quire.planner.course import Request, lengths, moments
 from quire.planner.subjects import find_subject
 from quire.strategies import STRATEGIES, build_accounting
-from planner.places import GIB, THOUSAND, card, host, planned
 
 MIB = 1 << 20
 

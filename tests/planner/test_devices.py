@@ -21,7 +21,7 @@ def test_every_device_is_a_machine(name: str) -> None:
 def test_a_name_is_read_as_people_write_it() -> None:
     assert device("H100") is device("h100")
     assert device("RTX 4090") is device("rtx4090")
-    with pytest.raises(ConfigError, match="did you mean 'h100'.*--memory 80GB"):
+    with pytest.raises(ConfigError, match=r"did you mean 'h100'.*--memory 80GB"):
         device("h1000")
 
 

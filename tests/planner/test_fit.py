@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planner.places import GIB, card, host, planned
 from quire.planner.capacity import Plan
 from quire.planner.fit import changes, longest, most_sequences
-from planner.places import GIB, card, host, planned
 
 
 def again(found: Plan, **options: object) -> Plan:
@@ -67,9 +67,7 @@ def test_a_long_context_may_be_shortened_or_kept_in_fewer_bits() -> None:
         if option == "kv-cache-dtype":
             assert again(found, kv_cache_dtype=value).fits
         if option == "tp":
-            assert planned(
-                found.subject, found.place, num_ranks=int(value), budget="vllm"
-            ).fits
+            assert planned(found.subject, found.place, num_ranks=int(value), budget="vllm").fits
 
 
 def test_nothing_fits_where_not_even_the_weights_do() -> None:

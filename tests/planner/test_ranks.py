@@ -11,9 +11,7 @@ from quire.spec import RecurrentState
 
 
 @pytest.mark.parametrize(("num_ranks", "share"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (32, 8)])
-def test_heads_are_divided_and_kept_twice_where_there_are_fewer(
-    num_ranks: int, share: int
-) -> None:
+def test_heads_are_divided_and_kept_twice_where_there_are_fewer(num_ranks: int, share: int) -> None:
     spec = find_subject("Llama-3.1-8B").spec
     on_rank = rank_spec(spec, num_ranks)
     assert on_rank.bytes_per_token * share == spec.bytes_per_token
@@ -34,7 +32,7 @@ def test_states_are_divided_by_heads() -> None:
 
 
 def test_ranks_that_heads_do_not_go_into_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tp=3 does not divide 8 heads.*one of 1, 2, 4, 8"):
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide 8 heads.*one of 1, 2, 4, 8"):
         rank_spec(find_subject("Llama-3.1-8B").spec, 3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,18 @@ def test_a_tied_head_is_loaded_once(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=64))
-def test_no_bytes_make_a_header_by_accident_or_a_traceback(content: bytes) -> None:
-    file = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
-    file = file / "quire-test-header.safetensors"
-    file.write_bytes(content)
-    try:
-        read_header(file)
-    except ModelNotLoadable as error:
-        assert "is no safetensors file" in str(error)
-    finally:
-        file.unlink()
+def test_no_bytes_make_a_traceback(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(content)
+        with pytest.raises(ModelNotLoadable, match="is no safetensors file"):
+            read_header(file)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelNotLoadable, match="model-00001-of-00002.safetensors is missing"):
+    with pytest.raises(ModelNotLoadable, match=r"model-00001-of-00002.safetensors is missing"):
         stored_tensors(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelNotLoadable, match="does not map tensors"):

@@ -17,8 +17,11 @@ from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity import Place, Plan, Request, plan as make_plan, typical
-from quire.planner.devices import DEVICES, device as device_of, machine_of, machine_with
+from quire.planner.capacity import Place, Plan, typical
+from quire.planner.capacity import plan as make_plan
+from quire.planner.course import Request
+from quire.planner.devices import DEVICES, machine_of, machine_with
+from quire.planner.devices import device as device_of
 from quire.planner.fit import changes, longest, most_sequences
 from quire.planner.published import published_models
 from quire.planner.subjects import Subject, find_subject
@@ -28,7 +31,7 @@ _HOST_PAGE_BYTES = 4096
 
 
 @with_engine_options
-def plan(
+def plan(  # noqa: PLR0913 - flags
     *,
     model: Annotated[
         str | None,
@@ -45,7 +48,8 @@ def plan(
         str | None, typer.Option(help=f"A device by name: {', '.join(DEVICES)}.")
     ] = None,
     tp: Annotated[
-        int, typer.Option(help="Devices that share the heads (tensor parallelism); a plan is one's.")
+        int,
+        typer.Option(help="Devices that share the heads (tensor parallelism); a plan is one's."),
     ] = 1,
     input_len: Annotated[
         int | None, typer.Option(help="Tokens of a typical prompt. Default: 1024 at most.")

@@ -240,7 +240,9 @@ def _figures(cell: Cell) -> tuple[str, ...]:
     if cell.ledger.refusal is not None:
         asked = f"[red]{format_bytes(cell.ledger.kv_bytes)}[/]"
         return (cell.strategy, cell.ledger.rule, asked, "[red]refused[/]", "", "", "", "")
-    capped = "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
+    capped = (
+        "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
+    )
     return (
         cell.strategy,
         cell.ledger.rule,
@@ -269,7 +271,7 @@ def _notes(found: Plan) -> Iterator[str]:
         block_size=found.config.block_size,
     )
     if said is not None:
-        yield f"[dim]vLLM, with these figures for weights and activations, would log: {said.text}[/]"
+        yield f"[dim]vLLM, with these weights and activations, would log: {said.text}[/]"
 
 
 def _why_not(found: Plan) -> str:

@@ -1,7 +1,8 @@
 """``quire plan --validate``: what was planned against what an engine takes, byte by byte.
 
-One engine a strategy runs one prompt, and keeps nothing for others. The plan knows the model's files alone; the engine's figures
-are those of the loaded model, of its accounting, and of the memory that holds the pages.
+One engine a strategy runs one prompt, and keeps nothing for others. The plan knows the model's
+files alone; the engine's figures are those of the loaded model, of its accounting, and of the
+memory that holds the pages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -182,17 +183,17 @@ def _runs(
         )
     )
     held = [moment.committed_bytes for moment in expected]
-    worst = _worst(held, [committed for _, committed, _ in taken])
-    yield Check(what=f"{strategy}: committed, worst of {len(each)} steps", **worst)
-    worst = _worst(held, [in_pages for _, _, in_pages in taken])
-    yield Check(what=f"{strategy}: in pages, worst of {len(each)} steps", **worst)
+    steps = f"worst of {len(each)} steps"
+    counted = [committed for _, committed, _ in taken]
+    yield _worst(f"{strategy}: committed, {steps}", held, counted)
+    yield _worst(f"{strategy}: in pages, {steps}", held, [in_pages for _, _, in_pages in taken])
 
 
-def _worst(planned: list[int], actual: list[int]) -> dict[str, int]:
+def _worst(what: str, planned: list[int], actual: list[int]) -> Check:
     """The pair that is farthest apart; the last, where all are equal."""
     pairs = list(zip(planned, actual, strict=True))[::-1]
     ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
-    return {"planned": ours, "actual": theirs}
+    return Check(what=what, planned=ours, actual=theirs)
 
 
 def _moved(planned: "Ledger", actual: "Ledger") -> int:

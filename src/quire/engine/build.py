@@ -10,12 +10,12 @@ from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
+from quire.engine.needs import stored_spec
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.swap import Costs, SwapSpace
-from quire.engine.needs import stored_spec
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter

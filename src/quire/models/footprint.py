@@ -16,6 +16,7 @@ from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
 from quire.spec import ModelSpec
 
+
 def footprint(model: PreTrainedModel) -> Footprint:
     """Of a model in memory, or on the meta device."""
     tensors = [part for t in (*model.parameters(), *model.buffers()) for part in _parts(t)]

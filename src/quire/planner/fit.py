@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.capacity import Place, Plan, Request, plan
+from quire.planner.capacity import Place, Plan, plan
+from quire.planner.course import Request
 from quire.units import align_up, format_bytes, format_count
 
 _GIB = 1 << 30

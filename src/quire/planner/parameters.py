@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.memory.budget import Footprint
-from quire.spec import KeptWhole, LatentAttention, ModelSpec
+from quire.spec import AttentionSpec, KeptWhole, LatentAttention, LayerSpec, ModelSpec
 from quire.spec.config_json import text_section
 from quire.spec.fields import Fields
 
@@ -24,8 +24,23 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decode
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 # Families whose feed-forward layers have two matrices and no gate, whatever their activation.
 _UNGATED = frozenset(
-    ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi")
-    + ("starcoder2", "whisper", "bart", "codegen", "stablelm_epoch")
+    [
+        "bart",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "opt",
+        "phi",
+        "starcoder2",
+        "t5",
+        "whisper",
+    ]
 )
 
 
@@ -138,16 +153,15 @@ def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
     return max(dense, queries, shapes.rows_of_experts if shapes.num_experts else 0)
 
 
-def _query_width(fields: Fields, kept: Any) -> int:
+def _query_width(fields: Fields, kept: AttentionSpec) -> int:
     if isinstance(kept, LatentAttention):
         nope = fields.optional_integer("qk_nope_head_dim", least=0) or 0
         value = fields.optional_integer("v_head_dim", least=0) or 0
         return max(nope + kept.rope_dim, nope + value)
-    width: int = kept.head_dim
-    return width
+    return kept.head_dim
 
 
-def _attention(fields: Fields, kept: Any, hidden: int) -> int:
+def _attention(fields: Fields, kept: LayerSpec, hidden: int) -> int:
     """Weights of one layer's part that keeps ``kept``."""
     if isinstance(kept, KeptWhole):
         # A scan reads and writes about its inner width: in, out, and a gate.
