@@ -17,6 +17,7 @@ from quire.planner.capacity import Place
 from quire.planner.course import Request
 from quire.planner.subjects import find_subject
 from quire.strategies import STRATEGIES
+from readers import tiny_reader
 from tiny import tiny_model as tiny
 from zoo.build import tiny_model
 
@@ -66,6 +67,14 @@ def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> No
     assert [check for check in checks if not check.holds] == []
     exact = [check for check in checks if check.planned == check.actual > 0]
     assert len(exact) >= len(checks) - 1  # of the weights, tables that no file holds
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_reader_of_sources_has_them_planned(name: str, tmp_path: Path) -> None:
+    checks = checked(tiny_reader(name), tmp_path)
+    assert [check for check in checks if not check.holds] == []
+    assert any("group 1" in check.what for check in checks)  # the source beside the text
 
 
 def test_a_difference_without_a_reason_does_not_hold() -> None:

@@ -24,23 +24,10 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decode
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 # Families whose feed-forward layers have two matrices and no gate, whatever their activation.
 _UNGATED = frozenset(
-    [
-        "bart",
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "opt",
-        "phi",
-        "starcoder2",
-        "t5",
-        "whisper",
-    ]
+    (
+        *("bart", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+        *("gptj", "mpt", "opt", "phi", "starcoder2", "t5", "whisper"),
+    )
 )
 
 
