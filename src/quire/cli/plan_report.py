@@ -134,7 +134,8 @@ def _subject(found: Plan) -> Iterator[str]:
     yield f"[dim]config.json: {escape(subject.source)}[/]"
     yield f"[dim]weights: {escape(subject.weights_source)}[/]"
     total, name = found.place.machine.hint
-    yield f"[dim]memory: {format_bytes(total)}, {escape(name)}[/]"
+    pages = format_bytes(found.place.page_bytes)
+    yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name)}[/]"
     if found.num_ranks > 1:
         same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
         yield (
