@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def test_what_the_guide_shows_is_what_is_printed(
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys, "argv", ["quire", *command.split()])
-    main()
+    with suppress(SystemExit):
+        main()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "\n".join(printed).strip("\n") == shown.rstrip("\n")
 
