@@ -86,6 +86,7 @@ def test_fit_finds_and_plans_with_what_it_found(
     said = as_json(monkeypatch, capsys, *arguments)
     assert said["fits"] is True
     chosen = said["chosen"]
+    assert said["found"].startswith("--max-")
     if option is not None:
         assert 1 <= chosen["num_longest"] < 1.1
     else:

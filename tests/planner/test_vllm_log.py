@@ -16,8 +16,22 @@ from quire.planner.vllm_log import StartUp, start_up
 from quire.spec import ModelSpec
 
 GIB = 1 << 30
-# 28 layers, 2 heads of 128: Qwen2.5's 1.5 B has the memory of Qwen2's.
-QWEN_1_5B = "Qwen2-1.5B-Instruct"
+# Qwen2.5's 1.5 B and 0.5 B have the memory of Qwen2's: 28 and 24 layers, 2 heads of 128 and 64.
+QWEN_1_5B, QWEN_0_5B = "Qwen2-1.5B-Instruct", "Qwen2-0.5B-Instruct"
+OPT_125M = ModelSpec.from_config(  # the defaults of OPTConfig in Transformers
+    {
+        "model_type": "opt",
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_size": 768,
+        "max_position_embeddings": 2048,
+        "dtype": "float16",
+    }
+)
+
+
+def spec_of(model: str) -> ModelSpec:
+    return OPT_125M if model == "opt-125m" else find_subject(model).spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +72,26 @@ POSTED = [
         num_tokens=20_992,
         source="a public deployment's record, Qwen2.5-1.5B-Instruct",
     ),
+    Posted(
+        model=QWEN_0_5B,
+        gib="34.81",
+        num_tokens=190_100 * 16,  # "cuda blocks: 190100"
+        concurrency=(32_768, "92.82"),
+        source="a public notebook's output of 12 August, Qwen2.5-0.5B in four bits, 48 GB",
+    ),
+    Posted(
+        model="opt-125m",
+        gib="20.33",
+        num_tokens=37_011 * 16,  # "rocm blocks: 37011"
+        concurrency=(2048, "289.15"),
+        source="a public server's documentation, facebook/opt-125m on 24 GB under ROCm",
+    ),
 ]
 
 
 @pytest.mark.parametrize("posted", POSTED, ids=lambda posted: f"{posted.model} {posted.gib}")
 def test_the_size_that_was_posted_is_what_that_memory_gives(posted: Posted) -> None:
-    spec = find_subject(posted.model).spec
+    spec = spec_of(posted.model)
     low, high = (
         start_up(spec, int((float(posted.gib) + off) * GIB), max_model_len=4096)
         for off in (-0.005, 0.005)

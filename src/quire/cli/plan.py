@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913 - flags
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
     if as_json:
-        print(json.dumps(as_dict(found, remedies)))
+        print(json.dumps(as_dict(found, remedies, fitted)))
     else:
         print_plan(found, remedies, fitted)
 

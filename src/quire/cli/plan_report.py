@@ -42,7 +42,7 @@ def print_plan(found: Plan, remedies: Sequence[Change], fitted: str | None) -> N
     for line in _notes(found):
         console.print(line, soft_wrap=True)
     if fitted:
-        console.print(f"[bold green]fits[/]  {escape(fitted)}", soft_wrap=True)
+        console.print(f"[bold green]found[/]  {escape(fitted)}", soft_wrap=True)
     if not found.fits:
         console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}", soft_wrap=True)
     if remedies:
@@ -78,7 +78,7 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def as_dict(found: Plan, remedies: Sequence[Change]) -> dict[str, Any]:
+def as_dict(found: Plan, remedies: Sequence[Change], fitted: str | None) -> dict[str, Any]:
     """The plan for a program."""
     return {
         "model": found.subject.name,
@@ -87,6 +87,7 @@ def as_dict(found: Plan, remedies: Sequence[Change]) -> dict[str, Any]:
         "weights_source": found.subject.weights_source,
         "tp": found.num_ranks,
         "fits": found.fits,
+        "found": fitted,
         "request": asdict(found.request),
         "needs": asdict(found.needs),
         "groups": [

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
     from quire.strategies import Usage
 
+_FIXED = ("max_num_seqs × max_model_len", "kv_cache_memory_bytes", "max_model_len")  # by options
 _MOST_TOKENS = 96  # of the prompt and of the answer: windows pass, blocks and buffers fill
 
 
@@ -198,7 +199,7 @@ def _worst(what: str, planned: list[int], actual: list[int]) -> Check:
 
 def _moved(planned: "Ledger", actual: "Ledger") -> int:
     """The difference of two readings of a machine, where its memory is what binds."""
-    if actual.bound == planned.bound == "max_num_seqs × max_model_len":
+    if planned.bound == actual.bound and actual.bound in _FIXED:
         return 0
     return actual.kv_bytes - planned.kv_bytes
 
