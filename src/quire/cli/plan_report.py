@@ -119,7 +119,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "num_tokens": cell.num_tokens,
         "sequence_bytes": cell.course.end.committed_bytes,
         "used_bytes": cell.course.end.used_bytes,
-        "waste_fraction": round(cell.course.waste_fraction, 6),
+        "waste_fraction": round(cell.waste_fraction, 6),
         "sequence_peak_bytes": cell.course.peak_bytes,
         "peak_bytes": cell.peak_bytes,
     }
@@ -251,7 +251,7 @@ def _figures(cell: Cell) -> tuple[str, ...]:
         format_bytes(cell.kv_bytes),
         format_count(cell.num_sequences) + capped,
         format_count(cell.num_tokens),
-        f"{cell.course.waste_fraction:.1%}",
+        f"{cell.waste_fraction:.1%}",
         format_bytes(cell.peak_bytes),
         f"{cell.num_longest:,.2f}",
     )
