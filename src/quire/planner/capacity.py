@@ -148,8 +148,12 @@ def plan(
     num_ranks: int = 1,
     request: Request | None = None,
     compare: bool = True,
+    course: Course | None = None,
 ) -> Plan:
     """``compare``: with all strategies and rules, not only those of the options.
+
+    ``course``: that of the options' strategy, if it is known: it is the same on machines alike in
+    pages, for as long a context and any number of sequences.
 
     Raises: ConfigError for longer sequences than the model's, or heads that no ranks divide.
     """
@@ -165,7 +169,8 @@ def plan(
                 by = replace(config, cache=strategy, budget=rule, kv_cache_memory_bytes=None)
                 pairs.setdefault((strategy, rule), by)
     courses = {
-        strategy: _course(strategy, on_rank, config, place, needs, request)
+        strategy: (course if strategy == config.cache else None)
+        or _course(strategy, on_rank, config, place, needs, request)
         for strategy in dict.fromkeys(strategy for strategy, _ in pairs)
     }
     cells = {

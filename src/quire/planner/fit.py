@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.capacity import Place, Plan, plan
+from quire.planner.capacity import Course, Place, Plan, plan
 from quire.planner.course import Request
 from quire.units import align_up, format_bytes, format_count
 
@@ -51,7 +51,7 @@ def most_sequences(found: Plan) -> int:
 
     def fits(max_num_seqs: int) -> bool:
         config = replace(found.config, max_num_seqs=max_num_seqs)
-        again = _again(found, config=config)
+        again = _again(found, config=config, course=found.cell.course)
         return again.ledger.refusal is None and again.cell.num_fitting >= max_num_seqs
 
     return _most(fits, 1, _MOST_SEQUENCES)
@@ -68,7 +68,7 @@ def changes(found: Plan) -> Iterator[Change]:
 def _more_memory(found: Plan) -> Iterator[Change]:
     def fits(extra_gib: int) -> bool:
         place = replace(found.place, machine=_with_more(found.place.machine, extra_gib * _GIB))
-        again = _again(found, place=place)
+        again = _again(found, place=place, course=found.cell.course)
         return again.fits
 
     total, _ = found.place.machine.hint
@@ -122,6 +122,7 @@ def _again(
     place: Place | None = None,
     num_ranks: int | None = None,
     request: Request | None = None,
+    course: Course | None = None,
 ) -> Plan:
     """The same plan with something else."""
     return plan(
@@ -131,6 +132,7 @@ def _again(
         num_ranks=num_ranks or found.num_ranks,
         request=request or found.request,
         compare=False,
+        course=course,
     )
 
 
