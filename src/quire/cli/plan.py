@@ -69,7 +69,9 @@ def plan(  # noqa: PLR0913 - flags
     ] = False,
     validate: Annotated[
         bool,
-        typer.Option(help="Run the engine too, under each strategy, and compare bytes."),
+        typer.Option(
+            "--validate", help="Run the engine too, under each strategy, and compare bytes."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
     engine: dict[str, Any],

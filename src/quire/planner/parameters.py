@@ -48,6 +48,11 @@ class Shapes:
     is_tied: bool  # the head is the table of tokens
 
     @property
+    def num_in_tables(self) -> int:
+        """Weights of the table of tokens, and of the head."""
+        return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
+
+    @property
     def rows_of_experts(self) -> int:
         """Outputs a token has in its experts: their gates and what those multiply are one."""
         return self.num_chosen * max(2 * self.expert_width, self.hidden_size)
@@ -90,7 +95,6 @@ def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> i
     shapes = shapes_of(config, spec, source)
     section, source = text_section(config, source)
     fields = Fields(section=section, source=source)
-    tables = (1 if shapes.is_tied else 2) * shapes.vocab_size * shapes.hidden_size
     attention = sum(
         _attention(fields, kept, shapes.hidden_size)
         for layer in spec.layers
@@ -103,22 +107,41 @@ def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> i
         + shapes.hidden_size * shapes.num_experts
     )
     norms = (2 * shapes.num_layers + 1) * shapes.hidden_size
-    return tables + attention + dense + sparse + norms
+    return shapes.num_in_tables + attention + dense + sparse + norms
 
 
 def estimated_footprint(
     config: Mapping[str, Any], spec: ModelSpec, source: str, item_bytes: int
 ) -> Footprint:
     """The model's own bytes, a weight in ``item_bytes``. Raises: ConfigError."""
-    shapes = shapes_of(config, spec, source)
+    shapes, bits = shapes_of(config, spec, source), weight_bits(config)
+    whole = num_parameters(config, spec, source)
+    coded = 0 if bits is None else whole - shapes.num_in_tables
     return Footprint(
-        weights_bytes=num_parameters(config, spec, source) * item_bytes,
+        weights_bytes=(whole - coded) * item_bytes + int(coded * (bits or 0) / 8),
         counted_bytes=0,
         hidden_size=shapes.hidden_size,
         widest_rows=widest_rows(config, spec, source),
         vocab_size=shapes.vocab_size,
         item_bytes=item_bytes,
     )
+
+
+def weight_bits(config: Mapping[str, Any]) -> float | None:
+    """Bits of a weight in a quantized checkpoint, its scales among them; None if it is not, or in
+    a way that is not known here. Tables of tokens stay as they are.
+    """
+    section, _ = text_section(config, "config.json")
+    said = config.get("quantization_config") or section.get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method in ("fp8", "fbgemm_fp8"):
+        return 8
+    if method == "mxfp4":
+        return 4.25  # a scale of eight bits for 32 weights
+    bits = said.get("bits") if isinstance(said, Mapping) and method in ("awq", "gptq") else None
+    if isinstance(bits, int) and 1 <= bits <= 8:
+        return bits + 20 / 128  # a scale and a zero for 128 weights, as nearly all have them
+    return None
 
 
 def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
