@@ -70,6 +70,16 @@ def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text", "qwen3_next"])
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"paged"}))
+def test_latents_chunks_and_states_in_the_other_strategies(
+    strategy: str, name: str, tmp_path: Path
+) -> None:
+    checks = checked(tiny_model(name), tmp_path, strategy)
+    assert [check for check in checks if not check.holds] == []
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_reader_of_sources_has_them_planned(name: str, tmp_path: Path) -> None:
     checks = checked(tiny_reader(name), tmp_path)
