@@ -1,0 +1,1 @@
+"""What serving will cost, answered before it is bought, by the code that serves."""
