@@ -11,14 +11,25 @@ are of each prompt, and a Fenwick tree adds them up. Which blocks a prompt has i
 Source: stack distances, Mattson, Gecsei, Slutz and Traiger 1970.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from quire.planner.hit_rates.prompts import Ints, Prompts
+from quire.planner.hit_rates.prompts import TELL_EVERY, Ints, OnRequest, Prompts
 
-OnRequest = Callable[[int], None]  # told how many requests are done, now and then
-TELL_EVERY = 256
+
+def infinite_hits(prompts: Prompts, *, first_counted: int = 0) -> int:
+    """Tokens found by a cache that never evicts."""
+    seen, lengths, found = bytearray(len(prompts.lengths)), prompts.lengths, 0
+    for now in range(prompts.num_requests):
+        num_hit = 0
+        for each in prompts.path(now):
+            if seen[each]:
+                num_hit += lengths[each]
+            seen[each] = True
+        if now >= first_counted:
+            found += prompts.tokens_of(now, num_hit)
+    return found
 
 
 def lru_hits(
@@ -32,7 +43,7 @@ def lru_hits(
 
     A prompt that is larger than the cache is refused: it finds nothing and changes nothing.
     """
-    longest = max(_num_blocks(prompts))
+    longest = max(prompts.num_blocks_of_each())
     found: dict[int, int] = {}
     large = [size for size in sizes if size >= longest]
     if large:
@@ -93,22 +104,6 @@ def lru_curve(
     tokens = steps.cumsum()  # by place in the stack
     np.subtract.at(tokens, lasts, lacking)
     return np.concatenate([[0], tokens.cumsum()[:-1]])
-
-
-def _num_blocks(prompts: Prompts) -> list[int]:
-    depths: dict[int, int] = {-1: 0}
-    found = []
-    for end in prompts.ends:
-        above, stretch = [], end
-        while stretch not in depths:
-            above.append(stretch)
-            stretch = prompts.parents[stretch]
-        depth = depths[stretch]
-        for each in reversed(above):
-            depth += prompts.lengths[each]
-            depths[each] = depth
-        found.append(depth)
-    return found
 
 
 class _Sums:

@@ -13,14 +13,10 @@ Source: Belady 1966.
 
 from array import array
 from collections import deque
-from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import final
 
-from quire.planner.hit_rates.prompts import Prompts
-
-OnRequest = Callable[[int], None]  # told how many requests are done, now and then
-_TELL_EVERY = 256
+from quire.planner.hit_rates.prompts import TELL_EVERY, OnRequest, Prompts
 
 
 @final
@@ -72,7 +68,7 @@ class Optimum:
             for each in path:
                 cached[each] = lengths[each]
             kept.add(path, next_uses)
-            if now % _TELL_EVERY == 0:
+            if now % TELL_EVERY == 0:
                 on_request(now)
         assert num_cached == sum(cached) <= num_blocks
         return hit_tokens

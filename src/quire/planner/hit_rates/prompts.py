@@ -9,7 +9,7 @@ A block's number is its stretch's first number and its place in there.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -20,6 +20,8 @@ from quire.errors import ConfigError
 from quire.traces import TraceRequest
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+OnRequest: TypeAlias = Callable[[int], None]  # told how many requests are done, now and then
+TELL_EVERY: Final = 256
 _ID_BYTES: Final = 8
 _ROOT: Final = -1
 
@@ -60,6 +62,20 @@ class Prompts:
             stretch = parents[stretch]
         path.reverse()
         return path
+
+    def num_blocks_of_each(self) -> list[int]:
+        """Of each prompt. Shapes: [R]."""
+        depths, found = {_ROOT: 0}, []
+        for end in self.ends:
+            below, stretch = [], end
+            while stretch not in depths:
+                below.append(stretch)
+                stretch = self.parents[stretch]
+            depth = depths[stretch]
+            for each in reversed(below):
+                depth = depths[each] = depth + self.lengths[each]
+            found.append(depth)
+        return found
 
     def chain(self, request: int) -> npt.NDArray[np.int32]:
         """A prompt's blocks, from the first on."""
