@@ -71,11 +71,18 @@ def bench(  # noqa: PLR0913 - each is a flag
         bool, _flag("Load", "Generate to the full length.", "--ignore-eos/--no-ignore-eos")
     ] = True,
     trace: Annotated[
-        Path | None,
-        _flag("Load", "Real lengths and times: Azure's LLM trace (.csv), Mooncake's (.jsonl)."),
+        str | None,
+        _flag(
+            "Load",
+            "Real lengths and times, a file or an http address: Azure's LLM trace, BurstGPT, "
+            "Mooncake's, Bailian's, kv-cache-tester's, ServeGen's or Quire's own (--save-trace).",
+        ),
     ] = None,
     trace_scale: Annotated[float, _flag("Load", "Multiply the trace's lengths by this.")] = 1.0,
     trace_speed: Annotated[float, _flag("Load", "Replay it so many times as fast.")] = 1.0,
+    trace_max_skipped: Annotated[
+        int, _flag("Load", "Rows of it that may be no requests, and are left out.")
+    ] = 0,
     goodput: Annotated[
         list[str] | None,
         _flag("Result", "Goals in ms, ttft:500,tpot:50,e2el:9000; counts who meets all of them."),
@@ -119,6 +126,7 @@ def bench(  # noqa: PLR0913 - each is a flag
             trace=trace,
             trace_scale=trace_scale,
             trace_speed=trace_speed,
+            trace_max_skipped=trace_max_skipped,
         ),
         num_warmups=num_warmups,
         max_concurrency=max_concurrency,

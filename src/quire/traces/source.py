@@ -76,6 +76,7 @@ def _told_as(source: str | Path) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
+        error.close()
         raise ConfigError(
             f"trace {source}: the server answers {error.code} {error.reason}"
         ) from error
