@@ -1,6 +1,6 @@
 """A trace's requests as prompts to be sent: of its lengths, at its times, alike where its are.
 
-Reading is left to ``quire.traces``.
+And what was sent as a trace. Reading is left to ``quire.traces``.
 """
 
 from collections.abc import Iterable
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.bench.load import Outcome
 from quire.bench.workload import Query, Vocabulary
 from quire.errors import ConfigError
-from quire.traces import TraceRequest, open_trace
+from quire.traces import RequestLog, TraceRequest, open_trace
 
 
 def read_trace(
@@ -23,6 +24,23 @@ def read_trace(
     """
     trace = iter(open_trace(source, max_skipped=max_skipped))
     return list(islice(trace, num_requests))
+
+
+def write_trace(path: Path, queries: Iterable[Query], outcomes: Iterable[Outcome]) -> None:
+    """What was sent, when, and how much came back, as Quire's own trace; of failures nothing.
+
+    Raises: ConfigError.
+    """
+    sent = [pair for pair in zip(queries, outcomes, strict=True) if pair[1].succeeded]
+    sent.sort(key=lambda pair: pair[1].start_s)
+    try:
+        with path.open("wb") as file:
+            log = RequestLog(file)
+            for query, outcome in sent:
+                at_s = outcome.start_s - sent[0][1].start_s
+                log.write(at_s, query.token_ids, outcome.output_tokens)
+    except OSError as error:
+        raise ConfigError(f"--save-trace {path} cannot be written: {error.strerror}") from error
 
 
 def replay(
