@@ -173,7 +173,11 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         ("chunk-0-trace.csv", "0,0,0,,0,0\n", "has no requests|client 3"),
         ("chunk-0-dataset.json", "[]", "chunk-0-dataset.json: "),
         ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: 1}"}}', "no 'output_tokens'"),
-        ("chunk-0-dataset.json", '{"0": {"input_tokens": "__import__(1)"}}', "malformed"),
+        (
+            "chunk-0-dataset.json",
+            '{"0": {"input_tokens": "__import__(1)"}}',
+            "is no dictionary",
+        ),
         ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: -1}"}}', "not below 0"),
     ],
 )
@@ -186,6 +190,19 @@ def test_servegens_files_name_their_lines(
         return
     with pytest.raises(ConfigError, match=message):
         list(open_trace(tmp_path))
+
+
+def test_forms_that_are_no_such_thing(tmp_path: Path) -> None:
+    path = files.written(tmp_path, "x.csv", files.AZURE)
+    with pytest.raises(ConfigError, match=r"x\.csv is no folder; ServeGen's is one"):
+        open_trace(path, "servegen")
+    with pytest.raises(ConfigError, match="/dev/null is no file"):
+        open_trace("/dev/null")
+    with pytest.raises(ConfigError, match="session_interval_s 0 must be"):
+        open_trace(path, session_interval_s=0)
+    for address in ("http://", "http://[", "http://a b/c", "https://x:port/"):
+        with pytest.raises(ConfigError, match=r"is no address|cannot be read"):
+            open_trace(address)
 
 
 def test_servegen_without_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ to ``open_trace``.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -65,7 +65,8 @@ class Trace:
                     continue
                 if first_s is None:
                     first_s = request.at_s
-                request = replace(request, at_s=request.at_s - first_s)
+                if first_s:
+                    request = request.later(-first_s)
                 if request.at_s < last_s:
                     problem: str | None = (
                         f"the clock runs backwards, by {last_s - request.at_s:g} s"
