@@ -52,8 +52,8 @@ MAY_IMPORT = {
     " engine.detokenizer engine.kv_cache engine.runner engine.sampling engine.structured",
     "planner": "errors units traces config spec memory blocks strategies engine.params"
     " engine.sequence engine.plan engine.scheduling engine.scheduler",
-    "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
-    " engine.statistics engine.scheduling engine.scheduler engine",
+    "server": "errors units traces config spec blocks strategies engine.params engine.sequence"
+    " engine.plan engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
     "bench": "errors units traces strategies engine.params engine http",
     "figure": "units",
