@@ -87,7 +87,7 @@ def _told_as(source: str | Path) -> Iterator[None]:
 def _raw(source: str | Path, stack: ExitStack) -> tuple[Any, int | None]:
     """A reader with ``readinto``, and how many bytes it will give."""
     if not is_address(source):
-        file = stack.enter_context(open(source, "rb", buffering=0))
+        file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
         return file, Path(source).stat().st_size
     request = Request(str(source), headers={"User-Agent": "quire", "Accept-Encoding": "identity"})
     answer = stack.enter_context(urlopen(request, timeout=_TIMEOUT_S))
@@ -133,7 +133,7 @@ def _unpacked(source: str | Path, data: IO[bytes], counted: _Counted, stack: Exi
             f"trace {source} is packed with zstd: pip install zstandard, or unpack it first "
             f"(zstd -d --long=31)"
         )
-    file = stack.enter_context(open(source, "rb", buffering=0))
+    file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
     program = subprocess.Popen(
         ["zstd", "-dc", "--long=31"],
         stdin=file,
