@@ -57,7 +57,9 @@ def write_report(
     ordered = {name: sizes[name] for name in sorted(sizes)}
     hit_rates = []
     for source in traces:
-        rates = _hit_rates(open_trace(source), lambda what, where=source: on_work(f"{where}: {what}"))
+        rates = _hit_rates(
+            open_trace(source), lambda what, where=source: on_work(f"{where}: {what}")
+        )
         hit_rates += [(source, rates)] if rates is not None else []
     page = render(
         Report(

@@ -1,6 +1,7 @@
 """The answer in a few sentences, and all variants in one table."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from quire.planner.report.content import Report, Table, Variant
@@ -39,53 +40,78 @@ def _of_one(variant: Variant) -> Iterator[str]:
 
 
 def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
+    asked = [*_QUESTIONS]
     if any(goal is not None for goal in report.goals.values()):
-        yield _compared(
-            variants, lambda r: r.good_requests_per_s, "{} meets the goals most often", _a_second
-        )
-    yield _compared(variants, lambda r: r.output_tokens_per_s, "{} serves most", _tokens_a_second)
-    yield _compared(
-        variants,
-        lambda r: r.latencies["ttft_s"]["p99"],
-        "{} has the shortest wait for a first token at the 99th percentile",
-        duration,
+        asked.insert(0, _GOOD)
+    for question in asked:
+        yield _compared(variants, question)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Which variant has most of a figure, or least, and how that is said."""
+
+    figure: Figure
+    write: Callable[[float], str]
+    one: str  # what the best one does
+    several: str  # … if they are several
+    alike: str  # if all are
+    least: bool = False
+    has_ratio: bool = True
+
+
+_GOOD = _Question(
+    figure=lambda r: r.good_requests_per_s,
+    write=lambda value: f"{rate(value)} requests/s",
+    one="meets the goals most often",
+    several="meet the goals most often",
+    alike="All meet the goals as often",
+)
+_QUESTIONS = (
+    _Question(
+        figure=lambda r: r.output_tokens_per_s,
+        write=lambda value: f"{rate(value)} output tokens/s",
+        one="serves most",
+        several="serve most",
+        alike="All serve as much",
+    ),
+    _Question(
+        figure=lambda r: r.latencies["ttft_s"]["p99"],
+        write=duration,
+        one="waits least for a first token (99th percentile)",
+        several="wait least for a first token (99th percentile)",
+        alike="All wait as long for a first token (99th percentile)",
         least=True,
-    )
-    yield _compared(variants, lambda r: r.utilization, "{} uses most of what it holds", share)
+    ),
+    _Question(
+        figure=lambda r: r.utilization,
+        write=share,
+        one="uses most of what it holds",
+        several="use most of what they hold",
+        alike="All use as much of what they hold",
+        has_ratio=False,
+    ),
+)
 
 
-def _compared(
-    variants: Sequence[Variant],
-    figure: Figure,
-    sentence: str,
-    write: Callable[[float], str],
-    *,
-    least: bool = False,
-) -> str:
+def _compared(variants: Sequence[Variant], question: _Question) -> str:
     """The best, with all that look the same, and the worst."""
-    pick, other = (min, max) if least else (max, min)
-    best = pick(figure(each.result) for each in variants)
-    worst = other(figure(each.result) for each in variants)
-    if abs(best - worst) <= 0.01 * max(abs(best), abs(worst)):
-        return f"{_alike(sentence)}: {write(best)}."
-    names = [each.name for each in variants if _close(figure(each.result), best)]
-    last = [each.name for each in variants if _close(figure(each.result), worst)]
-    ratio = (worst / best if best else 0.0) if least else (best / worst if worst else 0.0)
-    how = f" ({times(ratio)})" if ratio > 1.05 and write is not share else ""
-    said = sentence.format(_listed(names))
-    if len(names) > 1:
-        said = said.replace(" serves ", " serve ").replace(" uses ", " use ").replace(" it ", " they ")
-        said = said.replace(" has ", " have ").replace(" meets ", " meet ")
-    return f"{said}: {write(best)}, against {write(worst)} with {_listed(last)}{how}."
+    figures = [question.figure(each.result) for each in variants]
+    write = question.write
+    low, high = min(figures), max(figures)
+    if _close(low, high):
+        return f"{question.alike}: {write(high)}."
+    best, worst = (low, high) if question.least else (high, low)
+    first = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, best)]
+    last = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, worst)]
+    does = question.one if len(first) == 1 else question.several
+    ratio = f" ({times(high / low)})" if question.has_ratio and low > 0 else ""
+    against = f"{write(worst)} with {_listed(last)}{ratio}"
+    return f"{_listed(first)} {does}: {write(best)}, against {against}."
 
 
-def _close(value: float, best: float) -> bool:
-    return abs(value - best) <= 0.01 * abs(best)
-
-
-def _alike(sentence: str) -> str:
-    """All variants as the subject."""
-    return sentence.format("None stands out: each").replace("most often", "as often")
+def _close(value: float, other: float) -> bool:
+    return abs(value - other) <= 0.01 * max(abs(value), abs(other))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -94,14 +120,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _ended(result: SimulationResult) -> int:
     return result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
-
-
-def _a_second(value: float) -> str:
-    return f"{rate(value)} requests/s"
-
-
-def _tokens_a_second(value: float) -> str:
-    return f"{rate(value)} output tokens/s"
 
 
 def comparison(report: Report) -> Table:

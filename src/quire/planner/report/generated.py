@@ -30,8 +30,8 @@ def generated_section(report: Report) -> Section | None:
         name="generated",
         title="Bytes held against tokens generated",
         text=[
-            "Asked of each strategy's accounting, with memory enough for all: nothing is measured, "
-            "and nothing is assumed. What lies between a line and the grey area is held and empty.",
+            "Computed by each strategy's accounting, with memory enough for all. What lies between "
+            "a line and the grey area is held and empty.",
         ],
         keys=(("needed", "the tokens' own bytes"),),
         panels=[_panel(title, held) for title, held in shown],

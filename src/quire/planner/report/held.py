@@ -59,9 +59,7 @@ def held_by_batch(
     return found
 
 
-def _of_batch(
-    strategy: str, spec: ModelSpec, sizes: CacheConfig, batch: Sequence[Lengths]
-) -> Held:
+def _of_batch(strategy: str, spec: ModelSpec, sizes: CacheConfig, batch: Sequence[Lengths]) -> Held:
     ends = [_last(each) for each in batch]
     ample = _ample(strategy, spec, sizes, ends)
     accounting = build_accounting(strategy, spec, ample)
@@ -104,12 +102,10 @@ def _some(first: int, last: int) -> list[int]:
     """All of them, or so many that a line is smooth."""
     if last - first < _NUM_POINTS:
         return list(range(first, last + 1))
-    return np.linspace(first, last, _NUM_POINTS).round().astype(int).tolist()
+    return [int(each) for each in np.linspace(first, last, _NUM_POINTS).round()]
 
 
-def _ample(
-    strategy: str, spec: ModelSpec, sizes: CacheConfig, ends: Sequence[int]
-) -> CacheConfig:
+def _ample(strategy: str, spec: ModelSpec, sizes: CacheConfig, ends: Sequence[int]) -> CacheConfig:
     """Room for all of them at their ends, and for what lives twice while it is copied."""
     several = replace(sizes, max_num_seqs=len(ends), enable_prefix_caching=False)
     probe = build_accounting(

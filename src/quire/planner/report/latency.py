@@ -114,7 +114,8 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
     for part, fill, radius in (("p99", "var(--panel)", 4), ("p90", color, 2.5), ("p50", color, 5)):
         plot.parts.append(
             f'<circle cx="{plot.x(row[part]):.1f}" cy="{y}" r="{radius}" fill="{fill}" '
-            f'stroke="{color}" stroke-width="2"><title>{part} {duration(row[part])}</title></circle>'
+            f'stroke="{color}" stroke-width="2">'
+            f"<title>{part} {duration(row[part])}</title></circle>"
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from quire.figures import Plot, Scale, ticks, ticks_of_time
 from quire.planner.report.content import Hover, Panel, Report, Section, Table, Variant
 from quire.planner.report.series import Series, series_of
-from quire.planner.report.words import axis_of_bytes, axis_of_counts, count, duration, size
+from quire.planner.report.words import axis_of_bytes, axis_of_counts, duration, size
 
 _NUM_SPANS, _NUM_ROWS = 180, 24  # of the plots, and of the table behind them
 _WIDTH, _LEFT, _RIGHT = 360, 58, 10

@@ -60,7 +60,7 @@ def _head(report: Report, title: str) -> Iterator[str]:
     yield "</ul>"
     facts = [("model", report.model), ("machine", report.machine)]
     facts += [("goals", _goals(report))] if _goals(report) else []
-    facts += [("", note) for note in report.notes]
+    facts += [("note", note) for note in report.notes]
     yield "<dl>"
     yield from (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     yield f"<dt>again</dt><dd><pre>{escape(report.command)}</pre></dd>\n</dl>"
@@ -71,7 +71,9 @@ def _head(report: Report, title: str) -> Iterator[str]:
 
 def _goals(report: Report) -> str:
     several = ((name, goal) for name, goal in report.goals.items() if goal is not None)
-    return ", ".join(f"{name.removesuffix('_s').upper()} {duration(goal)}" for name, goal in several)
+    return ", ".join(
+        f"{name.removesuffix('_s').upper()} {duration(goal)}" for name, goal in several
+    )
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -84,7 +86,8 @@ def _section(section: Section) -> Iterator[str]:
             yield f'<li><span class="swatch {kind}"></span>{escape(meaning)}</li>'
         yield "</ul>"
     if section.panels:
-        yield '<div class="plots">'
+        pairs = " by2" if len(section.panels) in (2, 4) else ""
+        yield f'<div class="plots{pairs}">'
         yield from map(_panel, section.panels)
         yield "</div>"
     if section.bars:

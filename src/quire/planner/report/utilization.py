@@ -1,4 +1,4 @@
-"""Where memory was, in the mean over time: a bar a variant, its whole the memory of all replicas."""
+"""What memory was used for, in the mean over time: a bar a variant, of all replicas together."""
 
 from quire.planner.report.content import Bar, Part, Report, Section, Table, Variant
 from quire.planner.report.words import share, size

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from quire.units import format_bytes, format_count
 
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_CLOCK = ((86_400, "d"), (3600, "h"), (60, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _COUNTS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -36,13 +37,10 @@ def duration(seconds: float) -> str:
     """Three digits, in a unit that a person would use."""
     if seconds <= 0:
         return "0"
-    for least, size, unit in ((86_400, 86_400, "d"), (3600, 3600, "h"), (600, 60, "min")):
-        if seconds >= least:
-            return f"{seconds / size:,.1f} {unit}"
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= size:
-            value = seconds / size
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    for size, unit in _CLOCK:
+        value = seconds / size
+        if value >= (10 if unit == "min" else 0.9995):
+            return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
     return f"{seconds:.1e} s"
 
 
