@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
     " engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units traces strategies engine.params engine http",
+    "bench": "errors units traces strategies engine.params engine http planner",
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figures",
     "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"

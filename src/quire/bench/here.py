@@ -10,11 +10,12 @@ from quire.strategies import Usage
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
+    from quire.engine.llm import LLM
 
 
-def vocabulary_of(llm: "AsyncLLM") -> Vocabulary:
+def vocabulary_of(llm: "LLM") -> Vocabulary:
     """What its tokenizer has, but for special tokens."""
-    tokenizer = llm.llm.tokenizer
+    tokenizer = llm.tokenizer
     if tokenizer is None:
         return Vocabulary()
     return Vocabulary(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))

@@ -1,5 +1,5 @@
 """The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``plan``,
-``bench``, ``top`` and ``doctor``.
+``simulate``, ``bench``, ``top`` and ``doctor``.
 
 Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
 """
@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 
 app.command(cls=VllmCommand)(serve)
-for _command in (chat, generate, compare, plan, bench, top, doctor):
+for _command in (chat, generate, compare, plan, simulate, bench, top, doctor):
     app.command()(_command)
 
 

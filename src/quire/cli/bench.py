@@ -18,6 +18,7 @@ from quire.bench.report import table
 from quire.bench.server import CompletionsServer, first_model
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
+from quire.cli.calibrate import write_calibration
 from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
@@ -90,6 +91,14 @@ def bench(  # noqa: PLR0913 - each is a flag
     as_json: Annotated[
         bool, _flag("Result", "One JSON object instead of the table.", "--json")
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        _flag(
+            "Result",
+            "Measure steps of all sizes instead, and write what they take on this "
+            "machine, for quire simulate --calibration.",
+        ),
+    ] = None,
     engine: dict[str, Any],
 ) -> None:
     """Measure throughput and latency: the figures and the table of vllm bench serve.
@@ -100,8 +109,15 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --cache virtual --kv-cache-memory-bytes 64MiB
     quire bench --random-input-len 512 --request-rate 4 --goodput ttft:500,tpot:50
     quire bench --trace AzureLLMInferenceTrace_conv.csv --trace-scale 0.1 --trace-speed 4
+    quire bench --calibrate here.json --max-num-seqs 32
     quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
     """
+    if calibrate is not None:
+        _refuse_misplaced(url, header, engine, calibrate)
+        if url is not None:
+            raise ConfigError("--calibrate measures an engine in here: leave out --url")
+        write_calibration(model, engine, calibrate)
+        return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
     _refuse_misplaced(url, header, engine, save_result)
     run = _Run(
@@ -182,7 +198,7 @@ class _Run:
                 llm = AsyncLLM(loaded, observe=watch, **engine_of(engine))
             async with llm:
                 target = EngineHere(llm, temperature=self.temperature, ignore_eos=self.ignore_eos)
-                vocabulary = vocabulary_of(llm)
+                vocabulary = vocabulary_of(llm.llm)
                 await self._warm_up(target, vocabulary)
                 watch.begin(llm)
                 queries = self.traffic.queries(vocabulary)

@@ -245,7 +245,7 @@ def _fleet(
 ) -> Fleet:
     if config.speculative_config is not None:
         raise ConfigError(
-            "speculative_config is not simulated: no trace says what would be guessed"
+            "speculative_config is not simulated: what would be guessed, no trace says"
         )
     # An engine here has a limit of mappings; that of another machine nobody knows.
     return fleet_for(

@@ -1,101 +1,110 @@
-"""How ``quire simulate`` looks on a terminal: one table a question, a row a variant."""
+"""How ``quire simulate`` looks on a terminal: a column a variant, a row a figure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
 from rich.console import Console
-from rich.table import Table
 
 from quire.cli.options import plain_table
 from quire.planner.result import SimulationResult
-from quire.units import format_bytes, format_count, format_seconds
+from quire.units import format_bytes, format_count
 
 Named = tuple[str, SimulationResult]
+Row: TypeAlias = tuple[str, Callable[[SimulationResult], str]]
 
 
 def print_results(several: Sequence[Named], *, notes: Sequence[str]) -> None:
-    """Tables side by side would be too wide: what is held, what is found, how long it takes."""
+    """Four sections: what was served, held and found, and how long it took."""
     console = Console(highlight=False)
-    for table in (_traffic(several), _memory(several), _cache(several), _latency(several)):
-        console.print(table)
+    table = plain_table("", "", *(name for name, _ in several))
+    results = [result for _, result in several]
+    for title, rows in (
+        ("served", _SERVED),
+        ("held, in the mean over time", _HELD),
+        ("found, and done twice", [*_misses(results), *_TWICE]),
+        ("how long it took", list(_latencies())),
+    ):
+        table.add_section()
+        table.add_row(f"[bold]{title}[/]")
+        for label, figure in rows:
+            table.add_row(f"  {label}", *map(figure, results))
+    console.print(table)
     for note in notes:
         console.print(f"[dim]{note}[/]", soft_wrap=True)
 
 
-def _traffic(several: Sequence[Named]) -> Table:
-    table = plain_table(
-        "What was served", "", "requests", "ended", "refused", "virtual", "req/s", "output tok/s",
-        "good req/s",
-    )  # fmt: skip
-    for name, result in several:
-        done = result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
-        table.add_row(
-            name,
-            format_count(result.num_requests),
-            format_count(done),
-            format_count(result.num_refused + result.num_finished.get("capacity", 0)),
-            format_seconds(result.duration_s),
-            f"{result.requests_per_s:,.2f}",
-            f"{result.output_tokens_per_s:,.1f}",
-            f"{result.good_requests_per_s:,.2f}" if any(result.goals.values()) else "",
+def _ended(result: SimulationResult) -> str:
+    done = result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
+    return f"{format_count(done)} of {format_count(result.num_requests)}"
+
+
+def _good(result: SimulationResult) -> str:
+    return f"{result.good_requests_per_s:,.3g}" if any(result.goals.values()) else ""
+
+
+_SERVED: tuple[Row, ...] = (
+    ("requests that ended", _ended),
+    ("… longer than could be", lambda r: format_count(r.num_refused)),
+    ("virtual time", lambda r: f"{r.duration_s:,.1f} s"),
+    ("requests/s", lambda r: f"{r.requests_per_s:,.3g}"),
+    ("… within the goals", _good),
+    ("output tokens/s", lambda r: f"{r.output_tokens_per_s:,.1f}"),
+    ("tokens a step", lambda r: f"{r.num_scheduled_tokens / max(1, r.num_steps):,.1f}"),
+)
+
+_HELD: tuple[Row, ...] = (
+    ("memory of all replicas", lambda r: format_bytes(r.memory_bytes * r.num_replicas)),
+    ("committed", lambda r: format_bytes(round(r.committed_bytes))),
+    ("… only cached", lambda r: format_bytes(round(r.cached_bytes))),
+    ("… used", lambda r: format_bytes(round(r.used_bytes))),
+    ("utilization (used of held)", lambda r: f"{r.utilization:.1%}"),
+    ("most committed, a replica", lambda r: format_bytes(r.peak_committed_bytes)),
+    ("sequences running", lambda r: f"{r.num_running:,.1f}"),
+    ("… most, a replica", lambda r: format_count(r.most_running)),
+    ("… waiting", lambda r: f"{r.num_waiting:,.1f}"),
+)
+
+_TWICE: tuple[Row, ...] = (
+    ("preemptions", lambda r: format_count(r.num_preemptions)),
+    ("… by swapping", lambda r: format_count(r.num_swaps)),
+    ("tokens computed again", lambda r: format_count(r.num_recomputed_tokens)),
+    ("bytes swapped", lambda r: format_bytes(r.saved_bytes + r.loaded_bytes)),
+    ("bytes copied", lambda r: format_bytes(r.copied_bytes)),
+)
+
+
+def _misses(results: Sequence[SimulationResult]) -> Iterator[Row]:
+    """Shares of the prompts' tokens: hits, and why the rest was not found."""
+    yield "prompt tokens found", lambda r: f"{r.hit_rate:.1%}"
+    reasons = dict.fromkeys(
+        reason
+        for result in results
+        for reason, count in result.prefix_missed_tokens.items()
+        if count
+    )
+
+    def missed(reason: str) -> Callable[[SimulationResult], str]:
+        return lambda r: (
+            f"{r.prefix_missed_tokens.get(reason, 0) / max(1, r.prefix_query_tokens):.1%}"
         )
-    return table
+
+    for reason in reasons:
+        yield f"… not: {_WORDS.get(reason, reason)}", missed(reason)
 
 
-def _memory(several: Sequence[Named]) -> Table:
-    table = plain_table(
-        "What was held, in the mean over time", "", "memory", "committed", "cached", "used",
-        "utilization", "running", "most", "waiting",
-    )  # fmt: skip
-    for name, result in several:
-        sizes = (
-            result.memory_bytes * result.num_replicas,
-            round(result.committed_bytes),
-            round(result.cached_bytes),
-            round(result.used_bytes),
-        )
-        table.add_row(
-            name,
-            *map(format_bytes, sizes),
-            f"{result.utilization:.1%}",
-            f"{result.num_running:,.1f}",
-            format_count(result.most_running),
-            f"{result.num_waiting:,.1f}",
-        )
-    return table
+# Of ``PrefixHit.shortfall``, for people.
+_WORDS = MappingProxyType({"unknown": "never seen", "strategy": "strategy keeps none"})
 
 
-def _cache(several: Sequence[Named]) -> Table:
-    table = plain_table(
-        "What was found, and what was done twice", "", "hit", "why the rest was not",
-        "preempted", "recomputed", "swapped", "copied",
-    )  # fmt: skip
-    for name, result in several:
-        reasons = sorted(result.prefix_missed_tokens.items(), key=lambda pair: -pair[1])
-        asked = max(1, result.prefix_query_tokens)
-        why = ", ".join(f"{reason} {count / asked:.1%}" for reason, count in reasons if count)
-        table.add_row(
-            name,
-            f"{result.hit_rate:.1%}",
-            why,
-            format_count(result.num_preemptions),
-            f"{format_count(result.num_recomputed_tokens)} tokens",
-            format_bytes(result.saved_bytes + result.loaded_bytes),
-            format_bytes(result.copied_bytes),
-        )
-    return table
+def _latencies() -> Iterator[Row]:
+    def figure(key: str, part: str) -> Callable[[SimulationResult], str]:
+        return lambda r: _duration(r.latencies[key][part])
+
+    for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E")):
+        for part in ("p50", "p90", "p99"):
+            yield f"{name} {part}", figure(key, part)
 
 
-def _latency(several: Sequence[Named]) -> Table:
-    table = plain_table(
-        "How long it took", "", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "E2E p50",
-        "p99",
-    )  # fmt: skip
-    for name, result in several:
-        ttft, tpot, e2e = (result.latencies[key] for key in ("ttft_s", "tpot_s", "e2e_s"))
-        figures = (
-            *(ttft[p] for p in ("p50", "p90", "p99")),
-            *(tpot[p] for p in ("p50", "p90", "p99")),
-            *(e2e[p] for p in ("p50", "p99")),
-        )
-        table.add_row(name, *map(format_seconds, figures))
-    return table
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -6,7 +6,7 @@ network between ranks) it leaves out of every strategy alike.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, final
@@ -85,7 +85,8 @@ class FittedCosts:
 
     def write(self, path: Path) -> None:
         """As JSON. Raises: ConfigError."""
-        text = json.dumps(asdict(self) | {"about": dict(self.about)}, indent=1)
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        text = json.dumps(said | {"about": dict(self.about)}, indent=1)
         try:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""From a model, options and a place to a fleet that can be simulated: sized as an engine would be."""
+"""From a model, options and a place to a fleet to simulate: sized as an engine would be."""
 
 from quire.config import EngineConfig
 from quire.engine.needs import kv_needs, ledger_for, stored_spec

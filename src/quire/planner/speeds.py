@@ -36,8 +36,8 @@ def _speed(teraflops: float, gigabytes: float, host_gigabytes: float) -> Speed:
     )
 
 
-# Teraflops without sparsity, with sums in 32 bits; PCIe in one direction. docs/concepts/simulator.md
-# says where these are from.
+# Teraflops without sparsity, with sums in 32 bits; PCIe in one direction. Where these are from is
+# in docs/concepts/simulator.md.
 SPEEDS: Mapping[str, Speed] = MappingProxyType(
     {
         "t4": _speed(65, 320, 16),
