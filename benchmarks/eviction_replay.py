@@ -70,7 +70,8 @@ def replay(trace: PrefixTrace, num_blocks: int, policy: str, on_request: OnReque
 
 
 def _accounting(trace: PrefixTrace, num_blocks: int, policy: str) -> PagedAccounting:
-    group = Group(spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="int8"), layers=(0,))
+    spec = FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn")
+    group = Group(spec=spec, layers=(0,))
     config = CacheConfig(
         max_model_len=1 + max(len(chain) for chain in trace.chains),
         max_num_seqs=1,

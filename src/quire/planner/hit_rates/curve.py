@@ -107,6 +107,15 @@ def hit_rate_curve(
     return _Run(prompts, sorted(set(cache_tokens)), skip_requests, on_work).all(policies)
 
 
+def round_sizes(prompts: Prompts) -> list[int]:
+    """Sizes of cache to look at, in tokens: 1, 2, 5 and so on, from where every prompt fits to
+    where nothing is evicted."""
+    least = max(prompts.num_blocks_of_each()) * prompts.block_tokens
+    most = prompts.num_blocks * prompts.block_tokens
+    several = [digit * 10**power for power in range(19) for digit in (1, 2, 5)]
+    return [size for size in several if least <= size < most] or [most]
+
+
 class _Run:
     """What the policies have in common."""
 
