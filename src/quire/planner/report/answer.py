@@ -142,6 +142,8 @@ def comparison(report: Report) -> Table:
         ("TTFT, 99th percentile", lambda r: duration(r.latencies["ttft_s"]["p99"])),
         ("TPOT, median", lambda r: duration(r.latencies["tpot_s"]["p50"])),
         ("TPOT, 99th percentile", lambda r: duration(r.latencies["tpot_s"]["p99"])),
+        ("E2E, median", lambda r: duration(r.latencies["e2e_s"]["p50"])),
+        ("E2E, 99th percentile", lambda r: duration(r.latencies["e2e_s"]["p99"])),
     ]
     if any(goal is not None for goal in report.goals.values()):
         rows.insert(4, ("… within the goals", lambda r: rate(r.good_requests_per_s)))

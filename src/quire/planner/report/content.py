@@ -8,7 +8,6 @@ from quire.planner.result import SimulationResult
 
 # A strategy has its own color, in every figure and every report; the page says what it is.
 _OWN = ("contiguous", "growing", "paged", "virtual")
-_NUM_COLORS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +51,12 @@ class Report:
         return self.variants[0].result.goals if self.variants else {}
 
     def colors(self) -> list[str]:
-        """One a variant: its strategy's own, if no two have the same."""
-        caches = [variant.result.cache for variant in self.variants]
-        if len(set(caches)) == len(caches):
-            return [strategy_color(cache) for cache in caches]
-        return [f"var(--v{number % _NUM_COLORS})" for number in range(len(caches))]
+        """One a variant: its strategy's. Variants are told apart by name, never by color alone."""
+        return [strategy_color(variant.result.cache) for variant in self.variants]
 
 
 def strategy_color(strategy: str) -> str:
-    return f"var(--v{_OWN.index(strategy) if strategy in _OWN else _NUM_COLORS - 1})"
+    return f"var(--v{_OWN.index(strategy)})" if strategy in _OWN else "var(--other)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

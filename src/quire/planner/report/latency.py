@@ -7,7 +7,7 @@ from quire.figures import Plot, Scale, ticks_of_powers
 from quire.planner.report.content import Bar, Panel, Part, Report, Section, Table, Variant
 from quire.planner.report.words import count, duration, share, short, size
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 8
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
 _METRICS = MappingProxyType(
     {
         "ttft_s": "Time to the first token (TTFT)",
@@ -88,30 +88,31 @@ def _panel(report: Report, metric: str, goal_s: float | None) -> Panel:
     if goal_s is not None:
         at = plot.x(goal_s)
         plot.parts.append(f'<path class="mark" d="M{at:.1f} {_TOP}V{bottom}"/>')
+        anchor = "start" if at < _WIDTH / 2 else "end"
+        plot.text(at, _TOP - 5, f"goal {duration(goal_s)}", anchor=anchor, kind="tick")
     said = []
     for number, (variant, color, row) in enumerate(
         zip(report.variants, report.colors(), rows, strict=True)
     ):
         _row(plot, number, variant.name, color, row)
         said.append(f"{variant.name} {', '.join(f'{p} {duration(row[p])}' for p in _PERCENTILES)}")
-    remark = f"goal: {duration(goal_s)}" if goal_s is not None else ""
-    return Panel(title=title, drawings=[plot.svg(f"{title}: {'; '.join(said)}")], remark=remark)
+    return Panel(title=title, drawings=[plot.svg(f"{title}: {'; '.join(said)}")])
 
 
 def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) -> None:
     """A name above, the three points below it, the values of the first and last at the name."""
     top = _TOP + number * _ROW
     y = top + 31
-    plot.text(_LEFT, top + 16, short(name, 26), color=color)
+    plot.text(_LEFT + 4, top + 16, short(name, 26), color=color)
     values = f"{duration(row['p50'])} · {duration(row['p90'])} · {duration(row['p99'])}"
-    plot.text(_WIDTH - _RIGHT, top + 16, values, anchor="end", kind="tick")
+    plot.text(_WIDTH - _RIGHT - 4, top + 16, values, anchor="end", kind="tick")
     if not row["p99"]:
         return
     first, last = plot.x(row["p50"]), plot.x(row["p99"])
     plot.parts.append(
         f'<path stroke="{color}" stroke-width="2" fill="none" d="M{first:.1f} {y}H{last:.1f}"/>'
     )
-    for part, fill, radius in (("p99", "var(--panel)", 4), ("p90", color, 2.5), ("p50", color, 5)):
+    for part, fill, radius in (("p99", "var(--page)", 4), ("p90", color, 2.5), ("p50", color, 5)):
         plot.parts.append(
             f'<circle cx="{plot.x(row[part]):.1f}" cy="{y}" r="{radius}" fill="{fill}" '
             f'stroke="{color}" stroke-width="2">'
@@ -120,21 +121,24 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Powers of ten; where these are only one or two, twos and fives between them too."""
+    """Round values from not above ``low`` to not below ``high``: as fine as it takes to be a few."""
     powers = ticks_of_powers(low, high)
-    if len(powers) > 3:
-        return powers[:: -(-len(powers) // 7)] if len(powers) > 7 else powers
-    finer = [part * power for power in powers for part in (1, 2, 5)]
-    first = max(number for number, mark in enumerate(finer) if mark <= low or not number)
-    last = next((number for number, mark in enumerate(finer) if mark >= high), len(finer) - 1)
-    return finer[first : max(last, first + 1) + 1]
+    if len(powers) > 7:
+        return powers[:: -(-len(powers) // 7)] + powers[-1:]
+    for parts in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        marks = [part * power for power in powers for part in parts]
+        first = max(number for number, mark in enumerate(marks) if mark <= low or not number)
+        last = next((number for number, mark in enumerate(marks) if mark >= high), len(marks) - 1)
+        if last - first >= 3:
+            break
+    return marks[first : max(last, first + 1) + 1]
 
 
 def _tick(seconds: float) -> str:
     """A round number of seconds, short."""
     for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= 0.999 * least:
-            return f"{seconds / least:,.3g} {unit}" if seconds / least < 1000 else duration(seconds)
+            return f"{seconds / least:,.6g} {unit}"
     return f"{seconds:.0e} s"
 
 

@@ -65,7 +65,7 @@ def _panel(
     shows_memory: bool,
 ) -> Panel:
     memory = variant.result.memory_bytes * variant.result.num_replicas
-    end_s = series.span_s * series.num_spans
+    end_s, own_s = series.span_s * series.num_spans, variant.result.duration_s
     across = Scale(low=0, high=end_s, start=_LEFT, stop=_WIDTH - _RIGHT)
     upper = Plot(
         width=_WIDTH, height=176, x=across, y=Scale(low=0, high=tops[-1], start=164, stop=12)
@@ -79,8 +79,8 @@ def _panel(
     below = [0.0] * series.num_spans
     for values, opacity in parts:
         above = [low + value for low, value in zip(below, values, strict=True)]
-        lower = _spans(series, below)
-        upper.area(_spans(series, above), lower, color, opacity=opacity)
+        lower = _spans(series, own_s, below)
+        upper.area(_spans(series, own_s, above), lower, color, opacity=opacity)
         below = above
     if shows_memory:
         upper.line([(0, memory), (end_s, memory)], "var(--muted)", dashes="2 4")
@@ -92,9 +92,9 @@ def _panel(
     moments, unit_s, unit = ticks_of_time(end_s)
     labels = [f"{moment / unit_s:,g}" for moment in moments]
     lower_plot.x_axis(moments, labels, f"{unit} since the trace began")
-    waiting = _spans(series, series.figures["num_waiting"])
+    waiting = _spans(series, own_s, series.figures["num_waiting"])
     lower_plot.line(waiting, "var(--ink)", dashes="5 3")
-    lower_plot.line(_spans(series, series.figures["num_running"]), color)
+    lower_plot.line(_spans(series, own_s, series.figures["num_running"]), color)
     said = f"{variant.name}: {size(variant.result.committed_bytes)} committed in the mean"
     who = f"{variant.name}: {variant.result.num_running:,.1f} requests ran in the mean"
     remark = "" if shows_memory else f"of {size(memory)} in all"
@@ -107,11 +107,14 @@ def _panel(
     )
 
 
-def _spans(series: Series, values: Sequence[float]) -> list[tuple[float, float]]:
-    """A point in the middle of each span, and the ends of the line at those of the time."""
-    points = list(zip(series.middles_s, values, strict=True))
-    end_s = series.span_s * series.num_spans
-    return [(0.0, points[0][1]), *points, (end_s, points[-1][1])]
+def _spans(series: Series, own_s: float, values: Sequence[float]) -> list[tuple[float, float]]:
+    """A point in the middle of each span up to ``own_s``, and the ends of the line."""
+    points = [
+        (min(middle_s, own_s), value)
+        for middle_s, value in zip(series.middles_s, values, strict=True)
+        if middle_s < own_s + series.span_s / 2
+    ]
+    return [(0.0, points[0][1]), *points, (own_s, points[-1][1])]
 
 
 def _hover(series: Series, across: Scale) -> Hover:

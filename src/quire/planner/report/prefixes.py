@@ -75,10 +75,14 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
     _memories(plot, report, low, high)
     best = rates.infinite.hit_fraction
     plot.line([(low, best), (high, best)], "var(--muted)", dashes="2 4")
+    drawn: list[list[tuple[int, float]]] = []
     names, tails = [("infinite", "var(--muted)")], [best]
     for policy, several in rates.by_policy.items():
         color, dashes = _LOOKS.get(policy, ("var(--muted)", ""))
         points = [(each.cache_tokens, each.hit_fraction) for each in several]
+        if points in drawn:  # both are to be seen
+            dashes = "4 5"
+        drawn.append(points)
         plot.line(points, color, dashes=dashes)
         names.append((policy, color))
         tails.append(points[-1][1])
@@ -89,7 +93,8 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
     return Panel(
         title=source,
         drawings=[plot.svg(f"Hit rate against cache size, {source}: {share(best)} at most")],
-        remark=f"{rates.num_requests:,} requests in blocks of {rates.block_tokens:,} tokens",
+        remark=f"{rates.num_requests:,} requests in blocks of {rates.block_tokens:,} tokens; the "
+        f"longest prompt has {rates.longest_tokens:,}, and a smaller cache refuses it",
         hover=_hover(rates, plot),
     )
 
