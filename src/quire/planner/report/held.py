@@ -16,7 +16,6 @@ from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, build_accounting
 
 _NUM_POINTS = 240
-_AMPLE_BYTES = 2**44  # of an accounting that is only asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +107,7 @@ def _some(first: int, last: int) -> list[int]:
 def _ample(strategy: str, spec: ModelSpec, sizes: CacheConfig, ends: Sequence[int]) -> CacheConfig:
     """Room for all of them at their ends, and for what lives twice while it is copied."""
     several = replace(sizes, max_num_seqs=len(ends), enable_prefix_caching=False)
-    probe = build_accounting(
-        strategy, spec, replace(several, max_num_seqs=1, capacity_bytes=_AMPLE_BYTES)
-    )
+    probe = build_accounting(strategy, spec, replace(several, max_num_seqs=1))
     counts = np.array(ends, np.int64)
     need_bytes = int(probe.bytes_alone(counts, counts + 1).sum())
     return replace(several, capacity_bytes=3 * need_bytes, max_capacity_bytes=None)
