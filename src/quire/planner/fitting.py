@@ -1,4 +1,4 @@
-"""From measured steps to a cost model: least squares with no coefficient below zero.
+"""From measured steps to a cost model: least differences with no coefficient below zero.
 
 Of steps that are alike the median counts, so that what disturbed some of them does not. Errors
 count in proportion to a step's time, so that short steps are as right as long ones.
@@ -17,7 +17,9 @@ from quire.planner.work import Work
 
 Array = npt.NDArray[np.float64]
 
-_ROUNDS = 5
+_ROUNDS = 12
+_NEAR = 0.02  # errors that are as good as none
+_MOST_COUNTED = 8  # steps of a kind
 _ALIKE = 4.0  # classes of contexts for each doubling of their length
 
 
@@ -48,10 +50,14 @@ def fit(measured: Sequence[tuple[Work, float]]) -> Fit:
         [np.mean([features(work) for work, _ in alike], axis=0) for alike in kinds.values()]
     )
     medians = np.array([np.median([each for _, each in alike]) for alike in kinds.values()])
+    counts = np.minimum([len(alike) for alike in kinds.values()], _MOST_COUNTED)
     solution = _solve(rows, medians, medians)
     for _ in range(_ROUNDS):
         # Against what it should be, not what it was: else steps that were quick would count most.
-        solution = _solve(rows, medians, rows @ solution)
+        # And not squared: what is far off was something else, as a kernel that was compiled.
+        fitted = rows @ solution
+        far = np.maximum(np.abs(medians / fitted - 1), _NEAR)
+        solution = _solve(rows, medians, fitted * np.sqrt(far / counts))
     errors = rows @ solution / medians - 1
     spreads = [
         abs(seconds / middle - 1)

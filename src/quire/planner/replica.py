@@ -129,9 +129,11 @@ class Replica:
             for _ in stride.moments_s:
                 self._step()
             return True
-        take_stride(self.scheduler, self.accounting, stride)
-        self.cache.carry_out()
         self._clock.wait_until(stride.moments_s[-1])
+        for sequence in take_stride(self.scheduler, self.accounting, stride):
+            self.engine.finish(sequence, "length")  # what belongs to it besides its room
+            self._ended(sequence)
+        self.cache.carry_out()
         self.num_steps += len(stride.moments_s)
         return True
 

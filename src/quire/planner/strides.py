@@ -1,9 +1,10 @@
 """Several steps of decoding at once, where they can only be alike: what makes a simulation fast.
 
-While nobody comes, ends or is still taking in a prompt, a step gives each running sequence a token,
+While nobody comes and nobody is still taking in a prompt, a step gives each running sequence a token,
 and the scheduler decides nothing. As long as there is room for all of them and a token changes
 nothing but counts and new room (``Accounting.steady_tokens``), it makes no difference whether the
-cache hears of every step or of all of them together. The clock goes on step by step.
+cache hears of every step or of all of them together. The clock goes on step by step, up to the one
+in which the first sequence ends.
 
 Taken one by one, the same steps give the same figures; tests take both ways.
 """
@@ -39,34 +40,37 @@ def find_stride(
     now_s: float,
     until_s: float,
 ) -> Stride | None:
-    """The steps that begin before ``until_s`` and can only be alike; None for fewer than two."""
+    """The steps that begin before ``until_s`` and can only be alike, if there are any."""
     sequences = scheduler.decoding
     if not sequences or not _decides_nothing(scheduler, sequences):
         return None
     count = _most_steps(scheduler, accounting, sequences)
-    if count < 2:
+    if not count:
         return None
-    moments_s = _moments(sequences, costs, now_s, until_s, count)
-    return Stride(moments_s, sequences) if len(moments_s) > 1 else None
+    return Stride(_moments(sequences, costs, now_s, until_s, count), sequences)
 
 
-def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> None:
-    """Carry it out; the caller's clock goes to the last of its moments."""
+def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> list[Sequence]:
+    """Carry it out; the caller's clock goes to the last of its moments. Returns: who has ended."""
     count, sequences = len(stride.moments_s), stride.sequences
     seq_ids = [s.seq_id for s in sequences]
-    ends = [s.num_tokens + count - 1 for s in sequences]
+    ends = [len(s.token_ids) + count - 1 for s in sequences]
     fitting = accounting.try_extend_each(seq_ids, ends)
     assert fitting == len(sequences), "room that was counted is not there"
     tokens = [output_id(s) for s in sequences]
-    accounting.mark_computed(
-        seq_ids, [count] * len(tokens), np.repeat(np.array(tokens, np.int32), count)
-    )
+    computed = np.repeat(np.array(tokens, np.int32), count)
+    accounting.mark_computed(seq_ids, [count] * len(tokens), computed)
     _note(scheduler, stride)
-    last_s = stride.moments_s[-1]
+    last_s, ended = stride.moments_s[-1], list[Sequence]()
     for sequence, token, end in zip(sequences, tokens, ends, strict=True):
         sequence.token_ids += [token] * count
         sequence.num_computed_tokens = sequence.most_computed_tokens = end
         sequence.last_token_s = last_s
+        if end + 1 == _last(scheduler, sequence):
+            ended.append(sequence)
+    for sequence in ended:
+        scheduler.finish(sequence, "length")
+    return ended
 
 
 def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
@@ -87,24 +91,32 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     )
 
 
+def _last(scheduler: Scheduler, sequence: Sequence) -> int:
+    """Tokens that it has when it ends."""
+    request = sequence.request
+    most = len(request.prompt_token_ids) + request.params.max_tokens
+    return min(most, scheduler.limits.max_model_len)
+
+
 def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
-    """As long as nobody ends, everybody stays steady, and there is room."""
-    longest, count = scheduler.limits.max_model_len, MOST_STEPS
+    """Up to the first end, as long as everybody stays steady and there is room."""
+    lengths, most, count = list[int](), list[int](), MOST_STEPS
     for s in sequences:
-        left = min(s.request.params.max_tokens - s.num_output_tokens, longest - s.num_tokens) - 1
-        count = min(count, left)
-        if count < 2:
+        num_tokens, num_prompt_tokens = len(s.token_ids), len(s.request.prompt_token_ids)
+        last = _last(scheduler, s)
+        steady = accounting.steady_tokens(s.seq_id) + 1
+        count = min(count, last - num_tokens, steady - num_tokens)
+        # A block that two share is copied by the first step that writes into it.
+        if count < 1 or num_tokens - num_prompt_tokens < 2:
             return 0
-        count = min(count, accounting.steady_tokens(s.seq_id) - s.num_tokens + 1)
-        if count < 2:
-            return 0
-    lengths = np.array([s.num_tokens for s in sequences], np.int64)
-    most = np.array([scheduler.limits.longest(s.request) for s in sequences], np.int64)
+        lengths.append(num_tokens)
+        most.append(last)
     free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
+    at, ends = np.array(lengths, np.int64), np.array(most, np.int64)
     # Each has room for one token less than it has.
-    held_bytes = int(accounting.bytes_alone(lengths - 1, most).sum())
-    while count > 1:
-        then = accounting.bytes_alone(lengths + (count - 1), most)
+    held_bytes = int(accounting.bytes_alone(at - 1, ends).sum())
+    while count:
+        then = accounting.bytes_alone(at + (count - 1), ends)
         if int(then.sum()) - held_bytes <= free_bytes:
             return count
         count //= 2
@@ -116,7 +128,7 @@ def _moments(
 ) -> list[float]:
     """When the steps end that begin before ``until_s``."""
     number = len(sequences)
-    context = sum(s.num_tokens for s in sequences)
+    context = sum(len(s.token_ids) for s in sequences)
     seconds: Callable[[Work], float] = costs.seconds
     moments_s: list[float] = []
     for _ in range(count):

@@ -44,12 +44,12 @@ class Limits:
 
     def finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Why a sequence ends with this token, its last one, if it does."""
-        params = sequence.request.params
-        if sequence.num_output_tokens > params.min_tokens:
+        params, num_output = sequence.request.params, sequence.num_output_tokens
+        if num_output > params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not params.ignore_eos
             if is_eos or token_id in params.stop_token_ids:
                 return "stop"
-        if sequence.num_output_tokens >= params.max_tokens:
+        if num_output >= params.max_tokens:
             return "length"
         if sequence.num_tokens >= self.max_model_len:
             return "length"

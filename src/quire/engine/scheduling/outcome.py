@@ -1,7 +1,6 @@
 """What came of a step: which tokens are in the cache now, and which were appended."""
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 import numpy as np
 
@@ -44,13 +43,16 @@ def mark_computed(
         sequence.num_computed_tokens = stop
         preemption.note_computed(chunk, stop, accounting.groups)
         counts.append(stop - chunk.start + chunk.num_restored)
-    tokens = chain.from_iterable(
-        chunk.new_token_ids[:count] for chunk, count in zip(going_on, counts, strict=True)
-    )
+    tokens: list[int] = []
+    for chunk, count in zip(going_on, counts, strict=True):
+        if count == 1 and not chunk.num_restored:
+            tokens.append(chunk.sequence.token_ids[chunk.start])
+        else:
+            tokens += chunk.new_token_ids[:count]
     accounting.mark_computed(
         [chunk.sequence.seq_id for chunk in going_on],
         None if counts.count(1) == len(counts) else counts,
-        np.fromiter(tokens, np.int32, sum(counts)),
+        np.array(tokens, np.int32),
     )
     room.snapshots.keep(accounting, going_on)
 
