@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.params import SamplingParams
-from quire.figure import Line, line_chart
+from quire.figures import Line, line_chart
 from quire.strategies import STRATEGIES, Usage
 from quire.units import format_bytes
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from quire.cli.options import with_engine_options
 from quire.cli.plan import place_of
+from quire.cli.simulate_page import Simulated, check_report, write_report
 from quire.cli.simulate_report import Named, print_results
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
@@ -97,6 +98,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
     chrome_trace: Annotated[
         Path | None, _flag("Result", "Write requests and memory for Perfetto (of one variant).")
     ] = None,
+    report: Annotated[
+        Path | None, _flag("Result", "Write one page with plots: an HTML file by itself.")
+    ] = None,
     as_json: Annotated[
         bool, _flag("Result", "One JSON object, with what was held over time.", "--json")
     ] = False,
@@ -112,10 +116,13 @@ def simulate(  # noqa: PLR0913 - each is a flag
     quire simulate trace.csv --model Qwen3-8B --device l40s --cache contiguous,growing,paged,virtual
     quire simulate trace.jsonl --model Llama-3.1-70B --tp 8 --replicas 4 --routing prefix-aware
     quire simulate trace.csv --calibration here.json --kv-cache-memory-bytes 1GiB,4GiB
+    quire simulate trace.jsonl --cache contiguous,growing,paged,virtual --report out.html
     """
     _refuse(rate, num_requests, replicas, tp, routing)
     if calibration is not None and device is not None:
         raise ConfigError("--calibration is another machine's speed than --device's: give one")
+    if report is not None:
+        check_report(report)
     variants = list(_variants(engine))
     if chrome_trace is not None and len(variants) * len(traces) > 1:
         raise ConfigError("--chrome-trace is of one variant and one trace: give no lists")
@@ -125,6 +132,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
     place = place_of(memory, here)
     goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
     found: list[Named] = []
+    fleets: list[Fleet] = []
     with ExitStack() as stack:
         chrome = stack.enter_context(ChromeTrace(chrome_trace)) if chrome_trace else None
         view = stack.enter_context(_View())
@@ -146,6 +154,20 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 if trace.counts.num_skipped:
                     notes.append(f"{source}: {trace.counts.num_skipped:,} rows were skipped")
                 found.append((label, result))
+                fleets.append(fleet)
+        if report is not None:
+            simulated = Simulated(
+                subject=subject,
+                machine=f"{replicas * tp} × {here or 'this machine'}",
+                traces=traces,
+                open_trace=lambda source: islice(
+                    open_trace(source, trace_format, max_skipped=max_skipped), num_requests
+                ),
+                fleets=fleets,
+                found=found,
+                notes=[*notes, *_refusals(found)],
+            )
+            write_report(report, simulated, view.begin)
     if as_json:
         print(json.dumps(_as_dict(subject, found, notes)))
     else:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.figure import Line, line_chart
+from quire.figures import Line, line_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,0 +1,106 @@
+"""``quire simulate --report``: what the page needs besides results, and the file itself."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias
+
+from quire.errors import ConfigError
+from quire.planner.hit_rates import HitRates, Prompts, hit_rate_curve, policy_names, prompts_of
+from quire.planner.report import Report, Variant, held_by_batch, held_by_one, render
+from quire.planner.report.held import Lengths
+from quire.planner.result import SimulationResult
+from quire.planner.simulator import Fleet
+from quire.planner.subjects import Subject
+from quire.traces import TraceRequest
+
+OnWork: TypeAlias = Callable[[str], None]
+_NUM_BATCH = 32  # requests that are drawn generating together
+_NUM_SIZES = 7  # of caches, each half the next; the largest evicts nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """All that a command has simulated. Traces are read once more, for what no result says."""
+
+    subject: Subject
+    machine: str
+    traces: Sequence[str]
+    open_trace: Callable[[str], Iterable[TraceRequest]]
+    fleets: Sequence[Fleet]
+    found: Sequence[tuple[str, SimulationResult]]
+    notes: Sequence[str]
+
+
+def check_report(path: Path) -> None:
+    """Before the work. Raises: ConfigError."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--report {path} is no file that can be written: name one in a folder")
+
+
+def write_report(path: Path, simulated: Simulated, on_work: OnWork) -> None:
+    """``on_work`` is told what is done now. Raises: ConfigError where nothing can be written."""
+    page = render(_report(simulated, on_work))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--report {path} cannot be written: {error.strerror}") from error
+
+
+def _report(simulated: Simulated, on_work: OnWork) -> Report:
+    on_work("what each strategy holds")
+    requests = islice(simulated.open_trace(simulated.traces[0]), _NUM_BATCH)
+    batch = [
+        Lengths(input_tokens=each.input_tokens, output_tokens=each.output_tokens)
+        for each in requests
+    ]
+    fleets = simulated.fleets
+    spec, sizes = fleets[0].spec, {fleet.cache: fleet.sizes for fleet in fleets}
+    for strategy in ("contiguous", "paged"):  # the two that are always worth comparing
+        sizes.setdefault(strategy, fleets[0].sizes)
+    ordered = {name: sizes[name] for name in sorted(sizes)}
+    hit_rates = []
+    for source in simulated.traces:
+        rates = _hit_rates(simulated.open_trace(source), on_work)
+        hit_rates += [(source, rates)] if rates is not None else []
+    return Report(
+        model=simulated.subject.name,
+        machine=simulated.machine,
+        traces=tuple(simulated.traces),
+        command=shlex.join(["quire", *sys.argv[1:]]),
+        version=version("quire"),
+        variants=tuple(Variant(name=name, result=result) for name, result in simulated.found),
+        notes=tuple(simulated.notes),
+        one=tuple(held_by_one(spec, ordered, batch[0])) if batch else (),
+        batch=tuple(held_by_batch(spec, ordered, batch)),
+        num_batch=len(batch),
+        hit_rates=tuple(hit_rates),
+        bytes_per_token=spec.bytes_per_token,
+    )
+
+
+def _hit_rates(requests: Iterable[TraceRequest], on_work: OnWork) -> HitRates | None:
+    """None of a trace that does not say which prompts begin alike."""
+    on_work("which prompts begin alike")
+    try:
+        prompts = prompts_of(requests)
+    except ConfigError:  # no hash ids, or of several sizes
+        return None
+    names = policy_names()
+    return hit_rate_curve(
+        prompts,
+        _sizes(prompts),
+        (names[0], "lru", names[-1]),
+        on_work=lambda what, done, of: on_work(f"hit rates, {what}: {done:,} of {of:,} requests"),
+    )
+
+
+def _sizes(prompts: Prompts) -> list[int]:
+    """In tokens, from the largest down."""
+    most = max(1, prompts.num_blocks)
+    blocks = {max(1, most >> halvings) for halvings in range(_NUM_SIZES)}
+    return sorted(size * prompts.block_tokens for size in blocks)

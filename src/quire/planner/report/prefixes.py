@@ -1,0 +1,131 @@
+"""Hit rate against the size of the cache: with the optimum above it, and no end of memory."""
+
+from quire.blocks import DEFAULT_POLICY
+from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
+from quire.planner.hit_rates import HitRates
+from quire.planner.report.content import Hover, Panel, Report, Section, Table
+from quire.planner.report.words import axis_of_powers, axis_of_shares, count, share, short, size
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 280, 44, 92
+_BOTTOM, _TOP = _HEIGHT - 48, 14
+# The policy that serves stands out; those around it are ink.
+_LOOKS = {DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")}
+
+
+def prefix_section(report: Report) -> Section | None:
+    if not report.hit_rates:
+        return None
+    rows = []
+    for source, rates in report.hit_rates:
+        for policy, several in rates.by_policy.items():
+            for each in several:
+                rows.append(
+                    [
+                        source,
+                        policy,
+                        count(each.cache_tokens),
+                        share(each.hit_fraction),
+                        share(each.cold_tokens / each.prompt_tokens),
+                        share(each.evicted_tokens / each.prompt_tokens),
+                        share(each.partial_tokens / each.prompt_tokens),
+                    ]
+                )
+        endless = rates.infinite
+        rows.append(
+            [
+                source,
+                "infinite",
+                count(endless.cache_tokens),
+                share(endless.hit_fraction),
+                share(endless.cold_tokens / endless.prompt_tokens),
+                share(endless.evicted_tokens / endless.prompt_tokens),
+                share(endless.partial_tokens / endless.prompt_tokens),
+            ]
+        )
+    return Section(
+        name="prefixes",
+        title="What a prefix cache of any size would find",
+        text=[
+            f"The share of all prompt tokens. {DEFAULT_POLICY} is what evicts by default; lru "
+            "evicts what was used longest ago; the optimum knows the future. Here a request "
+            "takes no time and only prompts are kept, so that an engine finds a little less of "
+            "prompts that come together, and more of answers that are sent again.",
+        ],
+        panels=[_panel(source, rates, report) for source, rates in report.hit_rates],
+        table=Table(
+            head=("", "policy", "cache, tokens", "hit", "cold", "evicted", "in no whole block"),
+            rows=rows,
+        ),
+    )
+
+
+def _panel(source: str, rates: HitRates, report: Report) -> Panel:
+    sizes = [each.cache_tokens for several in rates.by_policy.values() for each in several]
+    low, high = max(1, min(sizes)), max(*sizes, 2)
+    levels = ticks(rates.infinite.hit_fraction)
+    plot = Plot(
+        width=_WIDTH,
+        height=_HEIGHT,
+        x=Scale(low=low, high=high, start=_LEFT, stop=_WIDTH - _RIGHT, logarithmic=True),
+        y=Scale(low=0, high=levels[-1], start=_BOTTOM, stop=_TOP),
+    )
+    plot.y_axis(levels, axis_of_shares(levels))
+    powers = [mark for mark in ticks_of_powers(low, high) if low <= mark <= high]
+    plot.x_axis(powers, axis_of_powers(powers), "tokens that the cache holds")
+    _memories(plot, report, low, high)
+    best = rates.infinite.hit_fraction
+    plot.line([(low, best), (high, best)], "var(--muted)", dashes="2 4")
+    drawn: list[list[tuple[int, float]]] = []
+    names, tails = [("infinite", "var(--muted)")], [best]
+    for policy, several in rates.by_policy.items():
+        color, dashes = _LOOKS.get(policy, ("var(--muted)", ""))
+        points = [(each.cache_tokens, each.hit_fraction) for each in several]
+        if points in drawn:  # both are to be seen
+            dashes = "4 5"
+        drawn.append(points)
+        plot.line(points, color, dashes=dashes)
+        names.append((policy, color))
+        tails.append(points[-1][1])
+    for (name, color), y in zip(
+        names, spread([plot.y(tail) for tail in tails], 15, _BOTTOM), strict=True
+    ):
+        plot.text(_WIDTH - _RIGHT + 6, y + 4, short(name, 14), color=color)
+    return Panel(
+        title=source,
+        drawings=[plot.svg(f"Hit rate against cache size, {source}: {share(best)} at most")],
+        remark=f"{rates.num_requests:,} requests in blocks of {rates.block_tokens:,} tokens; the "
+        f"longest prompt has {rates.longest_tokens:,}, and a smaller cache refuses it",
+        hover=_hover(rates, plot),
+    )
+
+
+def _memories(plot: Plot, report: Report, low: float, high: float) -> None:
+    """Where the simulated memories are, in tokens; of those that differ."""
+    if not report.bytes_per_token:
+        return
+    known = dict.fromkeys(variant.result.memory_bytes for variant in report.variants)
+    for number, memory in enumerate(known):
+        tokens = memory / report.bytes_per_token
+        if not low <= tokens <= high:
+            continue
+        at = plot.x(tokens)
+        plot.parts.append(f'<path class="mark" d="M{at:.1f} {_TOP}V{_BOTTOM}"/>')
+        anchor = "end" if at > (_LEFT + _WIDTH - _RIGHT) / 2 else "start"
+        shift = -4 if anchor == "end" else 4
+        y = _BOTTOM - 6 - 14 * (number % 4)
+        plot.text(at + shift, y, size(memory), anchor=anchor, kind="tick")
+
+
+def _hover(rates: HitRates, plot: Plot) -> Hover:
+    sizes = [each.cache_tokens for each in next(iter(rates.by_policy.values()))]
+    return Hover(
+        at=[plot.x(each) / _WIDTH for each in sizes],
+        titles=[f"{count(each)} tokens" for each in sizes],
+        series=[
+            *(
+                (policy, [share(each.hit_fraction) for each in several])
+                for policy, several in rates.by_policy.items()
+            ),
+            ("infinite", [share(rates.infinite.hit_fraction)] * len(sizes)),
+        ],
+    )
