@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.hit_rates import HitRateOptions, show_hit_rates
+from quire.cli.hit_rates import hit_rates
 from quire.errors import ConfigError
 from traces import files
 
@@ -16,7 +16,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_the_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    show_hit_rates(HitRateOptions(trace=trace, cache_tokens="1.6k,1M"))
+    hit_rates(trace, cache_tokens="1.6k,1M")
     out = " ".join(capsys.readouterr().out.split())
     assert "percent of 3,200 prompt tokens (mooncake, blocks of 512)" in out
     # 1,024 tokens are found once more: 32 %.
@@ -24,14 +24,14 @@ def test_the_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert line in out
     assert "3 requests. A cache of 3.072k tokens evicts nothing." in out
     assert "refuse some" not in out
-    show_hit_rates(HitRateOptions(trace=trace, cache_tokens="512", policies="lru"))
+    hit_rates(trace, cache_tokens="512", policies="lru")
     assert "The longest prompt has 1,536 tokens in blocks: smaller caches refuse some" in (
         capsys.readouterr().out
     )
 
 
 def test_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    show_hit_rates(HitRateOptions(trace=trace, policies="lru", whole_blocks=True), as_json=True)
+    hit_rates(trace, policies="lru", whole_blocks=True, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["trace_format"] == "mooncake"
     assert found["infinite"]["hit_tokens"] == 1024
@@ -44,7 +44,7 @@ def test_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(trace).open("a") as file:
         file.write("nothing\n")
-    show_hit_rates(HitRateOptions(trace=trace, max_skipped=1))
+    hit_rates(trace, max_skipped=1)
     assert "1 rows were skipped; the first is line 4" in capsys.readouterr().err
 
 
@@ -62,4 +62,4 @@ def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -
 )
 def test_what_cannot_be_asked(trace: str, option: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        show_hit_rates(HitRateOptions(**{"trace": trace, **option}))  # type: ignore[arg-type]
+        hit_rates(trace, **option)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 """The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``plan``,
-``simulate``, ``bench``, ``top`` and ``doctor``.
+``simulate``, ``hit-rates``, ``bench``, ``top`` and ``doctor``.
 
 Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
 """
@@ -15,6 +15,7 @@ from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
+from quire.cli.hit_rates import hit_rates
 from quire.cli.plan import plan
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
@@ -33,7 +34,7 @@ app = typer.Typer(
 )
 
 app.command(cls=VllmCommand)(serve)
-for _command in (chat, generate, compare, plan, simulate, bench, top, doctor):
+for _command in (chat, generate, compare, plan, simulate, hit_rates, bench, top, doctor):
     app.command()(_command)
 
 

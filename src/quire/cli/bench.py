@@ -125,7 +125,7 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
     """
     if calibrate is not None:
-        _refuse_misplaced(url, header, engine, calibrate)
+        _refuse_misplaced(url, header, engine, {"calibrate": calibrate})
         if url is not None:
             raise ConfigError("--calibrate measures an engine in here: leave out --url")
         write_calibration(model, engine, calibrate)

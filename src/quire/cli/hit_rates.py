@@ -1,10 +1,11 @@
-"""How much of a trace's prompts a prefix cache would find, as tables or JSON."""
+"""``quire hit-rates``: how much of a trace's prompts a prefix cache would find."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -27,60 +28,97 @@ from quire.planner.hit_rates import (
     prompts_of,
     round_sizes,
 )
-from quire.traces import Trace, open_trace
+from quire.traces import Trace, form_names, open_trace
 from quire.units import format_count, parse_count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HitRateOptions:
-    """What is asked of a trace, as flags say it."""
+def hit_rates(  # noqa: PLR0913 - each is a flag
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A file, folder or web address of traffic that says which prompts begin alike: "
+            "Mooncake's, Bailian's, kv-cache-tester's or Quire's own.",
+        ),
+    ],
+    *,
+    cache_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes of the cache, as 1M,4M,16M. Default: round ones, up to where nothing is "
+            "evicted."
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(policy_names())}. Default: all.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block. Default: what an id of the trace covers.")
+    ] = None,
+    whole_blocks: Annotated[
+        bool, typer.Option("--whole-blocks", help="A block that is not full is not found either.")
+    ] = False,
+    warmup_fraction: Annotated[
+        float, typer.Option(help="Of the requests, which fill the cache and are not counted.")
+    ] = 0.0,
+    trace_format: Annotated[
+        str | None,
+        typer.Option(help=f"Where its beginning does not say: {', '.join(form_names())}."),
+    ] = None,
+    max_skipped: Annotated[
+        int, typer.Option(help="Rows that may be no requests; what is skipped is counted.")
+    ] = 0,
+    session_interval_s: Annotated[
+        float, typer.Option(help="Between the beginnings of kv-cache-tester's conversations.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of what a trace leaves to be drawn.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Say how much of a trace's prompts a prefix cache would find, by size and by policy.
 
-    trace: str
-    trace_format: str | None = None
-    max_skipped: int = 0
-    session_interval_s: float = 60.0
-    seed: int = 0
-    cache_tokens: str | None = None  # "1M,4M,16M"; None: round sizes up to where nothing is evicted
-    policies: str | None = None  # "choice,lru,optimum"; None: all
-    block_size: int | None = None
-    whole_blocks: bool = False
-    warmup_fraction: float = 0.0
-
-
-def show_hit_rates(options: HitRateOptions, *, as_json: bool = False) -> None:
-    """Read, compute, print; progress goes to standard error. Raises: ConfigError."""
+    \b
+    quire hit-rates mooncake_conversation.jsonl
+    quire hit-rates mooncake_conversation.jsonl --cache-tokens 1M,4M --policies lru,optimum
+    """
     console = Console(stderr=True)
-    policies = _policies(options.policies)
-    if not 0 <= options.warmup_fraction < 1:
-        raise ConfigError(
-            f"--warmup-fraction {options.warmup_fraction} must be at least 0 and below 1"
-        )
-    if options.max_skipped < 0:
-        raise ConfigError(f"--max-skipped {options.max_skipped} must be at least 0")
-    sizes = options.cache_tokens and [parse_count(size) for size in options.cache_tokens.split(",")]
+    chosen = _policies(policies)
+    if not 0 <= warmup_fraction < 1:
+        raise ConfigError(f"--warmup-fraction {warmup_fraction} must be at least 0 and below 1")
+    if max_skipped < 0:
+        raise ConfigError(f"--max-skipped {max_skipped} must be at least 0")
+    sizes = cache_tokens and [parse_count(size) for size in cache_tokens.split(",")]
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
     ) as progress:
-        trace, prompts = _read(options, progress)
+        found, prompts = _read(
+            trace,
+            progress,
+            block_size,
+            whole_blocks,
+            form=trace_format,
+            max_skipped=max_skipped,
+            session_interval_s=session_interval_s,
+            seed=seed,
+        )
         rates = hit_rate_curve(
             prompts,
             sizes or round_sizes(prompts),
-            policies,
-            skip_requests=int(options.warmup_fraction * prompts.num_requests),
+            chosen,
+            skip_requests=int(warmup_fraction * prompts.num_requests),
             on_work=_teller(progress),
         )
-    if trace.counts.num_skipped:
+    if found.counts.num_skipped:
         console.print(
-            f"{trace.counts.num_skipped:,} rows were skipped; the first is "
-            f"{trace.counts.first_skipped}",
+            f"{found.counts.num_skipped:,} rows were skipped; the first is "
+            f"{found.counts.first_skipped}",
             markup=False,
         )
     if as_json:
-        print(json.dumps(as_dict(rates, trace)))
+        print(json.dumps(as_dict(rates, found)))
         return
     out = Console(highlight=False)
-    for table in (_table(rates, trace), _reasons(rates)):
+    for table in (_table(rates, found), _reasons(rates)):
         out.print(table)
     for line in _notes(rates):
         out.print(line, markup=False, soft_wrap=True)
@@ -114,17 +152,16 @@ def _policies(text: str | None) -> Sequence[str]:
     return names
 
 
-def _read(options: HitRateOptions, progress: Progress) -> tuple[Trace, Prompts]:
-    task = progress.add_task(f"reading {escape(options.trace)}", total=None)
+def _read(
+    source: str, progress: Progress, block_size: int | None, whole_blocks: bool, **reading: Any
+) -> tuple[Trace, Prompts]:
+    task = progress.add_task(f"reading {escape(source)}", total=None)
     trace = open_trace(
-        options.trace,
-        options.trace_format,
-        max_skipped=options.max_skipped,
-        session_interval_s=options.session_interval_s,
-        seed=options.seed,
+        source,
+        **reading,
         on_progress=lambda done, total: progress.update(task, completed=done, total=total),
     )
-    prompts = prompts_of(trace, block_tokens=options.block_size, whole_blocks=options.whole_blocks)
+    prompts = prompts_of(trace, block_tokens=block_size, whole_blocks=whole_blocks)
     progress.remove_task(task)
     return trace, prompts
 
