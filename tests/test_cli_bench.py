@@ -131,7 +131,8 @@ def test_what_was_sent_is_a_trace_that_can_be_sent_again(
     assert [(each.input_tokens, each.output_tokens) for each in sent] == [(52, 5)] * 6
     assert len({each.hash_ids[:2] for each in sent}) == 1
     assert len({each.hash_ids[3] for each in sent}) == 6
-    again = bench(monkeypatch, capsys, "--num-prompts", "6", "--trace", str(path))
+    one_by_one = ("--max-concurrency", "1")
+    again = bench(monkeypatch, capsys, "--num-prompts", "6", "--trace", str(path), *one_by_one)
     assert (again["total_input_tokens"], again["total_output_tokens"]) == (6 * 52, 6 * 5)
     assert again["kv"]["prefix_hit_rate"] > 0.4
 
