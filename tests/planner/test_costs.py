@@ -94,7 +94,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_no_calibration_wrote_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="wrong.json"):
+    with pytest.raises(ConfigError, match=r"wrong\.json"):
         FittedCosts.read(path)
 
 
@@ -103,7 +103,7 @@ def test_a_coefficient_below_zero_is_refused(tmp_path: Path) -> None:
     TRUTH.write(path)
     said = json.loads(path.read_text())
     path.write_text(json.dumps(said | {"read_s": -1.0}))
-    with pytest.raises(ConfigError, match="read_s=-1.0"):
+    with pytest.raises(ConfigError, match=r"read_s=-1\.0"):
         FittedCosts.read(path)
 
 
