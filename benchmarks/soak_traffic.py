@@ -15,8 +15,9 @@ from typing import Any
 
 from server_process import Answer, post, wire
 
-from quire.bench.trace import TraceRequest, read_trace, replay
+from quire.bench.trace import read_trace, replay
 from quire.bench.workload import Query, Vocabulary
+from quire.traces import TraceRequest
 
 KEYS = ("soak-alice", "soak-bob", "soak-carol")
 SALTS = (None, None, None, "one", "two")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.sse_server import serving
+from quire.traces import open_trace
 from test_cli import quire
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "5")
@@ -120,6 +121,21 @@ def test_a_server_is_asked_the_same_and_measured_alike(
         assert sorted(body["prompt"] for _, body in behaviour.asked) == sorted(prompts[1:])
 
 
+def test_what_was_sent_is_a_trace_that_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.jsonl"
+    flags = ("--random-prefix-len", "32", "--save-trace", str(path))
+    bench(monkeypatch, capsys, *SMALL, *flags)
+    sent = list(open_trace(path))
+    assert [(each.input_tokens, each.output_tokens) for each in sent] == [(52, 5)] * 6
+    assert len({each.hash_ids[:2] for each in sent}) == 1
+    assert len({each.hash_ids[3] for each in sent}) == 6
+    again = bench(monkeypatch, capsys, "--num-prompts", "6", "--trace", str(path))
+    assert (again["total_input_tokens"], again["total_output_tokens"]) == (6 * 52, 6 * 5)
+    assert again["kv"]["prefix_hit_rate"] > 0.4
+
+
 def test_a_server_that_refuses_everything_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,8 +163,10 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--random-input-len", "0"), "--random-input-len 0 must be at least 1"),
         (("--goodput", "speed:5"), "--goodput 'speed:5' must be one of ttft, tpot, e2el"),
         (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be numbers"),
-        (("--trace", "/no/such.csv"), "--trace /no/such.csv cannot be read"),
-        (("--trace", "x.parquet"), "neither .csv"),
+        (("--trace", "/no/such.csv"), "trace /no/such.csv cannot be read: No such file"),
+        (("--trace", "README.md"), "begins none of the forms that can be read: Azure's"),
+        (("--trace-max-skipped", "-1"), "--trace-max-skipped -1 must be at least 0"),
+        (("--save-trace", "/no/such/folder/x.jsonl"), "no such folder"),
         (("--save-result", "/no/such/folder/x.json"), "no such folder"),
         (("--random-input-len", "5000"), "none of 1 requests succeeded"),
         (("--cache", "magic"), "cache 'magic' is unknown"),

@@ -13,6 +13,7 @@ from quire.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    parse_count,
 )
 
 
@@ -31,6 +32,19 @@ from quire.units import (
 )
 def test_sizes_are_read(text: str | int, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("0", 0), ("4M", 4 * 10**6), ("2.5k", 2500), (" 1 g ", 10**9), (77, 77)]
+)
+def test_counts_are_read(text: str | int, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1", "1 GB", "1KiB", "NaN"])
+def test_what_is_no_count_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a count"):
+        parse_count(text)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1 parsec", "1.2.3", "1e9", "NaN"])

@@ -59,6 +59,18 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def parse_count(text: str | int) -> int:
+    """Read ``"4M"``, ``"2.5k"``, ``"1G"`` or a plain number of tokens: powers of 1000.
+
+    Raises: ConfigError for anything else.
+    """
+    match = _BYTES.fullmatch(str(text))
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a count: write e.g. 4M, 500k or a plain number")
+    return round(float(match[1]) * factor)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Write bytes with three or four significant digits: ``14.06 MiB``."""
     sign, value = ("-" if num_bytes < 0 else ""), abs(num_bytes)

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.trace import TraceRequest, read_trace, replay
+from quire.bench.trace import replay
 from quire.bench.traffic import Traffic
 from quire.bench.workload import RandomLengths, Vocabulary, arrivals
 from quire.errors import ConfigError
+from quire.traces import TraceRequest
 
 WORDS = Vocabulary(range(10, 20))
 
@@ -155,7 +156,11 @@ def test_a_prompt_has_its_length_whatever_its_ids_say(
     num_tokens: int, num_ids: int, scale: float
 ) -> None:
     request = TraceRequest(
-        at_s=0, input_tokens=num_tokens, output_tokens=1, hash_ids=tuple(range(num_ids))
+        at_s=0,
+        input_tokens=num_tokens,
+        output_tokens=1,
+        hash_ids=tuple(range(num_ids)),
+        id_tokens=512,
     )
     (query,) = replay([request], WORDS, seed=0, scale=scale)
     assert len(query.token_ids) == max(1, round(num_tokens * scale))
@@ -171,8 +176,9 @@ def test_a_prompt_has_its_length_whatever_its_ids_say(
         ({"request_rate": 0.0}, "--request-rate 0.0 must be above 0"),
         ({"request_rate": float("nan")}, "--request-rate nan must be above 0"),
         ({"request_rate": 1.0, "burstiness": 0.0}, "--burstiness 0.0 must be above 0"),
-        ({"trace": Path("traffic.txt")}, "neither .csv .* nor .jsonl"),
-        ({"trace": Path("missing.csv")}, "cannot be read: .*No such file"),
+        ({"trace": Path("missing.csv")}, "missing.csv cannot be read: No such file"),
+        ({"trace": "http://127.0.0.1:9/x.csv"}, "x.csv cannot be read: .*refused"),
+        ({"trace_max_skipped": -1}, "--trace-max-skipped -1 must be at least 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(
@@ -202,33 +208,3 @@ def test_lengths_that_cannot_be_are_refused(options: dict[str, Any], message: st
 def test_a_trace_is_scaled_by_a_number(name: str, value: float, azure: Path) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* a number above 0"):
         traffic(trace=azure, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
-        ("a.csv", "TIMESTAMP,Tokens\n2023-11-16 18:15:46,5\n", "line 2: no column 'ContextTokens'"),
-        ("a.csv", AZURE + "yesterday,1,2\n", "line 5: Invalid isoformat"),
-        ("a.csv", AZURE + "2023-11-16 18:15:46,-4,2\n", "line 5: a length of -4"),
-        ("a.csv", AZURE + "2023-11-16 18:15:46,4\n", "line 5"),
-        ("a.jsonl", "{", "line 1: Expecting"),
-        ("a.jsonl", '{"timestamp": 1}', "line 1: no column 'input_length'"),
-        ("a.jsonl", "[1]", "line 1"),
-        ("a.jsonl", "", "has no requests"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_with_its_line(
-    name: str, text: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_trace(path, 100)
-
-
-def test_binary_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(path, 1)

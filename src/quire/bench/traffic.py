@@ -24,13 +24,16 @@ class Traffic:
     lengths: RandomLengths
     request_rate: float | None = None
     burstiness: float = 1.0
-    trace: Path | None = None
+    trace: str | Path | None = None
     trace_scale: float = 1.0
     trace_speed: float = 1.0
+    trace_max_skipped: int = 0
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
             raise ConfigError(f"--num-prompts {self.num_prompts} must be at least 1")
+        if self.trace_max_skipped < 0:
+            raise ConfigError(f"--trace-max-skipped {self.trace_max_skipped} must be at least 0")
         self.queries(Vocabulary(range(1)))  # what cannot be read is said before a model is loaded
 
     @property
@@ -51,7 +54,7 @@ class Traffic:
             queries = self.lengths.queries(self.num_prompts, vocabulary, rng)
         else:
             queries = replay(
-                read_trace(self.trace, self.num_prompts),
+                read_trace(self.trace, self.num_prompts, max_skipped=self.trace_max_skipped),
                 vocabulary,
                 seed=self.seed,
                 scale=self.trace_scale,

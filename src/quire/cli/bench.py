@@ -16,6 +16,7 @@ from quire.bench.load import Outcome, Target, send_all
 from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles
 from quire.bench.report import table
 from quire.bench.server import CompletionsServer, first_model
+from quire.bench.trace import write_trace
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
 from quire.cli.calibrate import write_calibration
@@ -72,11 +73,18 @@ def bench(  # noqa: PLR0913 - each is a flag
         bool, _flag("Load", "Generate to the full length.", "--ignore-eos/--no-ignore-eos")
     ] = True,
     trace: Annotated[
-        Path | None,
-        _flag("Load", "Real lengths and times: Azure's LLM trace (.csv), Mooncake's (.jsonl)."),
+        str | None,
+        _flag(
+            "Load",
+            "Real lengths and times, a file or an http address: Azure's LLM trace, BurstGPT, "
+            "Mooncake's, Bailian's, kv-cache-tester's, ServeGen's or Quire's own (--save-trace).",
+        ),
     ] = None,
     trace_scale: Annotated[float, _flag("Load", "Multiply the trace's lengths by this.")] = 1.0,
     trace_speed: Annotated[float, _flag("Load", "Replay it so many times as fast.")] = 1.0,
+    trace_max_skipped: Annotated[
+        int, _flag("Load", "Rows of it that may be no requests, and are left out.")
+    ] = 0,
     goodput: Annotated[
         list[str] | None,
         _flag("Result", "Goals in ms, ttft:500,tpot:50,e2el:9000; counts who meets all of them."),
@@ -84,6 +92,10 @@ def bench(  # noqa: PLR0913 - each is a flag
     metric_percentiles: Annotated[str, _flag("Result", "Besides mean and median.")] = "99",
     save_result: Annotated[
         Path | None, _flag("Result", "Write vLLM's JSON, and our kv part, to this file.")
+    ] = None,
+    save_trace: Annotated[
+        Path | None,
+        _flag("Result", "Write what was sent, and when, as a trace to be replayed (--trace)."),
     ] = None,
     save_detailed: Annotated[
         bool, _flag("Result", "… with each request's times and text.", "--save-detailed")
@@ -119,7 +131,7 @@ def bench(  # noqa: PLR0913 - each is a flag
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
-    _refuse_misplaced(url, header, engine, save_result)
+    _refuse_misplaced(url, header, engine, {"result": save_result, "trace": save_trace})
     run = _Run(
         traffic=Traffic(
             num_prompts=num_prompts,
@@ -135,6 +147,7 @@ def bench(  # noqa: PLR0913 - each is a flag
             trace=trace,
             trace_scale=trace_scale,
             trace_speed=trace_speed,
+            trace_max_skipped=trace_max_skipped,
         ),
         num_warmups=num_warmups,
         max_concurrency=max_concurrency,
@@ -152,6 +165,8 @@ def bench(  # noqa: PLR0913 - each is a flag
         **figures(measured.outcomes, measured.duration_s, percentiles=percentiles, goodput=goals),
         **measured.kv,
     }
+    if save_trace is not None:
+        write_trace(save_trace, measured.queries, measured.outcomes)
     each = details(measured.outcomes) if save_detailed else {}
     if save_result is not None:
         save_result.write_text(json.dumps({**result, **each}), encoding="utf-8")
@@ -163,6 +178,7 @@ def bench(  # noqa: PLR0913 - each is a flag
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     about: dict[str, Any]  # who was asked, in vLLM's keys
+    queries: list[Query]
     outcomes: list[Outcome]
     duration_s: float
     kv: dict[str, Any]  # our own part; nothing for a server elsewhere
@@ -205,6 +221,7 @@ class _Run:
                 outcomes, duration_s = await self._send("sending", target, queries)
                 return _Measured(
                     about=_about("quire", model or loaded.name),
+                    queries=queries,
                     outcomes=outcomes,
                     duration_s=duration_s,
                     kv={"kv": watch.figures(llm, outcomes)},
@@ -225,7 +242,11 @@ class _Run:
             queries = self.traffic.queries(Vocabulary())
             outcomes, duration_s = await self._send("sending", target, queries)
             return _Measured(
-                about=_about("openai", name), outcomes=outcomes, duration_s=duration_s, kv={}
+                about=_about("openai", name),
+                queries=queries,
+                outcomes=outcomes,
+                duration_s=duration_s,
+                kv={},
             )
 
         return asyncio.run(measure())
@@ -266,7 +287,10 @@ def _about(backend: str, model: str) -> dict[str, Any]:
 
 
 def _refuse_misplaced(
-    url: str | None, header: list[str] | None, engine: dict[str, Any], save_result: Path | None
+    url: str | None,
+    header: list[str] | None,
+    engine: dict[str, Any],
+    saved: dict[str, Path | None],
 ) -> None:
     """Flags that would do nothing. Raises: ConfigError."""
     if url is None and header:
@@ -275,8 +299,9 @@ def _refuse_misplaced(
     if url is not None and misplaced:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise ConfigError(f"{flags}: with --url the engine is the server's; give it there")
-    if save_result is not None and not save_result.absolute().parent.is_dir():
-        raise ConfigError(f"--save-result {save_result}: no such folder")
+    for name, path in saved.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"--save-{name} {path}: no such folder")
 
 
 def _header(text: str) -> tuple[str, str]:

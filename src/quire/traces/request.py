@@ -28,6 +28,18 @@ class TraceRequest:
     session: str | int | None = None  # who shares it is one conversation
     think_s: float | None = None  # from the answer before it in the session, where that is known
 
+    def later(self, seconds: float) -> "TraceRequest":
+        """The same at another time."""
+        return TraceRequest(
+            at_s=self.at_s + seconds,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            hash_ids=self.hash_ids,
+            id_tokens=self.id_tokens,
+            session=self.session,
+            think_s=self.think_s,
+        )
+
     def problem(self) -> str | None:
         """What cannot be in this request; None where all can."""
         if not 0 <= self.at_s < float("inf"):

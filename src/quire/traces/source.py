@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from stat import S_ISREG
 from typing import IO, Any, Final, final
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -76,6 +77,7 @@ def _told_as(source: str | Path) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
+        error.close()
         raise ConfigError(
             f"trace {source}: the server answers {error.code} {error.reason}"
         ) from error
@@ -87,9 +89,15 @@ def _told_as(source: str | Path) -> Iterator[None]:
 def _raw(source: str | Path, stack: ExitStack) -> tuple[Any, int | None]:
     """A reader with ``readinto``, and how many bytes it will give."""
     if not is_address(source):
-        file = stack.enter_context(open(source, "rb", buffering=0))
-        return file, Path(source).stat().st_size
-    request = Request(str(source), headers={"User-Agent": "quire", "Accept-Encoding": "identity"})
+        status = Path(source).stat()
+        if not S_ISREG(status.st_mode):
+            raise ConfigError(f"trace {source} is no file: it is read more than once")
+        file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
+        return file, status.st_size
+    try:
+        request = Request(str(source), headers={"User-Agent": "quire"})
+    except ValueError as error:
+        raise ConfigError(f"trace {source} is no address: {error}") from error
     answer = stack.enter_context(urlopen(request, timeout=_TIMEOUT_S))
     length = answer.headers.get("Content-Length")
     return answer, int(length) if length and length.isdigit() else None
@@ -133,7 +141,7 @@ def _unpacked(source: str | Path, data: IO[bytes], counted: _Counted, stack: Exi
             f"trace {source} is packed with zstd: pip install zstandard, or unpack it first "
             f"(zstd -d --long=31)"
         )
-    file = stack.enter_context(open(source, "rb", buffering=0))
+    file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
     program = subprocess.Popen(
         ["zstd", "-dc", "--long=31"],
         stdin=file,

@@ -7,7 +7,7 @@ to ``open_trace``.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -65,11 +65,14 @@ class Trace:
                     continue
                 if first_s is None:
                     first_s = request.at_s
-                # An offset is taken off every time, so that it must not hide what is no time.
-                request = replace(request, at_s=request.at_s - first_s)
-                problem = request.problem()
-                if problem is None and request.at_s < last_s:
-                    problem = f"the clock runs backwards, by {last_s - request.at_s:g} s"
+                if first_s:
+                    request = request.later(-first_s)
+                if request.at_s < last_s:
+                    problem: str | None = (
+                        f"the clock runs backwards, by {last_s - request.at_s:g} s"
+                    )
+                else:
+                    problem = request.problem()
                 if problem is not None:
                     if not counts.num_requests:
                         first_s = None
@@ -92,8 +95,8 @@ class Trace:
         wanted = f" Wanted: {self._wanted}." if self._wanted else ""
         skipped = self._of_skipped() if self._max_skipped else ""
         raise ConfigError(
-            f"trace {self.source}, {place}: {why}{skipped}.{wanted} Rows may be skipped with "
-            f"--trace-max-skipped"
+            f"trace {self.source}, {place}: {why}{skipped}.{wanted} --max-skipped lets so many be "
+            f"left out (in quire bench --trace-max-skipped)"
         )
 
     def _of_skipped(self) -> str:

@@ -51,6 +51,8 @@ def open_trace(
     if form is None:
         form = _form_of_folder(Path(source)) if folder else _form_of_file(source)
     if form == SERVEGEN:
+        if not folder:
+            raise ConfigError(f"trace {source} is no folder; ServeGen's is one, of clients")
         clients = ServeGenClients(Path(source), seed=seed, on_progress=on_progress)
         return Trace(source, form, clients.reading)
     if form == CONVERSATIONS:
@@ -66,10 +68,13 @@ def open_trace(
 
 
 def _form_of_folder(folder: Path) -> str:
-    if has_clients(folder):
-        return SERVEGEN
-    if next(folder.rglob("*.json"), None) is not None:
-        return CONVERSATIONS
+    try:
+        if has_clients(folder):
+            return SERVEGEN
+        if next(folder.rglob("*.json"), None) is not None:
+            return CONVERSATIONS
+    except OSError as error:
+        raise ConfigError(f"trace {folder} cannot be read: {error.strerror}") from error
     raise ConfigError(
         f"trace {folder} is a folder with neither kv-cache-tester's conversations (.json) nor "
         f"ServeGen's clients (chunk-0-trace.csv, chunk-0-dataset.json) in it"
@@ -113,7 +118,7 @@ def _rows(source: str | Path, form: RowForm, lines: Iterator[tuple[int, bytes]])
         return
     try:
         parse, is_row = form.begin(first)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"trace {source}, line {number}: {error}. Wanted: {form.wanted}"
         ) from error
@@ -128,5 +133,5 @@ def _parsed(parse: Parse, line: bytes) -> TraceRequest | BadRow:
         return parse(line)
     except BadRow as error:
         return error
-    except (DecodeError, UnicodeDecodeError) as error:
+    except (DecodeError, RecursionError, UnicodeDecodeError) as error:
         return BadRow(str(error))

@@ -1,0 +1,20 @@
+"""Hit rates of prefix caches over real traffic: how much memory is worth its price."""
+
+from quire.planner.hit_rates.curve import (
+    HitRate,
+    HitRates,
+    hit_rate_curve,
+    policy_names,
+    round_sizes,
+)
+from quire.planner.hit_rates.prompts import Prompts, prompts_of
+
+__all__ = [
+    "HitRate",
+    "HitRates",
+    "Prompts",
+    "hit_rate_curve",
+    "policy_names",
+    "prompts_of",
+    "round_sizes",
+]

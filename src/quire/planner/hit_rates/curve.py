@@ -1,0 +1,186 @@
+"""How much of a trace's prompts a prefix cache finds, by its size and by what it evicts first.
+
+``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` is the whole of it. Of what was not found
+it says why: nobody had asked it before (cold), it had been evicted, or it filled no block. LRU is
+computed for all sizes at once, the other policies each by the engine's own core, and the optimum
+beside them knows the future. Drawing is left to the command line and to the report.
+
+Here a request is instantaneous and only prompts are kept: an engine holds blocks of several at once
+(which leaves fewer to find), and keeps answers too (which the next turn of a conversation finds).
+It also computes one token of a prompt at least, where here all may be found.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from quire.blocks import DEFAULT_POLICY, POLICIES
+from quire.errors import ConfigError
+from quire.planner.hit_rates.core import core_hits
+from quire.planner.hit_rates.lru import infinite_hits, lru_hits
+from quire.planner.hit_rates.optimum import Optimum
+from quire.planner.hit_rates.prompts import OnRequest, Prompts, prompts_of
+from quire.traces import TraceRequest
+
+LRU: Final = "lru"
+OPTIMUM: Final = "optimum"
+OnWork = Callable[[str, int, int], None]  # what is done, how many requests of how many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRate:
+    """One policy at one size."""
+
+    policy: str
+    cache_tokens: int
+    prompt_tokens: int
+    hit_tokens: int
+    cold_tokens: int  # asked for the first time: no cache finds these
+    partial_tokens: int  # in no block, as the end of a prompt that fills none
+    num_refused: int  # prompts that are larger than the cache
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Asked for before, and gone since (or refused)."""
+        return self.prompt_tokens - self.hit_tokens - self.cold_tokens - self.partial_tokens
+
+    @property
+    def hit_fraction(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRates:
+    """Of one trace: by policy, in order of size."""
+
+    num_requests: int
+    prompt_tokens: int
+    block_tokens: int
+    num_blocks: int  # distinct ones: a cache as large evicts nothing
+    longest_tokens: int  # of all prompts, in whole blocks: a smaller cache refuses some
+    infinite: HitRate  # a cache that never evicts
+    by_policy: dict[str, tuple[HitRate, ...]]
+
+    def at(self, policy: str, cache_tokens: int) -> HitRate:
+        return next(each for each in self.by_policy[policy] if each.cache_tokens == cache_tokens)
+
+
+def policy_names() -> tuple[str, ...]:
+    """What can be asked for: the engine's default first, the optimum last."""
+    return (DEFAULT_POLICY, *(name for name in POLICIES if name != DEFAULT_POLICY), OPTIMUM)
+
+
+def hit_rate_curve(
+    trace: Iterable[TraceRequest] | Prompts,
+    cache_tokens: Sequence[int],
+    policies: Sequence[str] | None = None,
+    *,
+    block_tokens: int | None = None,
+    whole_blocks: bool = False,
+    skip_requests: int = 0,
+    on_work: OnWork = lambda *_: None,
+) -> HitRates:
+    """Hits of each policy (all of ``policy_names()``) in caches of so many tokens.
+
+    ``block_tokens`` and ``whole_blocks`` are those of ``prompts_of``. ``skip_requests``: so many at
+    the beginning fill the cache and are not counted.
+
+    Raises: ConfigError.
+    """
+    policies = policy_names() if policies is None else tuple(policies)
+    if unknown := sorted(set(policies) - set(policy_names())):
+        raise ConfigError(f"eviction policy {unknown[0]!r} is none of {', '.join(policy_names())}")
+    if isinstance(trace, Prompts):
+        prompts = trace
+    else:
+        prompts = prompts_of(trace, block_tokens=block_tokens, whole_blocks=whole_blocks)
+    if not 0 <= skip_requests < prompts.num_requests:
+        raise ConfigError(
+            f"skip_requests {skip_requests:,} must be at least 0 and below the trace's "
+            f"{prompts.num_requests:,} requests"
+        )
+    for size in cache_tokens:
+        if size < prompts.block_tokens:
+            raise ConfigError(
+                f"a cache of {size:,} tokens holds not even one block of {prompts.block_tokens:,}"
+            )
+    return _Run(prompts, sorted(set(cache_tokens)), skip_requests, on_work).all(policies)
+
+
+def round_sizes(prompts: Prompts) -> list[int]:
+    """Sizes of cache to look at, in tokens: 1, 2, 5 and so on, from where every prompt fits to
+    where nothing is evicted."""
+    least = max(prompts.num_blocks_of_each()) * prompts.block_tokens
+    most = prompts.num_blocks * prompts.block_tokens
+    several = [digit * 10**power for power in range(19) for digit in (1, 2, 5)]
+    return [size for size in several if least <= size < most] or [most]
+
+
+class _Run:
+    """What the policies have in common."""
+
+    def __init__(
+        self, prompts: Prompts, sizes: list[int], skip_requests: int, on_work: OnWork
+    ) -> None:
+        self._prompts, self._sizes, self._skip = prompts, sizes, skip_requests
+        self._on_work = on_work
+        blocks = prompts.num_blocks_of_each()
+        self._longest = max(blocks)
+        self._counted = blocks[skip_requests:]
+        self._tokens = sum(prompts.prompt_tokens[skip_requests:])
+        in_blocks = sum(
+            prompts.tokens_of(request, count)
+            for request, count in enumerate(self._counted, skip_requests)
+        )
+        self._partial = self._tokens - in_blocks
+        self._infinite = infinite_hits(prompts, first_counted=skip_requests)
+
+    def all(self, policies: Sequence[str]) -> HitRates:
+        prompts = self._prompts
+        all_tokens = prompts.num_blocks * prompts.block_tokens
+        return HitRates(
+            num_requests=len(self._counted),
+            prompt_tokens=self._tokens,
+            block_tokens=prompts.block_tokens,
+            num_blocks=prompts.num_blocks,
+            longest_tokens=self._longest * prompts.block_tokens,
+            infinite=self._rate("infinite", all_tokens, self._infinite),
+            by_policy={policy: tuple(self._policy(policy)) for policy in policies},
+        )
+
+    def _policy(self, policy: str) -> Iterator[HitRate]:
+        for size, hits in zip(self._sizes, self._hits(policy), strict=True):
+            yield self._rate(policy, size, hits)
+
+    def _hits(self, policy: str) -> list[int]:
+        prompts, skip = self._prompts, self._skip
+        sizes = [size // prompts.block_tokens for size in self._sizes]
+        if policy == LRU:
+            return lru_hits(prompts, sizes, self._teller(LRU), first_counted=skip)
+        if policy == OPTIMUM:
+            future = Optimum(prompts)
+            return [
+                future.hits(size, self._teller(f"{policy}, {size:,} blocks"), first_counted=skip)
+                for size in sizes
+            ]
+        tell = [self._teller(f"{policy}, {size:,} blocks") for size in sizes]
+        return [
+            core_hits(prompts, size, policy, teller, first_counted=skip)
+            for size, teller in zip(sizes, tell, strict=True)
+        ]
+
+    def _rate(self, policy: str, cache_tokens: int, hit_tokens: int) -> HitRate:
+        num_blocks = cache_tokens // self._prompts.block_tokens
+        return HitRate(
+            policy=policy,
+            cache_tokens=cache_tokens,
+            prompt_tokens=self._tokens,
+            hit_tokens=hit_tokens,
+            cold_tokens=self._tokens - self._infinite - self._partial,
+            partial_tokens=self._partial,
+            num_refused=sum(count > num_blocks for count in self._counted),
+        )
+
+    def _teller(self, what: str) -> OnRequest:
+        count = self._prompts.num_requests
+        return lambda done: self._on_work(what, done, count)

@@ -1,0 +1,65 @@
+"""The table and the JSON of hit rates, and the flags that cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cli.hit_rates import HitRateOptions, show_hit_rates
+from quire.errors import ConfigError
+from traces import files
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return str(files.written(tmp_path, "m.jsonl", files.rows(files.MOONCAKE)))
+
+
+def test_the_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_hit_rates(HitRateOptions(trace=trace, cache_tokens="1.6k,1M"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "percent of 3,200 prompt tokens (mooncake, blocks of 512)" in out
+    # 1,024 tokens are found once more: 32 %.
+    for line in ("choice", "lru", "optimum", "1.6k", "1M", "32.0", "asked for the first time"):
+        assert line in out
+    assert "3 requests. A cache of 3.072k tokens evicts nothing." in out
+    assert "refuse some" not in out
+    show_hit_rates(HitRateOptions(trace=trace, cache_tokens="512", policies="lru"))
+    assert "The longest prompt has 1,536 tokens in blocks: smaller caches refuse some" in (
+        capsys.readouterr().out
+    )
+
+
+def test_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_hit_rates(HitRateOptions(trace=trace, policies="lru", whole_blocks=True), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["trace_format"] == "mooncake"
+    assert found["infinite"]["hit_tokens"] == 1024
+    (only,) = found["policies"]["lru"]
+    assert only["hit_fraction"] == 0.32
+    assert only["evicted_tokens"] == 0
+    assert only["partial_tokens"] == 3200 - 512 * (2 + 2 + 1)
+
+
+def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path(trace).open("a") as file:
+        file.write("nothing\n")
+    show_hit_rates(HitRateOptions(trace=trace, max_skipped=1))
+    assert "1 rows were skipped; the first is line 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"policies": "fifo"}, "--policies 'fifo' is none of choice, "),
+        ({"cache_tokens": "many"}, "'many' is not a count: write e.g. 4M"),
+        ({"cache_tokens": "1"}, "a cache of 1 tokens holds not even one block"),
+        ({"warmup_fraction": 1.0}, "--warmup-fraction 1.0 must be"),
+        ({"max_skipped": -1}, "--max-skipped -1"),
+        ({"block_size": 500}, "--block-size 500"),
+        ({"trace_format": "x"}, "'x' is none of azure"),
+    ],
+)
+def test_what_cannot_be_asked(trace: str, option: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        show_hit_rates(HitRateOptions(**{"trace": trace, **option}))  # type: ignore[arg-type]

@@ -1,0 +1,256 @@
+"""Hit rates: the fast ways against slow ones, the core of the engine, and all there could be."""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.planner.hit_rates import hit_rate_curve, policy_names, prompts_of
+from quire.planner.hit_rates.core import core_hits
+from quire.planner.hit_rates.lru import infinite_hits, lru_curve, lru_hits
+from quire.planner.hit_rates.optimum import Optimum
+from quire.traces import TraceRequest
+
+TOKENS = 4  # of a hash id
+
+
+def request(ids: Sequence[int], tokens: int | None = None) -> TraceRequest:
+    count = TOKENS * len(ids) if tokens is None else tokens
+    return TraceRequest(
+        at_s=0.0, input_tokens=count, output_tokens=1, hash_ids=tuple(ids), id_tokens=TOKENS
+    )
+
+
+@st.composite
+def traffic(
+    draw: st.DrawFn, most: int = 25, longest: int = 6, kinds: int = 3
+) -> list[TraceRequest]:
+    """Prompts over few ids, so that many begin alike; of some the last block is not full."""
+    several = draw(st.lists(st.lists(st.integers(0, kinds - 1), max_size=longest), max_size=most))
+    short = draw(st.lists(st.integers(0, TOKENS - 1), min_size=len(several), max_size=len(several)))
+    found = [
+        request(ids, max(1, TOKENS * len(ids) - lacks))
+        for ids, lacks in zip(several, short, strict=True)
+    ]
+    return [*found, request([0])]
+
+
+# -- slow twins: what is said of the caches, as it is said -------------------------------------
+
+
+def nodes(requests: Sequence[TraceRequest]) -> list[list[tuple[int, ...]]]:
+    """A block is known by all ids up to its own."""
+    return [[r.hash_ids[: n + 1] for n in range(len(r.hash_ids))] for r in requests]
+
+
+def tokens_of(asked: TraceRequest, num_blocks: int) -> int:
+    return min(asked.input_tokens, num_blocks * TOKENS)
+
+
+def slow_lru(requests: Sequence[TraceRequest], size: int) -> int:
+    stack: list[tuple[int, ...]] = []  # the last used first
+    found = 0
+    for asked, chain in zip(requests, nodes(requests), strict=True):
+        if len(chain) > size:
+            continue
+        num_hit = 0
+        while num_hit < len(chain) and chain[num_hit] in stack:
+            num_hit += 1
+        found += tokens_of(asked, num_hit)
+        stack = [*chain, *(each for each in stack if each not in chain)][:size]
+    return found
+
+
+def best_of_all(requests: Sequence[TraceRequest], size: int) -> int:
+    """Every choice of what to keep after every prompt: the most blocks that could be found."""
+    chains = [chain for chain in nodes(requests) if len(chain) <= size]
+
+    @cache
+    def best(at: int, cached: frozenset[tuple[int, ...]]) -> int:
+        if at == len(chains):
+            return 0
+        chain = chains[at]
+        num_hit = 0
+        while num_hit < len(chain) and chain[num_hit] in cached:
+            num_hit += 1
+        others = cached - set(chain)
+        room = size - len(chain)
+        kept = combinations(others, min(room, len(others)))
+        return num_hit + max(best(at + 1, frozenset({*chain, *each})) for each in kept)
+
+    return best(0, frozenset())
+
+
+# -- the tests ----------------------------------------------------------------------------------
+
+
+@given(requests=traffic(), whole=st.booleans())
+def test_the_tree_has_each_prompts_blocks(requests: list[TraceRequest], whole: bool) -> None:
+    prompts = prompts_of(requests, whole_blocks=whole)
+    known: dict[int, tuple[int, ...]] = {}
+    for number, (asked, chain) in enumerate(zip(requests, nodes(requests), strict=True)):
+        blocks = prompts.chain(number).tolist()
+        wanted = chain[: asked.input_tokens // TOKENS] if whole else chain
+        assert len(blocks) == len(wanted) == prompts.num_blocks_of_each()[number]
+        for block, node in zip(blocks, wanted, strict=True):
+            assert known.setdefault(block, node) == node
+        assert prompts.tokens_of(number, len(blocks)) == tokens_of(asked, len(wanted))
+    assert len(set(known.values())) == len(known) == prompts.num_blocks
+    assert prompts.num_tokens == sum(asked.input_tokens for asked in requests)
+
+
+@given(requests=traffic(), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_lru_of_all_sizes_at_once_is_lru_of_each(
+    requests: list[TraceRequest], sizes: list[int]
+) -> None:
+    prompts = prompts_of(requests)
+    assert lru_hits(prompts, sizes) == [slow_lru(requests, size) for size in sizes]
+
+
+@given(requests=traffic(), size=st.integers(1, 30))
+@settings(max_examples=60)
+def test_the_engines_own_core_finds_what_the_stack_says(
+    requests: list[TraceRequest], size: int
+) -> None:
+    prompts = prompts_of(requests)
+    assert core_hits(prompts, size, "lru") == lru_hits(prompts, [size])[0]
+
+
+@given(requests=traffic(most=6, longest=4, kinds=2), size=st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_nothing_finds_more_than_the_optimum(requests: list[TraceRequest], size: int) -> None:
+    full = [request(each.hash_ids) for each in requests if each.hash_ids]
+    best = best_of_all(full, size)
+    assert Optimum(prompts_of(full)).hits(size) == best * TOKENS
+
+
+@given(requests=traffic(), size=st.integers(1, 30), skip=st.integers(0, 5))
+def test_policies_lie_between_nothing_and_the_optimum(
+    requests: list[TraceRequest], size: int, skip: int
+) -> None:
+    full = [request(each.hash_ids) for each in requests]
+    prompts = prompts_of(full)
+    optimum = Optimum(prompts).hits(size)
+    assert 0 <= lru_hits(prompts, [size])[0] <= optimum <= infinite_hits(prompts)
+    if size >= prompts.num_blocks:
+        assert lru_hits(prompts, [size])[0] == optimum == infinite_hits(prompts)
+    skip = min(skip, len(full) - 1)
+    before = [each for each in prompts.prompt_tokens[:skip]]
+    counted = lru_hits(prompts, [size], first_counted=skip)[0]
+    assert counted <= lru_hits(prompts, [size])[0] <= counted + sum(before)
+
+
+@given(requests=traffic(), whole=st.booleans(), skip=st.integers(0, 3))
+@settings(max_examples=40)
+def test_every_token_is_a_hit_or_has_a_reason(
+    requests: list[TraceRequest], whole: bool, skip: int
+) -> None:
+    skip = min(skip, len(requests) - 1)
+    found = hit_rate_curve(
+        requests, [TOKENS, 5 * TOKENS, 400 * TOKENS], whole_blocks=whole, skip_requests=skip
+    )
+    assert set(found.by_policy) == set(policy_names())
+    total = sum(asked.input_tokens for asked in requests[skip:])
+    for several in found.by_policy.values():
+        assert [each.cache_tokens for each in several] == [TOKENS, 5 * TOKENS, 400 * TOKENS]
+        for each in several:
+            parts = (each.hit_tokens, each.cold_tokens, each.evicted_tokens, each.partial_tokens)
+            assert min(parts) >= 0
+            assert sum(parts) == each.prompt_tokens == total
+        assert several[-1].evicted_tokens == several[-1].num_refused == 0
+        assert several[-1].hit_tokens == found.infinite.hit_tokens
+    if not whole:
+        lacking = sum(each.input_tokens for each in requests[skip:] if not each.hash_ids)
+        assert found.infinite.partial_tokens == lacking
+
+
+@given(requests=traffic(), times=st.integers(1, 4))
+def test_ids_can_be_joined_to_larger_blocks(requests: list[TraceRequest], times: int) -> None:
+    joined = prompts_of(requests, block_tokens=times * TOKENS)
+    parts: dict[tuple[int, ...], int] = {}
+    by_hand = [
+        TraceRequest(
+            at_s=0,
+            input_tokens=each.input_tokens,
+            output_tokens=1,
+            hash_ids=tuple(
+                parts.setdefault(each.hash_ids[start : start + times], len(parts))
+                for start in range(0, len(each.hash_ids), times)
+            ),
+            id_tokens=times * TOKENS,
+        )
+        for each in requests
+    ]
+    assert lru_curve(joined).tolist() == lru_curve(prompts_of(by_hand)).tolist()
+
+
+def test_a_system_prompt_and_its_users_by_hand() -> None:
+    """Blocks of 4: a system prompt of 8 tokens, three users of 4, 4 and 3 more."""
+    requests = [request([1, 2, 3]), request([1, 2, 4]), request([1, 2, 3]), request([1, 2, 5], 11)]
+    found = hit_rate_curve(requests, [3 * TOKENS, 4 * TOKENS], ["lru", "optimum"])
+    assert found.prompt_tokens == 47
+    assert found.infinite.hit_tokens == 8 + 12 + 8
+    assert found.infinite.cold_tokens == 12 + 4 + 3
+    assert [each.hit_tokens for each in found.by_policy["lru"]] == [8 + 8 + 8, 8 + 12 + 8]
+    assert found.at("lru", 12).evicted_tokens == 4
+    assert [each.hit_tokens for each in found.by_policy["optimum"]] == [24, 28]
+    assert found.longest_tokens == 12
+    # In an engine the end of the last prompt fills no block.
+    whole = hit_rate_curve(requests, [12], ["lru"], whole_blocks=True)
+    assert whole.infinite.partial_tokens == 3
+    assert whole.infinite.cold_tokens == 12 + 4
+
+
+def test_the_deepest_of_equals_goes_first() -> None:
+    """The second prompt uses the first block once more: its children must go before it."""
+    requests = [request(ids) for ids in ([1, 2, 3], [1, 9], [7, 8], [1, 2, 3])]
+    assert Optimum(prompts_of(requests)).hits(4) == TOKENS * (1 + 2)
+    assert best_of_all(requests, 4) == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policies": ["fifo"]}, "'fifo' is none of choice, "),
+        ({"cache_tokens": [3]}, "a cache of 3 tokens holds not even one block of 4"),
+        ({"skip_requests": 2}, "below the trace's 2 requests"),
+        ({"block_tokens": 6}, "--block-size 6: the trace's hash ids stand for 4 tokens"),
+        ({"trace": []}, "a trace without requests"),
+        (
+            {"trace": [TraceRequest(at_s=0, input_tokens=5, output_tokens=1)]},
+            r"does not say which prompts begin alike \(no hash_ids\)",
+        ),
+        (
+            {
+                "trace": [
+                    request([1]),
+                    TraceRequest(
+                        at_s=0, input_tokens=5, output_tokens=1, hash_ids=(1,), id_tokens=5
+                    ),
+                ]
+            },
+            "hash ids of 4 and of 5 tokens in one trace",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(options: dict[str, Any], message: str) -> None:
+    wanted = {"trace": [request([1, 2]), request([1])], "cache_tokens": [8], **options}
+    with pytest.raises(ConfigError, match=message):
+        hit_rate_curve(**wanted)
+
+
+def test_long_work_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    requests = [request([1, 2]) for _ in range(600)]
+    hit_rate_curve(requests, [8, 16], on_work=lambda *what: told.append(what))
+    assert {what for what, _, _ in told} == {
+        "lru",
+        *(f"{policy}, {n} blocks" for policy in policy_names() if policy != "lru" for n in (2, 4)),
+    }
+    assert {done for _, done, _ in told} == {0, 256, 512}
+    assert {count for _, _, count in told} == {600}
