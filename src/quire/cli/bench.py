@@ -131,7 +131,9 @@ def bench(  # noqa: PLR0913 - each is a flag
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
-    _refuse_misplaced(url, header, engine, {"--save-result": save_result, "--save-trace": save_trace})
+    _refuse_misplaced(
+        url, header, engine, {"--save-result": save_result, "--save-trace": save_trace}
+    )
     run = _Run(
         traffic=Traffic(
             num_prompts=num_prompts,
