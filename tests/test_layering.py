@@ -62,7 +62,8 @@ MAY_IMPORT = {
     "server": "errors units traces config spec blocks strategies engine.params engine.sequence"
     " engine.plan engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units traces strategies engine.params engine http planner",
+    "bench": "errors units traces strategies engine.params engine.plan engine.scheduling engine"
+    " http planner",
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figures",
     "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"
