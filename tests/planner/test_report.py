@@ -149,13 +149,19 @@ def test_the_hit_rates_and_what_is_held_are_those_that_were_given() -> None:
         size(first.used_bytes[0]),
     ]
     last = made.batch[-1]
-    assert held[-1][1:4] == [last.strategy, count(last.num_tokens[-1]), size(last.committed_bytes[-1])]
+    assert held[-1][1:4] == [
+        last.strategy,
+        count(last.num_tokens[-1]),
+        size(last.committed_bytes[-1]),
+    ]
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
     made = report()
     text, _ = page_of(made)
-    widths = [float(width) for width in re.findall(r'class="part used" style="width: ([\d.]+)%', text)]
+    widths = [
+        float(width) for width in re.findall(r'class="part used" style="width: ([\d.]+)%', text)
+    ]
     expected = [100 * v.result.used_bytes / v.result.memory_bytes for v in made.variants]
     expected += [100 * v.result.hit_rate for v in made.variants]
     assert widths == pytest.approx(expected, abs=0.001)
@@ -209,7 +215,12 @@ def variants_of(made: Report) -> Iterator[Report]:
 
 
 def test_there_is_a_page_of_anything() -> None:
-    for made in [*variants_of(report()), *variants_of(report(1)), report(0), report(0, "t", ("paged",))]:
+    for made in [
+        *variants_of(report()),
+        *variants_of(report(1)),
+        report(0),
+        report(0, "t", ("paged",)),
+    ]:
         text, page = page_of(made)
         assert "nan" not in re.sub(r"[a-z]*nan[a-z]+|[a-z]+nan", "", text.lower())
         assert not re.search(r"[ \"]-?inf[ \",]", text)

@@ -104,8 +104,10 @@ def test_a_request_longer_than_the_model_is_not_in_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0, "0"), (2e-6, "2.00 µs"), (0.03, "30.0 ms"), (0.99996, "1.00 s"), (59.96, "60.0 s")]
-    + [(599.9, "600 s"), (1200, "20.0 min"), (5400, "1.50 h"), (172_800, "2.00 d")],
+    [
+        *((0, "0"), (2e-6, "2.00 µs"), (0.03, "30.0 ms"), (0.99996, "1.00 s"), (59.96, "60.0 s")),
+        *((599.9, "600 s"), (1200, "20.0 min"), (5400, "1.50 h"), (172_800, "2.00 d")),
+    ],
 )
 def test_durations(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -43,8 +43,14 @@ def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
     asked = [*_QUESTIONS]
     if any(goal is not None for goal in report.goals.values()):
         asked.insert(0, _GOOD)
-    for question in asked:
-        yield _compared(variants, question)
+    served = [each for each in variants if _ended(each.result)]
+    if idle := [each.name for each in variants if not _ended(each.result)]:
+        yield f"No request came to its end with {_listed(idle)}."
+    if len(served) == 1:
+        yield f"With {served[0].name}:"
+        yield from _of_one(served[0])
+    elif served:
+        yield from (_compared(served, question) for question in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +128,10 @@ def _ended(result: SimulationResult) -> int:
     return result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
 
 
+def _latency(metric: str, part: str) -> Callable[[SimulationResult], str]:
+    return lambda r: duration(r.latencies[metric][part]) if _ended(r) else "–"
+
+
 def comparison(report: Report) -> Table:
     """A row a figure, a column a variant."""
     rows: list[tuple[str, Callable[[SimulationResult], str]]] = [
@@ -133,17 +143,17 @@ def comparison(report: Report) -> Table:
         ("memory", lambda r: size(r.memory_bytes * r.num_replicas)),
         ("… committed, mean", lambda r: size(r.committed_bytes)),
         ("… used, mean", lambda r: size(r.used_bytes)),
-        ("utilization", lambda r: share(r.utilization)),
+        ("utilization", lambda r: share(r.utilization) if r.committed_bytes else "–"),
         ("running, mean", lambda r: f"{r.num_running:,.1f}"),
         ("waiting, mean", lambda r: f"{r.num_waiting:,.1f}"),
         ("prompt tokens found", lambda r: share(r.hit_rate)),
         ("preemptions", lambda r: count(r.num_preemptions)),
-        ("TTFT, median", lambda r: duration(r.latencies["ttft_s"]["p50"])),
-        ("TTFT, 99th percentile", lambda r: duration(r.latencies["ttft_s"]["p99"])),
-        ("TPOT, median", lambda r: duration(r.latencies["tpot_s"]["p50"])),
-        ("TPOT, 99th percentile", lambda r: duration(r.latencies["tpot_s"]["p99"])),
-        ("E2E, median", lambda r: duration(r.latencies["e2e_s"]["p50"])),
-        ("E2E, 99th percentile", lambda r: duration(r.latencies["e2e_s"]["p99"])),
+        ("TTFT, median", _latency("ttft_s", "p50")),
+        ("TTFT, 99th percentile", _latency("ttft_s", "p99")),
+        ("TPOT, median", _latency("tpot_s", "p50")),
+        ("TPOT, 99th percentile", _latency("tpot_s", "p99")),
+        ("E2E, median", _latency("e2e_s", "p50")),
+        ("E2E, 99th percentile", _latency("e2e_s", "p99")),
     ]
     if any(goal is not None for goal in report.goals.values()):
         rows.insert(4, ("… within the goals", lambda r: rate(r.good_requests_per_s)))

@@ -121,7 +121,7 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Round values from not above ``low`` to not below ``high``: as fine as it takes to be a few."""
+    """Round values around ``low`` and ``high``: as fine as it takes to be a few."""
     powers = ticks_of_powers(low, high)
     if len(powers) > 7:
         return powers[:: -(-len(powers) // 7)] + powers[-1:]
