@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleets import BLOCK_BYTES, fleet_of, spec_of
@@ -73,8 +73,9 @@ def test_eight_thousand_tokens_are_a_gigabyte() -> None:
     assert held[1].committed_bytes[-1] == 2**30
 
 
+@settings(max_examples=30)
 @given(
-    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 300)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 300)), min_size=1, max_size=5),
     st.sampled_from(["contiguous", "growing", "growing-staggered", "paged", "virtual-shared"]),
 )
 def test_a_batch_holds_what_its_sequences_hold(lengths: list[tuple[int, int]], case: str) -> None:

@@ -1,5 +1,7 @@
 """Hit rate against the size of the cache: with the optimum above it, and no end of memory."""
 
+from types import MappingProxyType
+
 from quire.blocks import DEFAULT_POLICY
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
 from quire.planner.hit_rates import HitRates
@@ -9,7 +11,7 @@ from quire.planner.report.words import axis_of_powers, axis_of_shares, count, sh
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 280, 44, 92
 _BOTTOM, _TOP = _HEIGHT - 48, 14
 # The policy that serves stands out; those around it are ink.
-_LOOKS = {DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")}
+_LOOKS = MappingProxyType({DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")})
 
 
 def prefix_section(report: Report) -> Section | None:
