@@ -15,13 +15,14 @@ from typing import Annotated, Any
 
 import os_memory
 import typer
-from eviction_replay import OnRequest, Replay, infinite, optimum, replay
+from eviction_replay import OnRequest, Replay, infinite, optimum, prompts, replay
 from prefix_traces import BLOCK_TOKENS, PrefixTrace, TraceUnavailable, kv_tester, mooncake
 from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.blocks import DEFAULT_POLICY, POLICIES
+from quire.planner.hit_rates.optimum import Optimum
 from quire.units import format_seconds
 
 LRU = "lru"
@@ -61,7 +62,7 @@ class Results:
 def measure(
     trace: PrefixTrace, policies: Iterable[str], sizes: Iterable[int], progress: Progress
 ) -> Results:
-    found = Results(trace=trace, infinite=infinite(trace))
+    found, future = Results(trace=trace, infinite=infinite(trace)), Optimum(prompts(trace))
     runs = [(size, name) for size in sizes for name in ("", *policies)]  # "": the optimum
     count = len(trace.chains)
     task = progress.add_task(trace.name, total=len(runs) * count)
@@ -75,7 +76,7 @@ def measure(
             result = replay(trace, num_blocks, name, on_request)
             found.policies.setdefault(name, {})[size] = result
         else:
-            result = found.optimum[size] = optimum(trace, num_blocks, on_request)
+            result = found.optimum[size] = optimum(trace, future, num_blocks, on_request)
         progress.update(task, completed=(number + 1) * count)
         if not progress.console.is_terminal:
             spent = format_seconds(time.monotonic() - begun)

@@ -59,10 +59,11 @@ MAY_IMPORT = {
     "planner": "errors units traces config spec memory blocks strategies engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.needs figures",
-    "server": "errors units config spec blocks strategies engine.params engine.sequence engine.plan"
-    " engine.statistics engine.scheduling engine.scheduler engine",
+    "server": "errors units traces config spec blocks strategies engine.params engine.sequence"
+    " engine.plan engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units traces strategies engine.params engine http planner",
+    "bench": "errors units traces strategies engine.params engine.plan engine.scheduling engine"
+    " http planner",
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figures",
     "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"

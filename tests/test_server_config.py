@@ -48,6 +48,7 @@ def test_defaults_are_for_this_machine_alone() -> None:
         ({"shutdown_timeout": -1}, "shutdown_timeout=-1 must be at least 0"),
         ({"send_timeout": 0}, "send_timeout=0 must be above 0"),
         ({"otlp_traces_endpoint": "localhost"}, "otlp_traces_endpoint='localhost' must be an"),
+        ({"request_log": "/no/such/folder/x"}, "request_log='/no/such/folder/x': there is no such"),
         ({"uvicorn_log_level": "loud"}, "uvicorn_log_level 'loud' is unknown; known: critical"),
         ({"prot": 1}, "unknown option 'prot'; did you mean 'port'?"),
     ],

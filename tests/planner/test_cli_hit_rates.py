@@ -44,7 +44,7 @@ def test_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(trace).open("a") as file:
         file.write("nothing\n")
-    show_hit_rates(HitRateOptions(trace=trace, trace_max_skipped=1))
+    show_hit_rates(HitRateOptions(trace=trace, max_skipped=1))
     assert "1 rows were skipped; the first is line 4" in capsys.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -
         ({"cache_tokens": "many"}, "'many' is not a count: write e.g. 4M"),
         ({"cache_tokens": "1"}, "a cache of 1 tokens holds not even one block"),
         ({"warmup_fraction": 1.0}, "--warmup-fraction 1.0 must be"),
-        ({"trace_max_skipped": -1}, "--trace-max-skipped -1"),
+        ({"max_skipped": -1}, "--max-skipped -1"),
         ({"block_size": 500}, "--block-size 500"),
         ({"trace_format": "x"}, "'x' is none of azure"),
     ],

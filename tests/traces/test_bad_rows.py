@@ -168,6 +168,7 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         ("chunk-0-trace.csv", "0,2\n", "chunk-0-trace.csv, line 1: not enough values"),
         ("chunk-0-trace.csv", "\n0,1,1,Gauss,1,1\n", "line 2: gaps of a distribution 'Gauss'"),
         ("chunk-0-trace.csv", "0,1,1,Gamma,0,1\n", "line 1: a shape of 0"),
+        ("chunk-0-trace.csv", "0,1e9,1,Gamma,1,1\n", "1e.09 requests a second for 600 s are more"),
         ("chunk-0-trace.csv", "0,-1,1,Gamma,1,1\n", "line 1: a rate of -1"),
         ("chunk-0-trace.csv", "9,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", "line 2: the clock runs"),
         ("chunk-0-trace.csv", "0,0,0,,0,0\n", "has no requests|client 3"),
@@ -190,6 +191,33 @@ def test_servegens_files_name_their_lines(
         return
     with pytest.raises(ConfigError, match=message):
         list(open_trace(tmp_path))
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x" * 200_000, "begins none of the forms"),
+        (f'{{"a": {DEEP}', "begins none of the forms"),
+        (f'{row()}{{"a": {DEEP}', "line 2: "),
+        (row() + row(hash_ids=[])[:-3] + DEEP, "line 2: "),
+        (f'{{"block_size": 1, "requests": {DEEP}', "x: "),
+        ('{"id": "x", "block_size": 1, "requests":' + '[{"t":0,"requests":' * 3000, "x: "),
+        (f'{{"quire_trace": 1, "id_tokens": 16, "x": {DEEP}', "begins none of the forms"),
+        (f'{files.AZURE}"{"x" * 300_000}', "line 5: field larger than field limit"),
+    ],
+)
+def test_lines_that_are_long_or_deep(text: str, message: str, tmp_path: Path) -> None:
+    assert message in message_of(tmp_path, text)
+
+
+def test_a_first_line_may_be_long(tmp_path: Path) -> None:
+    text = row(input_length=512 * 60_000, hash_ids=[*range(60_000)])
+    assert len(text) > 2**18
+    (found,) = open_trace(files.written(tmp_path, "x", text))
+    assert len(found.hash_ids) == 60_000
 
 
 def test_forms_that_are_no_such_thing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Quire's own trace: what is written is read again, and says nothing of what was asked."""
 
+import json
 from io import BytesIO
 from pathlib import Path
 
@@ -43,6 +44,30 @@ def test_ids_are_equal_where_all_before_is(requests: list[list[int]], tmp_path_f
             prefix = tuple(asked[: 4 * number + 4])
             assert seen.setdefault(hash_id, prefix) == prefix
     assert len(seen) == len(set(seen.values()))
+
+
+def test_lines_are_in_order_of_arrival_whoever_ends_first() -> None:
+    file = BytesIO()
+    log = RequestLog(file, id_tokens=4)
+    head = file.getvalue()
+    first, second, third = (log.begin(number, [7, 7, 7, 7]) for number in range(3))
+    log.end(second, 5)
+    assert file.getvalue() == head, "the first has not ended"
+    log.end(first, 3)
+    rows = [json.loads(line) for line in file.getvalue().splitlines()[1:]]
+    assert [(row["at_s"], row["output_tokens"]) for row in rows] == [(0, 3), (1, 5)]
+    log.end(third, 0)
+    assert len(file.getvalue().splitlines()) == 4
+
+
+def test_prompts_that_are_apart_have_no_ids_in_common() -> None:
+    file = BytesIO()
+    log = RequestLog(file, id_tokens=2)
+    for apart in ("", "a", "b", "a"):
+        log.end(log.begin(0, [1, 2, 3], apart=apart), 1)
+    ids = [json.loads(line)["hash_ids"] for line in file.getvalue().splitlines()[1:]]
+    assert ids[1] == ids[3]
+    assert len({number for row in ids for number in row}) == 6
 
 
 def test_two_files_cannot_be_compared() -> None:

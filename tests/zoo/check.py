@@ -6,6 +6,7 @@ The model's own full forward, without a cache, is what the engine's logits are h
 
 import inspect
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +15,16 @@ from transformers import PreTrainedModel
 
 import quire
 from quire import LLM, SamplingParams
+from quire.cli.validation import validate
+from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError
+from quire.memory import HostMemory
+from quire.memory.machine import read_machine
 from quire.models.loader import adopt
+from quire.planner.capacity import Place
+from quire.planner.course import Request
+from quire.planner.subjects import find_subject
 from quire.spec import (
     ChunkedAttention,
     FullAttention,
@@ -83,6 +91,8 @@ def check(model_type: str) -> Finding:
             return found
     with LLM(model, **schedule.OPTIONS, enable_prefix_caching=False) as llm:
         found.bytes_differ = found.bytes_differ or schedule.bytes_differ(llm, several[0])
+    planned, error = _attempt(lambda: _planned_otherwise(model))
+    found.bytes_differ = found.bytes_differ or planned or error
     found.num_rows, found.deviation = len(rows), _deviation(model, rows)
     limit = EXACT_WITH_SCANS if "recurrent" in found.kinds else EXACT
     if not found.deviation <= limit:
@@ -182,6 +192,33 @@ def _kinds(spec: ModelSpec) -> list[str]:
 def _way(llm: LLM) -> str:
     """How the engine runs it."""
     return f"{llm.attention_way}, with states" if llm.spec.recurrent_layers else llm.attention_way
+
+
+def _planned_otherwise(model: PreTrainedModel) -> str:
+    """What ``quire plan`` says of the model's config.json alone, and the engine does not."""
+    memory = HostMemory()
+    place = Place(
+        machine=read_machine(),
+        page_bytes=memory.page_bytes,
+        can_share=memory.cannot_share is None,
+        max_mappings=None,
+    )
+    with TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        subject = find_subject(f"{folder}/config.json", dtype="float32")
+    checks = validate(
+        adopt(model),
+        subject,
+        EngineConfig.from_options(**schedule.OPTIONS),
+        place,
+        Request(input_tokens=schedule.LENGTHS[0], output_tokens=12),
+        strategies=["paged"],
+    )
+    return "; ".join(
+        f"{check.what}: planned {check.planned}, it is {check.actual}"
+        for check in checks
+        if not check.holds
+    )
 
 
 def _bytes_differ(model: PreTrainedModel, spec: ModelSpec, prompt: list[int]) -> str:

@@ -125,13 +125,15 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
     """
     if calibrate is not None:
-        _refuse_misplaced(url, header, engine, calibrate)
+        _refuse_misplaced(url, header, engine, {"--calibrate": calibrate})
         if url is not None:
             raise ConfigError("--calibrate measures an engine in here: leave out --url")
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
-    _refuse_misplaced(url, header, engine, {"result": save_result, "trace": save_trace})
+    _refuse_misplaced(
+        url, header, engine, {"--save-result": save_result, "--save-trace": save_trace}
+    )
     run = _Run(
         traffic=Traffic(
             num_prompts=num_prompts,
@@ -299,9 +301,9 @@ def _refuse_misplaced(
     if url is not None and misplaced:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise ConfigError(f"{flags}: with --url the engine is the server's; give it there")
-    for name, path in saved.items():
+    for flag, path in saved.items():
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"--save-{name} {path}: no such folder")
+            raise ConfigError(f"{flag} {path}: no such folder")
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -37,7 +37,7 @@ class HitRateOptions:
 
     trace: str
     trace_format: str | None = None
-    trace_max_skipped: int = 0
+    max_skipped: int = 0
     session_interval_s: float = 60.0
     seed: int = 0
     cache_tokens: str | None = None  # "1M,4M,16M"; None: round sizes up to where nothing is evicted
@@ -55,8 +55,8 @@ def show_hit_rates(options: HitRateOptions, *, as_json: bool = False) -> None:
         raise ConfigError(
             f"--warmup-fraction {options.warmup_fraction} must be at least 0 and below 1"
         )
-    if options.trace_max_skipped < 0:
-        raise ConfigError(f"--trace-max-skipped {options.trace_max_skipped} must be at least 0")
+    if options.max_skipped < 0:
+        raise ConfigError(f"--max-skipped {options.max_skipped} must be at least 0")
     sizes = options.cache_tokens and [parse_count(size) for size in options.cache_tokens.split(",")]
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(
@@ -119,7 +119,7 @@ def _read(options: HitRateOptions, progress: Progress) -> tuple[Trace, Prompts]:
     trace = open_trace(
         options.trace,
         options.trace_format,
-        max_skipped=options.trace_max_skipped,
+        max_skipped=options.max_skipped,
         session_interval_s=options.session_interval_s,
         seed=options.seed,
         on_progress=lambda done, total: progress.update(task, completed=done, total=total),

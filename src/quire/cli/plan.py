@@ -10,15 +10,16 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import load_model, with_engine_options
 from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity import Place, Plan, Request, typical
+from quire.planner.capacity import Place, Plan, typical
 from quire.planner.capacity import plan as make_plan
+from quire.planner.course import Request
 from quire.planner.devices import DEVICES, machine_of, machine_with
 from quire.planner.devices import device as device_of
 from quire.planner.fit import changes, longest, most_sequences
@@ -30,7 +31,7 @@ _HOST_PAGE_BYTES = 4096
 
 
 @with_engine_options
-def plan(
+def plan(  # noqa: PLR0913 - flags
     *,
     model: Annotated[
         str | None,
@@ -68,7 +69,9 @@ def plan(
     ] = False,
     validate: Annotated[
         bool,
-        typer.Option(help="Run the engine too, under each strategy, and compare bytes."),
+        typer.Option(
+            "--validate", help="Run the engine too, under each strategy, and compare bytes."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
     engine: dict[str, Any],
@@ -93,16 +96,18 @@ def plan(
     subject = find_subject(model, dtype=config.dtype)
     request = _request(subject, config, input_len, output_len)
     if validate:
-        _validate(
-            model, subject, config, place, request, elsewhere=bool(memory or device or tp > 1)
-        )
+        if memory is not None or device is not None or tp > 1:
+            raise ConfigError(
+                "validate runs the engine on this machine: leave out --memory, --device and --tp"
+            )
+        _validate(model, subject, config, place, request)
         return
     with Console(stderr=True).status("planning …"):
         found = make_plan(subject, config, place, num_ranks=tp, request=request)
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
     if as_json:
-        print(json.dumps(as_dict(found, remedies)))
+        print(json.dumps(as_dict(found, remedies, fitted)))
     else:
         print_plan(found, remedies, fitted)
 
@@ -206,21 +211,13 @@ def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None
 
 
 def _validate(
-    model: str | None,
-    subject: Subject,
-    config: EngineConfig,
-    place: Place,
-    request: Request,
-    *,
-    elsewhere: bool,
+    model: str | None, subject: Subject, config: EngineConfig, place: Place, request: Request
 ) -> None:
-    if elsewhere:
-        raise ConfigError(
-            "validate runs the engine on this machine: leave out --memory, --device and --tp"
-        )
     from quire.cli.validation import print_checks, validate
 
-    with Console(stderr=True).status("running the engine under each strategy …") as status:
-        checks = validate(model, subject, config, place, request, report=status.update)
+    console = Console(stderr=True)
+    loaded = load_model(model, config, console)
+    with console.status("…") as status:
+        checks = validate(loaded, subject, config, place, request, report=status.update)
     if not print_checks(subject.name, checks):
         raise typer.Exit(1)

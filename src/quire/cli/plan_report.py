@@ -42,7 +42,7 @@ def print_plan(found: Plan, remedies: Sequence[Change], fitted: str | None) -> N
     for line in _notes(found):
         console.print(line, soft_wrap=True)
     if fitted:
-        console.print(f"[bold green]fits[/]  {escape(fitted)}", soft_wrap=True)
+        console.print(f"[bold green]found[/]  {escape(fitted)}", soft_wrap=True)
     if not found.fits:
         console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}", soft_wrap=True)
     if remedies:
@@ -78,7 +78,7 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def as_dict(found: Plan, remedies: Sequence[Change]) -> dict[str, Any]:
+def as_dict(found: Plan, remedies: Sequence[Change], fitted: str | None) -> dict[str, Any]:
     """The plan for a program."""
     return {
         "model": found.subject.name,
@@ -87,6 +87,7 @@ def as_dict(found: Plan, remedies: Sequence[Change]) -> dict[str, Any]:
         "weights_source": found.subject.weights_source,
         "tp": found.num_ranks,
         "fits": found.fits,
+        "found": fitted,
         "request": asdict(found.request),
         "needs": asdict(found.needs),
         "groups": [
@@ -118,7 +119,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "num_tokens": cell.num_tokens,
         "sequence_bytes": cell.course.end.committed_bytes,
         "used_bytes": cell.course.end.used_bytes,
-        "waste_fraction": round(cell.course.waste_fraction, 6),
+        "waste_fraction": round(cell.waste_fraction, 6),
         "sequence_peak_bytes": cell.course.peak_bytes,
         "peak_bytes": cell.peak_bytes,
     }
@@ -134,7 +135,8 @@ def _subject(found: Plan) -> Iterator[str]:
     yield f"[dim]config.json: {escape(subject.source)}[/]"
     yield f"[dim]weights: {escape(subject.weights_source)}[/]"
     total, name = found.place.machine.hint
-    yield f"[dim]memory: {format_bytes(total)}, {escape(name)}[/]"
+    pages = format_bytes(found.place.page_bytes)
+    yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name)}[/]"
     if found.num_ranks > 1:
         same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
         yield (
@@ -220,9 +222,12 @@ def _comparison(found: Plan) -> Table:
         "peak",
         f"× {format_count(found.needs.context_tokens)}",
     )
-    for index, cell in enumerate(sorted(found.cells, key=_order)):
-        if index and index % len({c.ledger.rule for c in found.cells}) == 0:
+    table.columns[1].justify = "left"
+    before = None
+    for cell in sorted(found.cells, key=_order):
+        if before not in (None, cell.strategy):
             table.add_section()
+        before = cell.strategy
         table.add_row(*_figures(cell), style="bold" if cell is found.cell else "")
     return table
 
@@ -237,14 +242,16 @@ def _figures(cell: Cell) -> tuple[str, ...]:
     if cell.ledger.refusal is not None:
         asked = f"[red]{format_bytes(cell.ledger.kv_bytes)}[/]"
         return (cell.strategy, cell.ledger.rule, asked, "[red]refused[/]", "", "", "", "")
-    capped = "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
+    capped = (
+        "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
+    )
     return (
         cell.strategy,
         cell.ledger.rule,
         format_bytes(cell.kv_bytes),
         format_count(cell.num_sequences) + capped,
         format_count(cell.num_tokens),
-        f"{cell.course.waste_fraction:.1%}",
+        f"{cell.waste_fraction:.1%}",
         format_bytes(cell.peak_bytes),
         f"{cell.num_longest:,.2f}",
     )
@@ -266,7 +273,7 @@ def _notes(found: Plan) -> Iterator[str]:
         block_size=found.config.block_size,
     )
     if said is not None:
-        yield f"[dim]vLLM, with these figures for weights and activations, would log: {said.text}[/]"
+        yield f"[dim]vLLM, with these weights and activations, would log: {said.text}[/]"
 
 
 def _why_not(found: Plan) -> str:

@@ -177,6 +177,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "Where OpenTelemetry traces go, e.g. http://localhost:4318/v1/traces.", panel=_LOGS
     )
+    request_log: str | None = option(
+        None,
+        "A new file for when requests came, their lengths and which prompts began alike, to plan "
+        "with; no texts.",
+        panel=_LOGS,
+    )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
         "info", "What is logged. A line a request from info on.", panel=_LOGS
     )
@@ -254,6 +260,8 @@ class ServerConfig:
     def _check_paths(self) -> None:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile")
+        if self.request_log is not None and not Path(self.request_log).absolute().parent.is_dir():
+            raise ConfigError(f"request_log={self.request_log!r}: there is no such folder")
         for name in ("ssl_certfile", "ssl_keyfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():

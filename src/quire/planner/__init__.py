@@ -1,1 +1,1 @@
-"""What serving will cost, answered before it is bought, by the code that serves. No torch here."""
+"""What a model will cost, answered before buying, by the code that serves. Imports no torch."""

@@ -14,10 +14,12 @@ from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.memory.budget import BUDGETS, Ledger, Needs
 from quire.memory.machine import Machine
 from quire.planner.course import Moment, Request, lengths, moments
+from quire.planner.pooled import Share, pooled_shares
 from quire.planner.ranks import rank_footprint, rank_spec
 from quire.planner.subjects import Subject
 from quire.spec import ModelSpec
 from quire.strategies import STRATEGIES, CacheConfig, build_accounting
+from quire.units import align_up
 
 _SHORT_STEPS = 4096  # of a sequence that are followed one by one; a longer one in larger steps
 
@@ -34,24 +36,34 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """One typical sequence under a strategy."""
+    """Typical sequences under a strategy."""
 
     strategy: str
-    end: Moment
-    peak_bytes: int  # committed at most on the way
-    alone_bytes: int  # what the accounting counts it with, by itself: the most it ever holds
+    end: Moment  # of one by itself
+    peak_bytes: int  # of one by itself, committed at most on the way
+    alone_bytes: int  # what the accounting counts it with: the most it ever holds by itself
     longest_bytes: int  # … at the longest
+    shares: tuple[Share, ...] | None  # of a pool whose granules neighbours share
 
-    @property
-    def waste_fraction(self) -> float:
-        """Of what it holds at its end, the part that no token uses."""
-        held = self.end.committed_bytes
-        return 1 - self.end.used_bytes / held if held else 0.0
+    def together_bytes(self, num_sequences: int) -> int:
+        """Committed at most with so many: all at their ends, the last one on its way there."""
+        if self.shares is not None:
+            return sum(share.together(num_sequences) for share in self.shares)
+        if not num_sequences:
+            return 0
+        held = (num_sequences - 1) * self.end.committed_bytes
+        return held + max(self.peak_bytes, self.alone_bytes)
 
-    @property
-    def passing_bytes(self) -> int:
-        """Held for a moment only, above what the accounting counts a sequence with."""
-        return max(0, self.peak_bytes - self.alone_bytes)
+    def num_in(self, capacity_bytes: int) -> int:
+        """How many sequences so many bytes hold."""
+        low, high = 0, 1
+        while self.together_bytes(high) <= capacity_bytes:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.together_bytes(middle) <= capacity_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +84,7 @@ class Cell:
     @property
     def num_fitting(self) -> int:
         """Typical sequences that the bytes hold at once, each at its end."""
-        return max(0, self.kv_bytes - self.course.passing_bytes) // self.course.alone_bytes
+        return self.course.num_in(self.kv_bytes)
 
     @property
     def num_sequences(self) -> int:
@@ -90,11 +102,18 @@ class Cell:
         return self.num_sequences * self.request.num_tokens
 
     @property
+    def waste_fraction(self) -> float:
+        """Of what they hold at their ends, all together, the part that no token uses."""
+        count = max(1, self.num_sequences)
+        held, used = count * self.course.end.committed_bytes, count * self.course.end.used_bytes
+        if self.course.shares is not None:
+            held = sum(align_up(count * share.end, share.granule) for share in self.course.shares)
+        return 1 - used / held if held else 0.0
+
+    @property
     def peak_bytes(self) -> int:
-        """Committed at most, all of them at their end and one still growing."""
-        held = self.num_sequences * self.course.end.committed_bytes
-        rise = self.course.peak_bytes - self.course.end.committed_bytes
-        return held + (max(0, rise) if self.num_sequences else 0)
+        """Committed at most, all of them at their ends and one still growing."""
+        return self.course.together_bytes(self.num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +148,12 @@ def plan(
     num_ranks: int = 1,
     request: Request | None = None,
     compare: bool = True,
+    course: Course | None = None,
 ) -> Plan:
     """``compare``: with all strategies and rules, not only those of the options.
+
+    ``course``: that of the options' strategy, if it is known: it is the same on machines alike in
+    pages, for as long a context and any number of sequences.
 
     Raises: ConfigError for longer sequences than the model's, or heads that no ranks divide.
     """
@@ -146,7 +169,8 @@ def plan(
                 by = replace(config, cache=strategy, budget=rule, kv_cache_memory_bytes=None)
                 pairs.setdefault((strategy, rule), by)
     courses = {
-        strategy: _course(strategy, on_rank, config, place, needs, request)
+        strategy: (course if strategy == config.cache else None)
+        or _course(strategy, on_rank, config, place, needs, request)
         for strategy in dict.fromkeys(strategy for strategy, _ in pairs)
     }
     cells = {
@@ -207,15 +231,16 @@ def _course(
     """Follow one sequence, in a cache that has more room than it needs."""
     spec = stored_spec(config, on_rank)
     own = replace(config, cache=strategy, max_num_seqs=1)
-    sizes = sizes_of(own, on_rank, place, 2**62)
-    probe = build_accounting(strategy, spec, replace(sizes, capacity_bytes=2**40))
+    # What a sequence is counted with does not depend on the capacity, and tables of blocks do.
+    sizes = sizes_of(own, on_rank, place, spec.bytes_for(needs.context_tokens))
+    probe = build_accounting(strategy, spec, sizes)
     counts = np.array([request.num_tokens, needs.context_tokens - 1], np.int64)
     each_max = np.array([request.num_tokens + 1, needs.context_tokens], np.int64)
     alone_bytes, longest_bytes = probe.bytes_alone(counts, each_max).tolist()
     ample = replace(sizes, capacity_bytes=4 * max(alone_bytes, longest_bytes))
-    max_tokens = request.num_tokens + 1
+    each = _steps(request, config)
     end, peak_bytes = None, 0
-    for end in moments(strategy, spec, ample, _steps(request, config), max_tokens):
+    for end in moments(strategy, spec, ample, each, request.num_tokens + 1):
         peak_bytes = max(peak_bytes, end.peak_bytes)
     assert end is not None, "a request has at least one token"
     return Course(
@@ -224,6 +249,7 @@ def _course(
         peak_bytes=peak_bytes,
         alone_bytes=max(alone_bytes, end.committed_bytes),
         longest_bytes=longest_bytes,
+        shares=pooled_shares(strategy, spec, ample, each),
     )
 
 

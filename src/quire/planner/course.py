@@ -39,10 +39,7 @@ class Moment:
 
 def lengths(request: Request, max_num_batched_tokens: int) -> Iterator[int]:
     """Tokens that a sequence has after each step, alone on its machine."""
-    for num_tokens in range(
-        max_num_batched_tokens, request.input_tokens, max_num_batched_tokens
-    ):
-        yield num_tokens
+    yield from range(max_num_batched_tokens, request.input_tokens, max_num_batched_tokens)
     yield from range(request.input_tokens, request.num_tokens + 1)
 
 

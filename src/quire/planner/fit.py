@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.capacity import Place, Plan, Request, plan
+from quire.planner.capacity import Course, Place, Plan, plan
+from quire.planner.course import Request
 from quire.units import align_up, format_bytes, format_count
 
 _GIB = 1 << 30
 _MOST_SEQUENCES = 1 << 20
 _MOST_MEMORY_BYTES = 1 << 50
+_STRIDE = 4096  # tokens
+_SHORTER = (2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)
 _RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -37,7 +40,10 @@ def longest(found: Plan, num_at_once: int = 1) -> int:
         again = _again(found, config=config, request=_shorter(found.request, max_model_len))
         return again.fits and again.cell.num_longest >= num_at_once
 
-    return _most(fits, 2, most)
+    # In strides first: a rule that gives a context exactly its bytes fits where blocks end.
+    strides = _most(lambda count: fits(count * _STRIDE), 1, most // _STRIDE)
+    low = strides * _STRIDE or next((n for n in _SHORTER if n <= most and fits(n)), 0)
+    return low and _most(fits, low, min(most, low + _STRIDE))
 
 
 def most_sequences(found: Plan) -> int:
@@ -45,7 +51,7 @@ def most_sequences(found: Plan) -> int:
 
     def fits(max_num_seqs: int) -> bool:
         config = replace(found.config, max_num_seqs=max_num_seqs)
-        again = _again(found, config=config)
+        again = _again(found, config=config, course=found.cell.course)
         return again.ledger.refusal is None and again.cell.num_fitting >= max_num_seqs
 
     return _most(fits, 1, _MOST_SEQUENCES)
@@ -62,7 +68,7 @@ def changes(found: Plan) -> Iterator[Change]:
 def _more_memory(found: Plan) -> Iterator[Change]:
     def fits(extra_gib: int) -> bool:
         place = replace(found.place, machine=_with_more(found.place.machine, extra_gib * _GIB))
-        again = _again(found, place=place)
+        again = _again(found, place=place, course=found.cell.course)
         return again.fits
 
     total, _ = found.place.machine.hint
@@ -116,6 +122,7 @@ def _again(
     place: Place | None = None,
     num_ranks: int | None = None,
     request: Request | None = None,
+    course: Course | None = None,
 ) -> Plan:
     """The same plan with something else."""
     return plan(
@@ -125,6 +132,7 @@ def _again(
         num_ranks=num_ranks or found.num_ranks,
         request=request or found.request,
         compare=False,
+        course=course,
     )
 
 
@@ -161,7 +169,7 @@ def _shorter(request: Request, max_model_len: int) -> Request:
 
 def _most(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The greatest in [low, high] that fits, 0 for none; all below it do."""
-    if not fits(low):
+    if low > high or not fits(low):
         return 0
     if fits(high):
         return high

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.memory.budget import Footprint
-from quire.spec import KeptWhole, LatentAttention, ModelSpec
+from quire.spec import AttentionSpec, KeptWhole, LatentAttention, LayerSpec, ModelSpec
 from quire.spec.config_json import text_section
 from quire.spec.fields import Fields
 
@@ -24,8 +24,10 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decode
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 # Families whose feed-forward layers have two matrices and no gate, whatever their activation.
 _UNGATED = frozenset(
-    ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi")
-    + ("starcoder2", "whisper", "bart", "codegen", "stablelm_epoch")
+    (
+        *("bart", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+        *("gptj", "mpt", "opt", "phi", "starcoder2", "t5", "whisper"),
+    )
 )
 
 
@@ -44,6 +46,11 @@ class Shapes:
     shared_width: int  # of experts that every token is given to, together
     num_dense: int  # layers without experts
     is_tied: bool  # the head is the table of tokens
+
+    @property
+    def num_in_tables(self) -> int:
+        """Weights of the table of tokens, and of the head."""
+        return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
 
     @property
     def rows_of_experts(self) -> int:
@@ -88,7 +95,6 @@ def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> i
     shapes = shapes_of(config, spec, source)
     section, source = text_section(config, source)
     fields = Fields(section=section, source=source)
-    tables = (1 if shapes.is_tied else 2) * shapes.vocab_size * shapes.hidden_size
     attention = sum(
         _attention(fields, kept, shapes.hidden_size)
         for layer in spec.layers
@@ -101,7 +107,7 @@ def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> i
         + shapes.hidden_size * shapes.num_experts
     )
     norms = (2 * shapes.num_layers + 1) * shapes.hidden_size
-    return tables + attention + dense + sparse + norms
+    return shapes.num_in_tables + attention + dense + sparse + norms
 
 
 def num_active_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
@@ -121,15 +127,34 @@ def estimated_footprint(
     config: Mapping[str, Any], spec: ModelSpec, source: str, item_bytes: int
 ) -> Footprint:
     """The model's own bytes, a weight in ``item_bytes``. Raises: ConfigError."""
-    shapes = shapes_of(config, spec, source)
+    shapes, bits = shapes_of(config, spec, source), weight_bits(config)
+    whole = num_parameters(config, spec, source)
+    coded = 0 if bits is None else whole - shapes.num_in_tables
     return Footprint(
-        weights_bytes=num_parameters(config, spec, source) * item_bytes,
+        weights_bytes=(whole - coded) * item_bytes + int(coded * (bits or 0) / 8),
         counted_bytes=0,
         hidden_size=shapes.hidden_size,
         widest_rows=widest_rows(config, spec, source),
         vocab_size=shapes.vocab_size,
         item_bytes=item_bytes,
     )
+
+
+def weight_bits(config: Mapping[str, Any]) -> float | None:
+    """Bits of a weight in a quantized checkpoint, its scales among them; None if it is not, or in
+    a way that is not known here. Tables of tokens stay as they are.
+    """
+    section, _ = text_section(config, "config.json")
+    said = config.get("quantization_config") or section.get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method in ("fp8", "fbgemm_fp8"):
+        return 8
+    if method == "mxfp4":
+        return 4.25  # a scale of eight bits for 32 weights
+    bits = said.get("bits") if isinstance(said, Mapping) and method in ("awq", "gptq") else None
+    if isinstance(bits, int) and 1 <= bits <= 8:
+        return bits + 20 / 128  # a scale and a zero for 128 weights, as nearly all have them
+    return None
 
 
 def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
@@ -151,16 +176,15 @@ def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
     return max(dense, queries, shapes.rows_of_experts if shapes.num_experts else 0)
 
 
-def _query_width(fields: Fields, kept: Any) -> int:
+def _query_width(fields: Fields, kept: AttentionSpec) -> int:
     if isinstance(kept, LatentAttention):
         nope = fields.optional_integer("qk_nope_head_dim", least=0) or 0
         value = fields.optional_integer("v_head_dim", least=0) or 0
         return max(nope + kept.rope_dim, nope + value)
-    width: int = kept.head_dim
-    return width
+    return kept.head_dim
 
 
-def _attention(fields: Fields, kept: Any, hidden: int) -> int:
+def _attention(fields: Fields, kept: LayerSpec, hidden: int) -> int:
     """Weights of one layer's part that keeps ``kept``."""
     if isinstance(kept, KeptWhole):
         # A scan reads and writes about its inner width: in, out, and a gate.

@@ -1,4 +1,4 @@
-"""How fast named devices compute and read, by their makers' data sheets, and what of it is reached.
+"""How fast named devices compute and read, as published, and what of it is reached.
 
 The sizes of their memory are ``devices``' matter. A roofline is no measurement: for figures of a
 machine that is there, calibrate on it.
@@ -41,11 +41,8 @@ def _speed(teraflops: float, gigabytes: float, host_gigabytes: float) -> Speed:
 SPEEDS: Mapping[str, Speed] = MappingProxyType(
     {
         "t4": _speed(65, 320, 16),
-        "a10": _speed(125, 600, 32),
         "l4": _speed(121, 300, 32),
         "l40s": _speed(362, 864, 32),
-        "rtx-a6000": _speed(155, 768, 32),
-        "rtx3090": _speed(71, 936, 32),
         "rtx4090": _speed(165, 1008, 32),
         "a100-40gb": _speed(312, 1555, 32),
         "a100": _speed(312, 2039, 32),

@@ -1,10 +1,10 @@
 """Several steps of decoding at once, where they can only be alike: what makes a simulation fast.
 
-While nobody comes and nobody is still taking in a prompt, a step gives each running sequence a token,
-and the scheduler decides nothing. As long as there is room for all of them and a token changes
-nothing but counts and new room (``Accounting.steady_tokens``), it makes no difference whether the
-cache hears of every step or of all of them together. The clock goes on step by step, up to the one
-in which the first sequence ends.
+While nobody comes and nobody is still taking in a prompt, a step gives each running sequence a
+token, and the scheduler decides nothing. As long as there is room for all of them and a token
+changes nothing but counts and new room (``Accounting.steady_tokens``), it makes no difference
+whether the cache hears of every step or of all of them together. The clock goes on step by step, up
+to the one in which the first sequence ends.
 
 Taken one by one, the same steps give the same figures; tests take both ways.
 """

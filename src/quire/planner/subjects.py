@@ -16,6 +16,7 @@ from quire.planner.parameters import (
     num_active_parameters,
     num_parameters,
     shapes_of,
+    weight_bits,
 )
 from quire.planner.published import Published, published_models
 from quire.planner.weight_files import Stored, footprint_of, stored_tensors
@@ -122,7 +123,7 @@ def _of_config(name: str, config: Mapping[str, Any], source: str, dtype: str) ->
         dtype=computing,
         own=estimated_footprint(config, spec, source, dtype_bytes(computing)),
         source=source,
-        weights_source="estimate from the shapes of its config.json",
+        weights_source=f"estimate from its config.json, {_kept_as(config, computing)}",
         num_parameters=num_parameters(config, spec, source),
         num_active_parameters=num_active_parameters(config, spec, source),
     )
@@ -164,6 +165,11 @@ def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
 def _computed(spec: ModelSpec, dtype: str) -> tuple[ModelSpec, str]:
     """The model in the dtype that was asked for, and that dtype."""
     return (spec, spec.dtype) if dtype == "auto" else (spec.computed_in(dtype), dtype)
+
+
+def _kept_as(config: Mapping[str, Any], dtype: str) -> str:
+    bits = weight_bits(config)
+    return f"in {dtype}" if bits is None else f"{bits:g} bits a weight but in tables of tokens"
 
 
 def _is_quantized(config: Mapping[str, Any]) -> bool:

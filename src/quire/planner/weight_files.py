@@ -74,7 +74,9 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise ValueError("its header is cut short")
             return parsed(json.loads(text))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelNotLoadable(f"{file} is no safetensors file ({error}): fetch it again") from error
+        raise ModelNotLoadable(
+            f"{file} is no safetensors file ({error}): fetch it again"
+        ) from error
 
 
 def parsed(header: Mapping[str, Any]) -> dict[str, Stored]:

@@ -24,6 +24,7 @@ from quire.server.guard.origin import Origins
 from quire.server.kept.background import Background
 from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
+from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
 from quire.server.schemas.fields import Asked, Sampling
 from quire.server.token_texts import TokenTexts
@@ -55,6 +56,7 @@ class Service:
             if config.otlp_traces_endpoint
             else None
         )
+        self.request_log = RequestWriter(config.request_log) if config.request_log else None
         self.gate = Gate(
             Bounds(
                 num_queued_reqs=config.max_num_queued_reqs,
@@ -231,9 +233,16 @@ class Service:
                 await pieces.aclose()
 
     async def _pieces(self, request: Request, own: Pass) -> AsyncGenerator[TextDelta, None]:
-        async for delta in self.llm.generate(request):
-            self.gate.note_piece(own, delta.choice)
-            yield delta
+        noted = self.request_log.begin(request) if self.request_log is not None else None
+        try:
+            async for delta in self.llm.generate(request):
+                self.gate.note_piece(own, delta.choice)
+                if noted is not None:
+                    noted.add(delta)
+                yield delta
+        finally:
+            if noted is not None:
+                noted.end()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -262,6 +271,8 @@ class Service:
         self.chat.close()
         if self.tracer is not None:
             self.tracer.close()
+        if self.request_log is not None:
+            self.request_log.close()
 
 
 def _tokenize(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:

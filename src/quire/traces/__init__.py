@@ -1,7 +1,7 @@
 """Traffic as it was met elsewhere, read as a stream, and traffic that is drawn."""
 
 from quire.traces.log import RequestLog
-from quire.traces.open import form_names, open_trace
+from quire.traces.opening import form_names, open_trace
 from quire.traces.request import TraceRequest
 from quire.traces.trace import ReadCounts, Trace
 

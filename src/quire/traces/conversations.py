@@ -114,7 +114,7 @@ class Conversations:
                 yield take()
             try:
                 conversation = _begun(name, text, begins_s, number * _MOST_IDS)
-            except DecodeError as error:
+            except (DecodeError, RecursionError) as error:
                 yield name, BadRow(str(error))
                 continue
             begins_s += gaps.exponential(self._interval_s)

@@ -60,12 +60,49 @@ class LogRow(Struct):
 
 @final
 class RequestLog:
-    """Writes requests, in order of time, to a file of bytes."""
+    """Writes requests to a file of bytes, in the order in which they begin.
+
+    A request is written when it and all that began before it have ended.
+    """
 
     def __init__(self, file: IO[bytes], *, id_tokens: int = 16) -> None:
         self._file, self._id_tokens = file, id_tokens
         self._key = token_bytes(32)
+        self._num_begun = self._num_written = 0
+        self._under_way: dict[int, LogRow] = {}
+        self._ended: dict[int, LogRow] = {}
         file.write(encode(LogHead(quire_trace=VERSION, id_tokens=id_tokens)) + b"\n")
+
+    def begin(
+        self,
+        at_s: float,
+        token_ids: Sequence[int],
+        session: str | int | None = None,
+        *,
+        apart: str = "",
+    ) -> int:
+        """A request with this prompt has come. Returns: its number, for ``end``.
+
+        ``apart``: prompts of another one have no blocks in common with it.
+        """
+        number = self._num_begun
+        self._num_begun += 1
+        self._under_way[number] = LogRow(
+            at_s=at_s,
+            input_tokens=len(token_ids),
+            output_tokens=0,
+            hash_ids=self._ids(token_ids, apart),
+            session=UNSET if session is None else session,
+        )
+        return number
+
+    def end(self, number: int, output_tokens: int) -> None:
+        """So many tokens came of it."""
+        row = self._ended[number] = self._under_way.pop(number)
+        row.output_tokens = output_tokens
+        while (following := self._ended.pop(self._num_written, None)) is not None:
+            self._file.write(encode(following) + b"\n")
+            self._num_written += 1
 
     def write(
         self,
@@ -74,23 +111,16 @@ class RequestLog:
         output_tokens: int,
         session: str | int | None = None,
     ) -> None:
-        """One request: the token ids of its prompt, and how many came back."""
-        row = LogRow(
-            at_s=at_s,
-            input_tokens=len(token_ids),
-            output_tokens=output_tokens,
-            hash_ids=self._ids(token_ids),
-            session=UNSET if session is None else session,
-        )
-        self._file.write(encode(row) + b"\n")
+        """A whole request at once."""
+        self.end(self.begin(at_s, token_ids, session), output_tokens)
 
-    def _ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def _ids(self, token_ids: Sequence[int], apart: str) -> tuple[int, ...]:
         data = np.asarray(token_ids, np.int32).tobytes()
         size = 4 * self._id_tokens
-        digest, ids = b"", []
+        digest = blake2b(apart.encode(), digest_size=16, key=self._key).digest()
+        ids = []
         for start in range(0, len(data), size):
-            digest = blake2b(
-                digest + data[start : start + size], digest_size=16, key=self._key
-            ).digest()
+            block = data[start : start + size]
+            digest = blake2b(digest + block, digest_size=16, key=self._key).digest()
             ids.append(int.from_bytes(digest[:8], "little") >> 1)
         return tuple(ids)

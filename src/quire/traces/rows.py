@@ -22,7 +22,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Final
 
-from msgspec import DecodeError, Struct, ValidationError
+from msgspec import DecodeError, Struct
 from msgspec.json import Decoder
 
 from quire.traces.log import LogHead, LogRow
@@ -54,7 +54,10 @@ def _columns(header: bytes) -> list[str]:
         text = header.decode("utf-8-sig")
     except UnicodeDecodeError:
         return []
-    return [name.strip() for name in next(csv.reader([text]), [])]
+    try:
+        return [name.strip() for name in next(csv.reader([text]), [])]
+    except csv.Error:  # no header is as long as one line of JSON may be
+        return []
 
 
 def _fields(line: bytes, count: int) -> list[str]:
@@ -206,7 +209,7 @@ def _json_has(*names: str) -> Callable[[bytes], bool]:
     def known(line: bytes) -> bool:
         try:
             return set(names) <= set(decode(line))
-        except (DecodeError, ValidationError):
+        except (DecodeError, RecursionError):
             return False
 
     return known

@@ -32,7 +32,7 @@ from quire.traces.source import OnProgress
 from quire.traces.trace import Found
 
 _TRACE = re.compile(r"chunk-(\d+)-trace\.csv")
-_MOST_A_SECOND: Final = 1e6
+_MOST_IN_A_WINDOW: Final = 10**7
 _WINDOW_S: Final = 600.0  # of one line alone
 
 
@@ -63,18 +63,10 @@ class _Lengths:
 
 @final
 class ServeGenClients:
-    """All clients of a folder together. ``rate_scale``: so many times as many requests."""
+    """All clients of a folder together. The lengths of all of them are held while it is read."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        seed: int,
-        rate_scale: float = 1.0,
-        on_progress: OnProgress | None = None,
-    ) -> None:
-        self._folder, self._seed, self._rate_scale = folder, seed, rate_scale
-        self._on_progress = on_progress
+    def __init__(self, folder: Path, *, seed: int, on_progress: OnProgress | None = None) -> None:
+        self._folder, self._seed, self._on_progress = folder, seed, on_progress
 
     @contextmanager
     def reading(self) -> Iterator[Iterator[Found]]:
@@ -108,7 +100,12 @@ class ServeGenClients:
                 span_s = window.begins_s - windows[-2].begins_s if len(windows) > 1 else _WINDOW_S
             else:
                 span_s = following.begins_s - window.begins_s
-            for at_s in _arrivals(window, span_s, self._rate_scale, rng):
+            if window.rate * span_s > _MOST_IN_A_WINDOW:
+                raise ConfigError(
+                    f"trace {self._folder}, chunk-{number}-trace.csv: {window.rate:g} requests a "
+                    f"second for {span_s:g} s are more than {_MOST_IN_A_WINDOW:,}"
+                )
+            for at_s in _arrivals(window, span_s, rng):
                 yield TraceRequest(
                     at_s=at_s,
                     input_tokens=max(1, of_window["input_tokens"].draw(rng)),
@@ -117,11 +114,9 @@ class ServeGenClients:
                 )
 
 
-def _arrivals(
-    window: _Window, span_s: float, rate_scale: float, rng: np.random.Generator
-) -> list[float]:
+def _arrivals(window: _Window, span_s: float, rng: np.random.Generator) -> list[float]:
     """As many as the window's rate says (a part of one by chance), with gaps in proportion."""
-    expected = window.rate * rate_scale * span_s
+    expected = window.rate * span_s
     count = int(expected) + int(rng.random() < expected % 1)
     if window.pattern == "Gamma":
         gaps = rng.gamma(window.shape, size=count + 1)
@@ -147,7 +142,7 @@ def _windows(file: Path) -> list[_Window]:
             window = _Window(
                 begins_s=float(begins), rate=float(rate), pattern=pattern, shape=float(shape)
             )
-            if not 0 <= window.begins_s < inf or not 0 <= window.rate <= _MOST_A_SECOND:
+            if not 0 <= window.begins_s < inf or not 0 <= window.rate < inf:
                 raise ValueError(f"a rate of {rate} from {begins} s on")
             if window.rate and pattern not in ("Gamma", "Weibull", "Poisson", "Exponential"):
                 raise ValueError(f"gaps of a distribution {pattern!r}; Gamma or Weibull is known")

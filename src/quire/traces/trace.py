@@ -95,8 +95,8 @@ class Trace:
         wanted = f" Wanted: {self._wanted}." if self._wanted else ""
         skipped = self._of_skipped() if self._max_skipped else ""
         raise ConfigError(
-            f"trace {self.source}, {place}: {why}{skipped}.{wanted} Rows may be skipped with "
-            f"--trace-max-skipped"
+            f"trace {self.source}, {place}: {why}{skipped}.{wanted} --max-skipped lets so many be "
+            f"left out (in quire bench --trace-max-skipped)"
         )
 
     def _of_skipped(self) -> str:

@@ -118,7 +118,7 @@ def _rows(source: str | Path, form: RowForm, lines: Iterator[tuple[int, bytes]])
         return
     try:
         parse, is_row = form.begin(first)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"trace {source}, line {number}: {error}. Wanted: {form.wanted}"
         ) from error
@@ -133,5 +133,5 @@ def _parsed(parse: Parse, line: bytes) -> TraceRequest | BadRow:
         return parse(line)
     except BadRow as error:
         return error
-    except (DecodeError, UnicodeDecodeError) as error:
+    except (DecodeError, RecursionError, UnicodeDecodeError) as error:
         return BadRow(str(error))

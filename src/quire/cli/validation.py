@@ -1,0 +1,224 @@
+"""``quire plan --validate``: what was planned against what an engine takes, byte by byte.
+
+One engine a strategy runs one prompt, and keeps nothing for others. The plan knows the model's
+files alone; the engine's figures are those of the loaded model, of its accounting, and of the
+memory that holds the pages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from quire.cli.options import plain_table
+from quire.config import EngineConfig
+from quire.engine.needs import stored_spec
+from quire.planner.capacity import Place, plan, sizes_of
+from quire.planner.course import Request, moments
+from quire.planner.subjects import Subject
+from quire.strategies import STRATEGIES
+from quire.units import format_count
+
+if TYPE_CHECKING:
+    from quire.memory.budget import Ledger
+    from quire.models.loader import LoadedModel
+    from quire.strategies import Usage
+
+_FIXED = ("max_num_seqs × max_model_len", "kv_cache_memory_bytes", "max_model_len")  # by options
+_MOST_TOKENS = 96  # of the prompt and of the answer: windows pass, blocks and buffers fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One figure, planned and as it is."""
+
+    what: str
+    planned: int
+    actual: int
+    explained: int = 0  # of the difference
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.actual - self.planned == self.explained
+
+
+def validate(
+    loaded: "LoadedModel",
+    subject: Subject,
+    config: EngineConfig,
+    place: Place,
+    request: Request,
+    *,
+    strategies: Iterable[str] = STRATEGIES,
+    report: Callable[[str], None] = lambda _: None,
+) -> list[Check]:
+    """Plan and run, without prefix caching: what a prompt leaves for others is not planned.
+
+    Raises: what running does.
+    """
+    config = replace(config, max_num_seqs=1, enable_prefix_caching=False)
+    request = _short(request)
+    checks = list(_model(subject, loaded, config))
+    for strategy in strategies:
+        report(f"running {strategy} …")
+        own = replace(config, cache=strategy)
+        checks += _runs(subject, loaded, own, place, request)
+    return checks
+
+
+def print_checks(name: str, checks: Sequence[Check]) -> bool:
+    """A table, and whether all hold."""
+    table = plain_table(
+        f"What was planned for {escape(name)}, and what the engine takes",
+        "",
+        "planned",
+        "actual",
+        "difference",
+    )
+    table.add_column("", style="dim")
+    for check in checks:
+        apart = check.actual - check.planned
+        style = "green" if check.holds else "bold red"
+        table.add_row(
+            check.what,
+            format_count(check.planned),
+            format_count(check.actual),
+            f"[{style}]{format_count(apart)}[/]",
+            escape(check.why) if apart else "",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    wrong = sum(not check.holds for check in checks)
+    if wrong:
+        console.print(f"[bold red]{wrong} of {len(checks)} differ without a reason[/]")
+    else:
+        console.print(f"[bold green]all {len(checks)} agree to the byte[/], or say why not")
+    return not wrong
+
+
+def _model(subject: Subject, loaded: "LoadedModel", config: EngineConfig) -> Iterator[Check]:
+    """Bytes per token of each group, and the model's own."""
+    from quire.models.footprint import footprint
+
+    planned = stored_spec(config, subject.spec)
+    actual = stored_spec(config, loaded.spec)
+    yield Check(what="groups of layers", planned=len(planned.groups), actual=len(actual.groups))
+    for index, (ours, theirs) in enumerate(zip(planned.groups, actual.groups, strict=False)):
+        yield Check(
+            what=f"bytes a token, group {index}",
+            planned=ours.bytes_per_token,
+            actual=theirs.bytes_per_token,
+        )
+        yield Check(
+            what=f"bytes of a block, group {index}",
+            planned=ours.block_bytes(config.block_size),
+            actual=theirs.block_bytes(config.block_size),
+        )
+    own, tokens = footprint(loaded.model), config.max_num_batched_tokens
+    weights = subject.own.weights_bytes, own.weights_bytes
+    activations = subject.own.activation_bytes(tokens, 1), own.activation_bytes(tokens, 1)
+    what = f"activations of {format_count(tokens)} tokens"
+    if subject.weights_are_estimated:
+        yield _estimated("weights", *weights)
+        yield _estimated(what, *activations)
+        return
+    yield Check(
+        what="weights",
+        planned=weights[0],
+        actual=weights[1],
+        explained=_in_no_file(loaded.model),
+        why="tables that no file holds",
+    )
+    yield Check(what=what, planned=activations[0], actual=activations[1])
+
+
+def _estimated(what: str, planned: int, actual: int) -> Check:
+    return Check(
+        what=what, planned=planned, actual=actual, explained=actual - planned, why="an estimate"
+    )
+
+
+def _in_no_file(model: Any) -> int:
+    """Bytes of buffers that are computed when a model is made, such as rotary frequencies."""
+    kept = set(model.state_dict())
+    return sum(tensor.nbytes for name, tensor in model.named_buffers() if name not in kept)
+
+
+def _runs(
+    subject: Subject, loaded: "LoadedModel", config: EngineConfig, place: Place, request: Request
+) -> Iterator[Check]:
+    """The budget, and bytes after each step of one sequence."""
+    from quire.engine.llm import LLM
+    from quire.engine.params import SamplingParams
+
+    strategy = config.cache
+    found = plan(subject, config, place, request=request, compare=False)
+    with LLM(loaded, **_options(config)) as llm:
+        yield Check(
+            what=f"{strategy}: KV memory",
+            planned=found.ledger.kv_bytes,
+            actual=llm.ledger.kv_bytes,
+            explained=_moved(found.ledger, llm.ledger),
+            why=f"bound by {llm.ledger.bound}, read twice",
+        )
+        sizes = sizes_of(config, subject.spec, place, llm.ledger.kv_bytes)
+        taken: list[tuple[int, int, int]] = []
+
+        def observe(usage: "Usage") -> None:
+            if usage.num_sequences:
+                taken.append((usage.num_tokens, usage.committed_bytes, llm.memory.committed_bytes))
+
+        params = SamplingParams(max_tokens=request.output_tokens, temperature=0, ignore_eos=True)
+        llm.generate([_prompt(loaded, request)], params, observe=observe)
+    each = [num_tokens for num_tokens, _, _ in taken]
+    expected = list(
+        moments(
+            strategy,
+            stored_spec(config, subject.spec),
+            sizes,
+            each,
+            request.input_tokens + request.output_tokens,
+        )
+    )
+    held = [moment.committed_bytes for moment in expected]
+    steps = f"worst of {len(each)} steps"
+    counted = [committed for _, committed, _ in taken]
+    yield _worst(f"{strategy}: committed, {steps}", held, counted)
+    yield _worst(f"{strategy}: in pages, {steps}", held, [in_pages for _, _, in_pages in taken])
+
+
+def _worst(what: str, planned: list[int], actual: list[int]) -> Check:
+    """The pair that is farthest apart; the last, where all are equal."""
+    pairs = list(zip(planned, actual, strict=True))[::-1]
+    ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+    return Check(what=what, planned=ours, actual=theirs)
+
+
+def _moved(planned: "Ledger", actual: "Ledger") -> int:
+    """The difference of two readings of a machine, where its memory is what binds."""
+    if planned.bound == actual.bound and actual.bound in _FIXED:
+        return 0
+    return actual.kv_bytes - planned.kv_bytes
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """An engine's options, without what belongs to loading."""
+    said = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {**said, "dtype": "auto", "quantization": None}
+
+
+def _short(request: Request) -> Request:
+    return Request(
+        input_tokens=min(request.input_tokens, _MOST_TOKENS),
+        output_tokens=min(request.output_tokens, _MOST_TOKENS),
+    )
+
+
+def _prompt(loaded: "LoadedModel", request: Request) -> Any:
+    """Token ids of every model's vocabulary; for one that hears, what it is given is a matter of
+    its own.
+    """
+    return [3 + index % max(1, loaded.vocab_size - 3) for index in range(request.input_tokens)]

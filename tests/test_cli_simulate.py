@@ -1,0 +1,103 @@
+"""``quire simulate``: figures of traffic from the command line, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import app
+from quire.errors import QuireError
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    rows = (
+        {"timestamp": 200 * i, "input_length": 600, "output_length": 20, "hash_ids": [0, i % 3]}
+        for i in range(12)
+    )
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def test_one_json_object_with_a_variant_for_each_of_a_list(trace: Path) -> None:
+    said = json.loads(
+        run(trace, "--cache", "paged,growing", "--kv-cache-memory-bytes", "64MiB,256MiB", "--json")
+    )
+    assert [v["name"] for v in said["variants"]] == [
+        "paged 64MiB", "paged 256MiB", "growing 64MiB", "growing 256MiB",
+    ]  # fmt: skip
+    for variant in said["variants"]:
+        assert variant["num_finished"]["length"] + variant["num_refused"] == 12
+    assert said["variants"][1]["hit_rate"] > 0 == said["variants"][3]["hit_rate"]
+
+
+def test_a_table_says_where_the_speed_is_from(trace: Path) -> None:
+    said = run(trace, "--slo-ttft", "1")
+    for word in ("utilization", "TTFT p50", "never seen", "roofline", "12 of 12"):
+        assert word in said
+
+
+def test_requests_and_memory_for_perfetto(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "events.json"
+    run(trace, "--replicas", "2", "--chrome-trace", path)
+    events = json.loads(path.read_text())
+    begun = [e for e in events if e["ph"] == "b" and e["name"] == "generates"]
+    assert len(begun) == 12
+    assert {e["pid"] for e in begun} == {0, 1}
+    assert any(e["ph"] == "C" for e in events)
+
+
+def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
+    slow, fast = (
+        json.loads(run(trace, "--rate", rate, "--max-num-seqs", "1", "--json"))["variants"][0]
+        for rate in ("1", "1000")
+    )
+    assert fast["latencies"]["ttft_s"]["p99"] > slow["latencies"]["ttft_s"]["p99"]
+    assert fast["duration_s"] < slow["duration_s"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rate", "0"], "--rate 0"),
+        (["--replicas", "0"], "--replicas 0"),
+        (["--routing", "random"], "known: round-robin"),
+        (["--num-requests", "0"], "--num-requests 0"),
+        (["--device", "abacus"], "abacus"),
+        (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--cache", "paged,stacked"], "stacked"),
+        (["--cache", "paged,virtual", "--chrome-trace", "x.json"], "one variant"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_words(
+    trace: Path, flags: list[str], message: str
+) -> None:
+    with pytest.raises(QuireError, match=message):
+        run(trace, *flags)
+
+
+def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match=r"nowhere\.csv"):
+        run(tmp_path / "nowhere.csv")
+
+
+def test_no_torch_is_imported(trace: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys; from quire.cli import app\n"
+        f"app(['simulate', {str(trace)!r}, '--json'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
