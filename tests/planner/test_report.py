@@ -232,3 +232,22 @@ def test_no_request_says_so() -> None:
     assert "No request came" in text
     text, _ = page_of(replace(report(), variants=()))
     assert "No request came" in text
+
+
+def test_who_ended_nothing_is_not_the_fastest() -> None:
+    made = report()
+    idle = made.variants[0]
+    nobody = replace(
+        idle,
+        result=replace(
+            idle.result,
+            num_finished={},
+            latencies={name: dict.fromkeys(f, 0.0) for name, f in idle.result.latencies.items()},
+        ),
+    )
+    _, page = page_of(replace(made, variants=(nobody, *made.variants[1:])))
+    said = " ".join(page.texts)
+    assert f"No request came to its end with {idle.name}." in said
+    assert not re.search(rf"{idle.name}[^.]* waits? least", said)
+    compared = {row[0]: row[1:] for row in page.tables["All variants"]}
+    assert compared["TTFT, median"][0] == "–"

@@ -50,7 +50,8 @@ def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
         yield f"With {served[0].name}:"
         yield from _of_one(served[0])
     elif served:
-        yield from (_compared(served, question) for question in asked)
+        all_of = "All" if len(served) == len(variants) else "The others"
+        yield from (_compared(served, question, all_of) for question in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class _Question:
     write: Callable[[float], str]
     one: str  # what the best one does
     several: str  # … if they are several
-    alike: str  # if all are
+    alike: str  # what all do, if they are alike
     least: bool = False
     has_ratio: bool = True
 
@@ -71,7 +72,7 @@ _GOOD = _Question(
     write=lambda value: f"{rate(value)} requests/s",
     one="meets the goals most often",
     several="meet the goals most often",
-    alike="All meet the goals as often",
+    alike="meet the goals as often",
 )
 _QUESTIONS = (
     _Question(
@@ -79,14 +80,14 @@ _QUESTIONS = (
         write=lambda value: f"{rate(value)} output tokens/s",
         one="serves most",
         several="serve most",
-        alike="All serve as much",
+        alike="serve as much",
     ),
     _Question(
         figure=lambda r: r.latencies["ttft_s"]["p99"],
         write=duration,
         one="waits least for a first token (99th percentile)",
         several="wait least for a first token (99th percentile)",
-        alike="All wait as long for a first token (99th percentile)",
+        alike="wait as long for a first token (99th percentile)",
         least=True,
     ),
     _Question(
@@ -94,19 +95,19 @@ _QUESTIONS = (
         write=share,
         one="uses most of what it holds",
         several="use most of what they hold",
-        alike="All use as much of what they hold",
+        alike="use as much of what they hold",
         has_ratio=False,
     ),
 )
 
 
-def _compared(variants: Sequence[Variant], question: _Question) -> str:
+def _compared(variants: Sequence[Variant], question: _Question, all_of: str) -> str:
     """The best, with all that look the same, and the worst."""
     figures = [question.figure(each.result) for each in variants]
     write = question.write
     low, high = min(figures), max(figures)
     if _close(low, high):
-        return f"{question.alike}: {write(high)}."
+        return f"{all_of} {question.alike}: {write(high)}."
     best, worst = (low, high) if question.least else (high, low)
     first = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, best)]
     last = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, worst)]
