@@ -23,7 +23,9 @@ def requests(count: int) -> list[TraceRequest]:
 
 
 @cache
-def report(count: int = 40, trace: str = HOSTILE, strategies: tuple[str, ...] = STRATEGIES) -> Report:
+def report(
+    count: int = 40, trace: str = HOSTILE, strategies: tuple[str, ...] = STRATEGIES
+) -> Report:
     """Of so many requests."""
     trace_requests, goals = requests(count), Goals(ttft_s=0.5, tpot_s=0.03)
     fleets = {name: fleet_of(name, num_blocks=48, max_num_seqs=8) for name in strategies}
@@ -41,7 +43,9 @@ def report(count: int = 40, trace: str = HOSTILE, strategies: tuple[str, ...] = 
         command=f"quire simulate '{trace}'",
         version="0",
         variants=tuple(
-            Variant(name=name, result=simulate(trace_requests, fleet, goals=goals))
+            Variant(
+                name=name, result=simulate(trace_requests, fleet, goals=goals, looks_at_waste=True)
+            )
             for name, fleet in fleets.items()
         ),
         notes=(f"{trace}: 3 rows were skipped",),

@@ -149,13 +149,19 @@ def test_the_hit_rates_and_what_is_held_are_those_that_were_given() -> None:
         size(first.used_bytes[0]),
     ]
     last = made.batch[-1]
-    assert held[-1][1:4] == [last.strategy, count(last.num_tokens[-1]), size(last.committed_bytes[-1])]
+    assert held[-1][1:4] == [
+        last.strategy,
+        count(last.num_tokens[-1]),
+        size(last.committed_bytes[-1]),
+    ]
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
     made = report()
     text, _ = page_of(made)
-    widths = [float(width) for width in re.findall(r'class="part used" style="width: ([\d.]+)%', text)]
+    widths = [
+        float(width) for width in re.findall(r'class="part used" style="width: ([\d.]+)%', text)
+    ]
     expected = [100 * v.result.used_bytes / v.result.memory_bytes for v in made.variants]
     expected += [100 * v.result.hit_rate for v in made.variants]
     assert widths == pytest.approx(expected, abs=0.001)
@@ -209,7 +215,12 @@ def variants_of(made: Report) -> Iterator[Report]:
 
 
 def test_there_is_a_page_of_anything() -> None:
-    for made in [*variants_of(report()), *variants_of(report(1)), report(0), report(0, "t", ("paged",))]:
+    for made in [
+        *variants_of(report()),
+        *variants_of(report(1)),
+        report(0),
+        report(0, "t", ("paged",)),
+    ]:
         text, page = page_of(made)
         assert "nan" not in re.sub(r"[a-z]*nan[a-z]+|[a-z]+nan", "", text.lower())
         assert not re.search(r"[ \"]-?inf[ \",]", text)
@@ -221,3 +232,22 @@ def test_no_request_says_so() -> None:
     assert "No request came" in text
     text, _ = page_of(replace(report(), variants=()))
     assert "No request came" in text
+
+
+def test_who_ended_nothing_is_not_the_fastest() -> None:
+    made = report()
+    idle = made.variants[0]
+    nobody = replace(
+        idle,
+        result=replace(
+            idle.result,
+            num_finished={},
+            latencies={name: dict.fromkeys(f, 0.0) for name, f in idle.result.latencies.items()},
+        ),
+    )
+    _, page = page_of(replace(made, variants=(nobody, *made.variants[1:])))
+    said = " ".join(page.texts)
+    assert f"No request came to its end with {idle.name}." in said
+    assert not re.search(rf"{idle.name}[^.]* waits? least", said)
+    compared = {row[0]: row[1:] for row in page.tables["All variants"]}
+    assert compared["TTFT, median"][0] == "–"

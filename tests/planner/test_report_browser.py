@@ -1,4 +1,4 @@
-"""The report in a real browser: it complains of nothing, fits a phone, and says what is pointed at."""
+"""The report in a real browser: no complaint, room on a phone, and words where one points."""
 
 import shutil
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleets import BLOCK_BYTES, fleet_of, spec_of
@@ -73,8 +73,9 @@ def test_eight_thousand_tokens_are_a_gigabyte() -> None:
     assert held[1].committed_bytes[-1] == 2**30
 
 
+@settings(max_examples=30)
 @given(
-    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 300)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 300)), min_size=1, max_size=5),
     st.sampled_from(["contiguous", "growing", "growing-staggered", "paged", "virtual-shared"]),
 )
 def test_a_batch_holds_what_its_sequences_hold(lengths: list[tuple[int, int]], case: str) -> None:
@@ -104,8 +105,10 @@ def test_a_request_longer_than_the_model_is_not_in_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0, "0"), (2e-6, "2.00 µs"), (0.03, "30.0 ms"), (0.99996, "1.00 s"), (59.96, "60.0 s")]
-    + [(599.9, "600 s"), (1200, "20.0 min"), (5400, "1.50 h"), (172_800, "2.00 d")],
+    [
+        *((0, "0"), (2e-6, "2.00 µs"), (0.03, "30.0 ms"), (0.99996, "1.00 s"), (59.96, "60.0 s")),
+        *((599.9, "600 s"), (1200, "20.0 min"), (5400, "1.50 h"), (172_800, "2.00 d")),
+    ],
 )
 def test_durations(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -148,7 +148,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 )
                 watch = _Both(view, chrome)
                 requests = _scaled(islice(trace, num_requests), rate)
-                result = run_simulation(requests, fleet, goals=goals, watch=watch)
+                result = run_simulation(
+                    requests, fleet, goals=goals, watch=watch, looks_at_waste=report is not None
+                )
                 if chrome is not None:
                     chrome.held(result.timelines)
                 if trace.counts.num_skipped:

@@ -15,6 +15,7 @@ from quire.planner.prompts import prompt_of
 from quire.planner.strides import find_stride, take_stride
 from quire.planner.timeline import State, Timeline
 from quire.planner.virtual import VirtualCache, VirtualClock
+from quire.planner.waste import Waste
 from quire.planner.work import Reach
 from quire.strategies import Accounting
 from quire.traces import TraceRequest
@@ -24,7 +25,8 @@ _PROBE = -1  # sequences count from 0
 
 @final
 class Replica:
-    """``ended`` hears of each sequence that has; ``by_steps`` takes none of them together.
+    """``ended`` hears of each sequence that has; ``by_steps`` takes none of them together;
+    ``waste`` is told who comes and ends, and looks now and then.
 
     ``now_s`` is where its clock is. What happens at one moment happens in this order: a step ends,
     requests come, the next step begins.
@@ -39,6 +41,7 @@ class Replica:
         *,
         ended: Callable[[Sequence], None],
         by_steps: bool = False,
+        waste: Waste | None = None,
     ) -> None:
         self.engine, self.cache = engine, cache
         self.scheduler = engine.scheduler
@@ -46,7 +49,7 @@ class Replica:
         self.num_refused = 0  # requests that can never run
         self.num_steps = 0
         self._clock, self._costs = clock, costs
-        self._ended, self._by_steps = ended, by_steps
+        self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self._may_stride = Reach(cache.accounting.groups).is_full
         self._coming: deque[tuple[TraceRequest, int]] = deque()
         # Only those who are first can come into a step; the others wait as what they are in a
@@ -76,6 +79,8 @@ class Replica:
         if self.is_idle and request.at_s > self.now_s:
             self.timeline.jump(request.at_s)
             self._clock.wait_until(request.at_s)
+            if self.waste is not None:
+                self.waste.skip(request.at_s)
         self._coming.append((request, number))
 
     def num_cached_tokens(self, request: TraceRequest, number: int) -> int:
@@ -105,9 +110,13 @@ class Replica:
         while self._coming and self.scheduler.num_waiting < self._most_known:
             request, number = self._coming.popleft()
             try:
-                self.scheduler.add(self._request(request, number), arrived_s=request.at_s)
+                came = self.scheduler.add(self._request(request, number), arrived_s=request.at_s)
             except RequestTooLong:
                 self.num_refused += 1
+                continue
+            if self.waste is not None:
+                longest = min(came[0].request.max_tokens, self.scheduler.limits.max_model_len)
+                self.waste.came(came[0].seq_id, longest - 1)
 
     def _request(self, request: TraceRequest, number: int) -> Request:
         return Request(
@@ -132,7 +141,7 @@ class Replica:
         self._clock.wait_until(stride.moments_s[-1])
         for sequence in take_stride(self.scheduler, self.accounting, stride):
             self.engine.finish(sequence, "length")  # what belongs to it besides its room
-            self._ended(sequence)
+            self._end(sequence)
         self.cache.carry_out()
         self.num_steps += len(stride.moments_s)
         return True
@@ -141,9 +150,16 @@ class Replica:
         self.num_steps += 1
         for output in self.engine.step():
             if output.finish_reason is not None:
-                self._ended(output.sequence)
+                self._end(output.sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if self.waste is not None:
+            self.waste.ended(sequence.seq_id)
+        self._ended(sequence)
 
     def _note(self) -> None:
+        if self.waste is not None:
+            self.waste.note(self.now_s)
         usage = self.accounting.usage()
         self.timeline.note(
             self.now_s,

@@ -44,6 +44,10 @@ class SimulationResult:
     peak_used_bytes: int  # … at that moment
     most_running: int  # of one replica
 
+    # Means over time, where it was looked at; None: it was not, or there was none.
+    later_fraction: float | None = None  # of what is held and empty: filled later, not wasted
+    pieces_fraction: float | None = None  # of what is not committed: enough, and in no one piece
+
     latencies: dict[str, dict[str, float]]
     goals: dict[str, float | None]
     num_good: int  # that met all of them

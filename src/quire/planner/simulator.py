@@ -17,6 +17,7 @@ from quire.planner.replica import Replica
 from quire.planner.result import SimulationResult
 from quire.planner.routing import ROUTES
 from quire.planner.virtual import VirtualClock, virtual_engine
+from quire.planner.waste import Waste
 from quire.spec import ModelSpec
 from quire.strategies import CacheConfig, build_accounting
 from quire.traces import TraceRequest
@@ -52,7 +53,11 @@ class Unwatched:
 
 
 def make_replica(
-    fleet: Fleet, ended: Callable[[EngineSequence], None], *, by_steps: bool = False
+    fleet: Fleet,
+    ended: Callable[[EngineSequence], None],
+    *,
+    by_steps: bool = False,
+    looks_at_waste: bool = False,
 ) -> Replica:
     """One of the fleet, idle and empty. Raises: ConfigError for an unknown strategy."""
     clock = VirtualClock()
@@ -63,7 +68,8 @@ def make_replica(
         clock,
         swap_bytes=fleet.swap_bytes,
     )
-    return Replica(engine, cache, clock, fleet.costs, ended=ended, by_steps=by_steps)
+    waste = Waste(cache.accounting) if looks_at_waste else None
+    return Replica(engine, cache, clock, fleet.costs, ended=ended, by_steps=by_steps, waste=waste)
 
 
 def simulate(
@@ -73,10 +79,12 @@ def simulate(
     goals: Goals | None = None,
     watch: Watch | None = None,
     by_steps: bool = False,
+    looks_at_waste: bool = False,
 ) -> SimulationResult:
     """Run a trace to its end. It is read as it is needed, and may have any length.
 
-    ``by_steps`` takes every step by itself: slower, and the same figures.
+    ``by_steps`` takes every step by itself: slower, and the same figures. ``looks_at_waste``: find
+    out what becomes of what is held and empty, which takes a few seconds more.
     """
     goals, observer = goals or Goals(), watch or Unwatched()
     tally = LatencyTally(goals)
@@ -89,7 +97,7 @@ def simulate(
         return ended
 
     replicas = [
-        make_replica(fleet, listener(place), by_steps=by_steps)
+        make_replica(fleet, listener(place), by_steps=by_steps, looks_at_waste=looks_at_waste)
         for place in range(fleet.num_replicas)
     ]
     num_requests = _replay(trace, replicas, fleet.routing)
@@ -129,6 +137,7 @@ def _result(
         total = sum(line.integral(figure) for line in lines)
         return total / duration_s if duration_s else 0.0
 
+    waste = Waste.shares([each.waste for each in replicas if each.waste is not None])
     peak = max((line.peak for line in lines), key=lambda state: state.committed_bytes)
     return SimulationResult(
         cache=fleet.cache,
@@ -160,6 +169,8 @@ def _result(
         peak_committed_bytes=peak.committed_bytes,
         peak_used_bytes=peak.used_bytes,
         most_running=max(line.most_running for line in lines),
+        later_fraction=waste.later_fraction,
+        pieces_fraction=waste.pieces_fraction,
         latencies=tally.figures(),
         goals=asdict(goals),
         num_good=tally.num_good,

@@ -43,8 +43,15 @@ def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
     asked = [*_QUESTIONS]
     if any(goal is not None for goal in report.goals.values()):
         asked.insert(0, _GOOD)
-    for question in asked:
-        yield _compared(variants, question)
+    served = [each for each in variants if _ended(each.result)]
+    if idle := [each.name for each in variants if not _ended(each.result)]:
+        yield f"No request came to its end with {_listed(idle)}."
+    if len(served) == 1:
+        yield f"With {served[0].name}:"
+        yield from _of_one(served[0])
+    elif served:
+        all_of = "All" if len(served) == len(variants) else "The others"
+        yield from (_compared(served, question, all_of) for question in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,7 @@ class _Question:
     write: Callable[[float], str]
     one: str  # what the best one does
     several: str  # … if they are several
-    alike: str  # if all are
+    alike: str  # what all do, if they are alike
     least: bool = False
     has_ratio: bool = True
 
@@ -65,7 +72,7 @@ _GOOD = _Question(
     write=lambda value: f"{rate(value)} requests/s",
     one="meets the goals most often",
     several="meet the goals most often",
-    alike="All meet the goals as often",
+    alike="meet the goals as often",
 )
 _QUESTIONS = (
     _Question(
@@ -73,14 +80,14 @@ _QUESTIONS = (
         write=lambda value: f"{rate(value)} output tokens/s",
         one="serves most",
         several="serve most",
-        alike="All serve as much",
+        alike="serve as much",
     ),
     _Question(
         figure=lambda r: r.latencies["ttft_s"]["p99"],
         write=duration,
         one="waits least for a first token (99th percentile)",
         several="wait least for a first token (99th percentile)",
-        alike="All wait as long for a first token (99th percentile)",
+        alike="wait as long for a first token (99th percentile)",
         least=True,
     ),
     _Question(
@@ -88,19 +95,19 @@ _QUESTIONS = (
         write=share,
         one="uses most of what it holds",
         several="use most of what they hold",
-        alike="All use as much of what they hold",
+        alike="use as much of what they hold",
         has_ratio=False,
     ),
 )
 
 
-def _compared(variants: Sequence[Variant], question: _Question) -> str:
+def _compared(variants: Sequence[Variant], question: _Question, all_of: str) -> str:
     """The best, with all that look the same, and the worst."""
     figures = [question.figure(each.result) for each in variants]
     write = question.write
     low, high = min(figures), max(figures)
     if _close(low, high):
-        return f"{question.alike}: {write(high)}."
+        return f"{all_of} {question.alike}: {write(high)}."
     best, worst = (low, high) if question.least else (high, low)
     first = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, best)]
     last = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, worst)]
@@ -122,6 +129,10 @@ def _ended(result: SimulationResult) -> int:
     return result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
 
 
+def _latency(metric: str, part: str) -> Callable[[SimulationResult], str]:
+    return lambda r: duration(r.latencies[metric][part]) if _ended(r) else "–"
+
+
 def comparison(report: Report) -> Table:
     """A row a figure, a column a variant."""
     rows: list[tuple[str, Callable[[SimulationResult], str]]] = [
@@ -133,17 +144,17 @@ def comparison(report: Report) -> Table:
         ("memory", lambda r: size(r.memory_bytes * r.num_replicas)),
         ("… committed, mean", lambda r: size(r.committed_bytes)),
         ("… used, mean", lambda r: size(r.used_bytes)),
-        ("utilization", lambda r: share(r.utilization)),
+        ("utilization", lambda r: share(r.utilization) if r.committed_bytes else "–"),
         ("running, mean", lambda r: f"{r.num_running:,.1f}"),
         ("waiting, mean", lambda r: f"{r.num_waiting:,.1f}"),
         ("prompt tokens found", lambda r: share(r.hit_rate)),
         ("preemptions", lambda r: count(r.num_preemptions)),
-        ("TTFT, median", lambda r: duration(r.latencies["ttft_s"]["p50"])),
-        ("TTFT, 99th percentile", lambda r: duration(r.latencies["ttft_s"]["p99"])),
-        ("TPOT, median", lambda r: duration(r.latencies["tpot_s"]["p50"])),
-        ("TPOT, 99th percentile", lambda r: duration(r.latencies["tpot_s"]["p99"])),
-        ("E2E, median", lambda r: duration(r.latencies["e2e_s"]["p50"])),
-        ("E2E, 99th percentile", lambda r: duration(r.latencies["e2e_s"]["p99"])),
+        ("TTFT, median", _latency("ttft_s", "p50")),
+        ("TTFT, 99th percentile", _latency("ttft_s", "p99")),
+        ("TPOT, median", _latency("tpot_s", "p50")),
+        ("TPOT, 99th percentile", _latency("tpot_s", "p99")),
+        ("E2E, median", _latency("e2e_s", "p50")),
+        ("E2E, 99th percentile", _latency("e2e_s", "p99")),
     ]
     if any(goal is not None for goal in report.goals.values()):
         rows.insert(4, ("… within the goals", lambda r: rate(r.good_requests_per_s)))

@@ -49,7 +49,12 @@ def latency_section(report: Report) -> Section:
                 [
                     variant.name,
                     metric.removesuffix("_s").upper() if metric != "queue_s" else "queue",
-                    *(duration(figures[part]) for part in ("mean", *_PERCENTILES, "max")),
+                    *(
+                        duration(figures[part])
+                        if any(variant.result.num_finished.values())
+                        else "–"
+                        for part in ("mean", *_PERCENTILES, "max")
+                    ),
                 ]
                 for variant in report.variants
                 for metric, figures in _known(variant)
@@ -104,7 +109,7 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
     top = _TOP + number * _ROW
     y = top + 31
     plot.text(_LEFT + 4, top + 16, short(name, 26), color=color)
-    values = f"{duration(row['p50'])} · {duration(row['p90'])} · {duration(row['p99'])}"
+    values = " · ".join(duration(row[part]) for part in _PERCENTILES) if row["p99"] else "–"
     plot.text(_WIDTH - _RIGHT - 4, top + 16, values, anchor="end", kind="tick")
     if not row["p99"]:
         return
@@ -121,7 +126,7 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Round values from not above ``low`` to not below ``high``: as fine as it takes to be a few."""
+    """Round values around ``low`` and ``high``: as fine as it takes to be a few."""
     powers = ticks_of_powers(low, high)
     if len(powers) > 7:
         return powers[:: -(-len(powers) // 7)] + powers[-1:]

@@ -15,7 +15,7 @@ from quire.planner.report.latency import latency_section, work_section
 from quire.planner.report.memory import memory_section
 from quire.planner.report.prefixes import prefix_section
 from quire.planner.report.utilization import utilization_section
-from quire.planner.report.words import duration
+from quire.planner.report.words import duration, file_name
 
 
 def render(report: Report) -> str:
@@ -29,7 +29,7 @@ def render(report: Report) -> str:
         prefix_section(report),
     ]
     shown = [each for each in sections if each is not None] if report.variants else []
-    title = f"{', '.join(report.traces)} on {report.model}"
+    title = f"{', '.join(map(file_name, report.traces))} on {report.model}"
     own = files("quire") / "planner" / "report"
     style = (own / "page.css").read_text(encoding="utf-8")
     script = (own / "page.js").read_text(encoding="utf-8")
@@ -58,7 +58,8 @@ def _head(report: Report, title: str) -> Iterator[str]:
     yield '<ul class="answers">'
     yield from (f"<li>{escape(each)}</li>" for each in answers(report))
     yield "</ul>"
-    facts = [("model", report.model), ("machine", report.machine)]
+    facts = [*(("trace", source) for source in report.traces)]
+    facts += [("model", report.model), ("machine", report.machine)]
     facts += [("goals", _goals(report))] if _goals(report) else []
     facts += [("note", note) for note in report.notes]
     yield "<dl>"

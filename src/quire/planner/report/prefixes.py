@@ -1,15 +1,25 @@
 """Hit rate against the size of the cache: with the optimum above it, and no end of memory."""
 
+from types import MappingProxyType
+
 from quire.blocks import DEFAULT_POLICY
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
 from quire.planner.hit_rates import HitRates
 from quire.planner.report.content import Hover, Panel, Report, Section, Table
-from quire.planner.report.words import axis_of_powers, axis_of_shares, count, share, short, size
+from quire.planner.report.words import (
+    axis_of_powers,
+    axis_of_shares,
+    count,
+    file_name,
+    share,
+    short,
+    size,
+)
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 280, 44, 92
 _BOTTOM, _TOP = _HEIGHT - 48, 14
 # The policy that serves stands out; those around it are ink.
-_LOOKS = {DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")}
+_LOOKS = MappingProxyType({DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")})
 
 
 def prefix_section(report: Report) -> Section | None:
@@ -91,7 +101,7 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
     ):
         plot.text(_WIDTH - _RIGHT + 6, y + 4, short(name, 14), color=color)
     return Panel(
-        title=source,
+        title=file_name(source),
         drawings=[plot.svg(f"Hit rate against cache size, {source}: {share(best)} at most")],
         remark=f"{rates.num_requests:,} requests in blocks of {rates.block_tokens:,} tokens; the "
         f"longest prompt has {rates.longest_tokens:,}, and a smaller cache refuses it",
@@ -113,7 +123,7 @@ def _memories(plot: Plot, report: Report, low: float, high: float) -> None:
         anchor = "end" if at > (_LEFT + _WIDTH - _RIGHT) / 2 else "start"
         shift = -4 if anchor == "end" else 4
         y = _BOTTOM - 6 - 14 * (number % 4)
-        plot.text(at + shift, y, size(memory), anchor=anchor, kind="tick")
+        plot.text(at + shift, y, size(memory).replace(".00 ", " "), anchor=anchor, kind="tick")
 
 
 def _hover(rates: HitRates, plot: Plot) -> Hover:

@@ -5,8 +5,10 @@ from quire.planner.report.words import share, size
 
 _KEYS = (
     ("used", "used"),
-    ("empty", "empty: held, and no token's"),
+    ("later", "empty, and filled later"),
+    ("empty", "empty, and never filled (internal fragmentation)"),
     ("cached", "cached"),
+    ("pieces", "not committed, and in pieces too small for who waits (external fragmentation)"),
     ("free", "not committed"),
 )
 
@@ -18,13 +20,14 @@ def utilization_section(report: Report) -> Section:
         title="What memory was used for",
         text=[
             "Means over time. Utilization is what is used of what sequences hold; what is only "
-            "cached anybody gets who needs it. The paper of PagedAttention (Kwon et al. 2023) "
+            "cached anybody gets who needs it. What is held and empty is either filled later, "
+            "before its sequence ends, or never. The paper of PagedAttention (Kwon et al. 2023) "
             "measured 20 to 38 % where the maximum is reserved, and 96 % in blocks."
         ],
         keys=_KEYS,
         bars=[_bar(each, color) for each, color in zip(report.variants, colors, strict=True)],
         table=Table(
-            head=("", "memory", "used", "empty", "cached", "not committed", "utilization"),
+            head=("", "memory", *(meaning for _, meaning in _KEYS), "utilization"),
             rows=[
                 [
                     variant.name,
@@ -64,9 +67,10 @@ def _parts(variant: Variant) -> list[tuple[str, str, float]]:
     """They sum up to the memory."""
     result = variant.result
     empty = max(0.0, result.committed_bytes - result.used_bytes - result.cached_bytes)
-    return [
-        ("used", "used", result.used_bytes),
-        ("empty", "empty", empty),
-        ("cached", "cached", result.cached_bytes),
-        ("free", "not committed", max(0.0, _memory(variant) - result.committed_bytes)),
-    ]
+    free = max(0.0, _memory(variant) - result.committed_bytes)
+    later, pieces = result.later_fraction or 0.0, result.pieces_fraction or 0.0
+    numbers = (
+        *(result.used_bytes, later * empty, (1 - later) * empty, result.cached_bytes),
+        *(pieces * free, (1 - pieces) * free),
+    )
+    return [(kind, label, each) for (kind, label), each in zip(_KEYS, numbers, strict=True)]

@@ -59,13 +59,18 @@ def size(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
 
 
+def file_name(source: str) -> str:
+    """Without the folders or the address that it lies in."""
+    return source.rstrip("/").rsplit("/", 1)[-1] or source
+
+
 def count(number: float) -> str:
     return format_count(round(number))
 
 
 def times(ratio: float) -> str:
     """How many times as much."""
-    return f"{ratio:,.0f} ×" if ratio >= 100 else f"{ratio:.3g} ×"
+    return f"{ratio:,.0f}\N{NO-BREAK SPACE}×" if ratio >= 100 else f"{ratio:.3g}\N{NO-BREAK SPACE}×"
 
 
 def short(text: str, longest: int) -> str:
