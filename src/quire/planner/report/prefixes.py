@@ -1,10 +1,11 @@
 """Hit rate against the size of the cache: with the optimum above it, and no end of memory."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from quire.blocks import DEFAULT_POLICY
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
-from quire.planner.hit_rates import HitRates
+from quire.planner.hit_rates import HitRate, HitRates
 from quire.planner.report.content import Hover, Panel, Report, Section, Table
 from quire.planner.report.words import (
     axis_of_powers,
@@ -80,14 +81,16 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
         y=Scale(low=0, high=levels[-1], start=_BOTTOM, stop=_TOP),
     )
     plot.y_axis(levels, axis_of_shares(levels))
-    powers = [mark for mark in ticks_of_powers(low, high) if low <= mark <= high]
-    plot.x_axis(powers, axis_of_powers(powers), "tokens that the cache holds")
+    marks = _marks(low, high)
+    plot.x_axis(marks, axis_of_powers(marks), "tokens that the cache holds")
     _memories(plot, report, low, high)
     best = rates.infinite.hit_fraction
     plot.line([(low, best), (high, best)], "var(--muted)", dashes="2 4")
     drawn: list[list[tuple[int, float]]] = []
     names, tails = [("infinite", "var(--muted)")], [best]
-    for policy, several in rates.by_policy.items():
+    # Where lines end together, their labels are in the order of the lines.
+    by_height = sorted(rates.by_policy.items(), key=lambda item: -_height(item[1]))
+    for policy, several in by_height:
         color, dashes = _LOOKS.get(policy, ("var(--muted)", ""))
         points = [(each.cache_tokens, each.hit_fraction) for each in several]
         if points in drawn:  # both are to be seen
@@ -107,6 +110,20 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
         f"longest prompt has {rates.longest_tokens:,}, and a smaller cache refuses it",
         hover=_hover(rates, plot),
     )
+
+
+def _height(several: Sequence[HitRate]) -> float:
+    return sum(each.hit_fraction for each in several)
+
+
+def _marks(low: float, high: float) -> list[float]:
+    """Powers of ten; where there are few, twos and fives too."""
+    powers = ticks_of_powers(low, high)
+    for parts in ((1,), (1, 2, 5)):
+        marks = [part * power for power in powers for part in parts if low <= part * power <= high]
+        if len(marks) >= 3:
+            break
+    return marks
 
 
 def _memories(plot: Plot, report: Report, low: float, high: float) -> None:
