@@ -32,8 +32,8 @@ from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
 from quire.memory.machine.readings import MemoryReading
-from quire.planner.costs import FittedCosts
-from quire.planner.simulator import Fleet, make_replica
+from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.strategies import CacheConfig
 
 ROUNDS = 5

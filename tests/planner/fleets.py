@@ -3,8 +3,8 @@
 from typing import Any
 
 from quire.engine.scheduler import Limits
-from quire.planner.costs import FittedCosts
-from quire.planner.simulator import Fleet
+from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.simulator import Fleet
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec, SlidingWindow
 from quire.strategies import CacheConfig
 from quire.traces import TraceRequest

@@ -4,10 +4,10 @@ from functools import cache
 
 from planner.fleets import fleet_of, request
 from quire.planner.hit_rates import hit_rate_curve
-from quire.planner.latencies import Goals
 from quire.planner.report import Report, Variant, held_by_batch, held_by_one
 from quire.planner.report.held import Lengths
-from quire.planner.simulator import simulate
+from quire.planner.simulation.latencies import Goals
+from quire.planner.simulation.simulator import simulate
 from quire.traces import TraceRequest
 
 STRATEGIES = ("contiguous", "growing", "paged", "virtual")

@@ -22,9 +22,9 @@ from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.models.loader import adopt
-from quire.planner.capacity import Place
-from quire.planner.course import Request
-from quire.planner.subjects import find_subject
+from quire.planner.capacity.course import Request
+from quire.planner.capacity.plan import Place
+from quire.planner.subjects.subject import find_subject
 from quire.spec import (
     ChunkedAttention,
     FullAttention,

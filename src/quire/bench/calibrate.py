@@ -15,8 +15,8 @@ from quire.bench.here import vocabulary_of
 from quire.bench.workload import Vocabulary
 from quire.engine.params import SamplingParams
 from quire.engine.scheduling.swap import Clock
-from quire.planner.fitting import Fit, fit
-from quire.planner.work import Reach, Work
+from quire.planner.simulation.fitting import Fit, fit
+from quire.planner.simulation.work import Reach, Work
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.cli.options import load_llm, plain_table
-from quire.planner.costs import COEFFICIENTS
-from quire.planner.fitting import Fit
+from quire.planner.simulation.costs import COEFFICIENTS
+from quire.planner.simulation.fitting import Fit
 
 
 def write_calibration(model: str | None, engine: dict[str, Any], path: Path) -> None:

@@ -17,14 +17,14 @@ from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity import Place, Plan, typical
-from quire.planner.capacity import plan as make_plan
-from quire.planner.course import Request
+from quire.planner.capacity.course import Request
+from quire.planner.capacity.fit import changes, longest, most_sequences
+from quire.planner.capacity.plan import Place, Plan, typical
+from quire.planner.capacity.plan import plan as make_plan
 from quire.planner.devices import DEVICES, machine_of, machine_with
 from quire.planner.devices import device as device_of
-from quire.planner.fit import changes, longest, most_sequences
-from quire.planner.published import published_models
-from quire.planner.subjects import Subject, find_subject
+from quire.planner.subjects.published import published_models
+from quire.planner.subjects.subject import Subject, find_subject
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
-from quire.planner.capacity import Cell, Plan
-from quire.planner.fit import Change
-from quire.planner.published import Table as Models
-from quire.planner.ranks import is_replicated
-from quire.planner.vllm_log import start_up
+from quire.planner.capacity.fit import Change
+from quire.planner.capacity.plan import Cell, Plan
+from quire.planner.capacity.ranks import is_replicated
+from quire.planner.capacity.vllm_log import start_up
+from quire.planner.subjects.published import Table as Models
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,

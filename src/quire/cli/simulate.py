@@ -19,17 +19,17 @@ from quire.cli.simulate_report import Named, print_results
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
-from quire.planner.capacity import Place
-from quire.planner.chrome_trace import ChromeTrace
-from quire.planner.costs import FittedCosts, StepCosts
-from quire.planner.latencies import Goals
-from quire.planner.ranks import rank_spec
-from quire.planner.routing import ROUTES
-from quire.planner.scenario import fleet_for
-from quire.planner.simulator import Fleet
-from quire.planner.simulator import simulate as run_simulation
+from quire.planner.capacity.plan import Place
+from quire.planner.capacity.ranks import rank_spec
+from quire.planner.simulation.chrome_trace import ChromeTrace
+from quire.planner.simulation.costs import FittedCosts, StepCosts
+from quire.planner.simulation.latencies import Goals
+from quire.planner.simulation.routing import ROUTES
+from quire.planner.simulation.scenario import fleet_for
+from quire.planner.simulation.simulator import Fleet
+from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.speeds import SPEEDS, roofline
-from quire.planner.subjects import Subject, find_subject
+from quire.planner.subjects.subject import Subject, find_subject
 from quire.traces import TraceRequest, form_names, open_trace
 
 DEFAULT_DEVICE = "h100"

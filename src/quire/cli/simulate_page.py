@@ -13,9 +13,9 @@ from quire.errors import ConfigError
 from quire.planner.hit_rates import HitRates, Prompts, hit_rate_curve, policy_names, prompts_of
 from quire.planner.report import Report, Variant, held_by_batch, held_by_one, render
 from quire.planner.report.held import Lengths
-from quire.planner.result import SimulationResult
-from quire.planner.simulator import Fleet
-from quire.planner.subjects import Subject
+from quire.planner.simulation.result import SimulationResult
+from quire.planner.simulation.simulator import Fleet
+from quire.planner.subjects.subject import Subject
 from quire.traces import TraceRequest
 
 OnWork: TypeAlias = Callable[[str], None]

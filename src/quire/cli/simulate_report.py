@@ -7,7 +7,7 @@ from typing import TypeAlias
 from rich.console import Console
 
 from quire.cli.options import plain_table
-from quire.planner.result import SimulationResult
+from quire.planner.simulation.result import SimulationResult
 from quire.units import format_bytes, format_count
 
 Named = tuple[str, SimulationResult]

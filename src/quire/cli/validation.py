@@ -15,9 +15,9 @@ from rich.markup import escape
 from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.needs import stored_spec
-from quire.planner.capacity import Place, plan, sizes_of
-from quire.planner.course import Request, moments
-from quire.planner.subjects import Subject
+from quire.planner.capacity.course import Request, moments
+from quire.planner.capacity.plan import Place, plan, sizes_of
+from quire.planner.subjects.subject import Subject
 from quire.strategies import STRATEGIES
 from quire.units import format_count
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from quire.errors import ConfigError
-from quire.planner.costs import RooflineCosts
-from quire.planner.subjects import Subject
+from quire.planner.simulation.costs import RooflineCosts
+from quire.planner.subjects.subject import Subject
 from quire.spec import ModelSpec
 
 # What serving reaches of the peaks, and what a step takes besides. Assumptions, not measurements:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from quire.planner.report.content import Report, Table, Variant
 from quire.planner.report.words import count, duration, rate, share, size, times
-from quire.planner.result import SimulationResult
+from quire.planner.simulation.result import SimulationResult
 
 Figure: TypeAlias = Callable[[SimulationResult], float]
 

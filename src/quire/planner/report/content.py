@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.planner.hit_rates import HitRates
-from quire.planner.result import SimulationResult
+from quire.planner.simulation.result import SimulationResult
 
 # A strategy has its own color, in every figure and every report; the page says what it is.
 _OWN = ("contiguous", "growing", "paged", "virtual")

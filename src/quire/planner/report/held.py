@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.blocks import Fits
-from quire.planner.course import moments
+from quire.planner.capacity.course import moments
 from quire.planner.report.content import Held
 from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, build_accounting

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.planner.result import SimulationResult
-from quire.planner.timeline import FIGURES, Point
+from quire.planner.simulation.result import SimulationResult
+from quire.planner.simulation.timeline import FIGURES, Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

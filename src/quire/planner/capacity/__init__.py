@@ -1,0 +1,1 @@
+"""What a model needs and what fits, in bytes, from its files alone."""

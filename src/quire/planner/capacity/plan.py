@@ -1,0 +1,262 @@
+"""What fits: bytes, sequences and waste, for a model, a machine and options, by the engine's rules.
+
+The needs, the ledger and the cache's numbers come from ``quire.engine.needs``, who holds what from
+the strategies' accountings: there is no second formula here. What would have to change for what
+does not fit is ``fit``'s matter.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.config import EngineConfig
+from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
+from quire.memory.budget import BUDGETS, Ledger, Needs
+from quire.memory.machine import Machine
+from quire.planner.capacity.course import Moment, Request, lengths, moments
+from quire.planner.capacity.pooled import Share, pooled_shares
+from quire.planner.capacity.ranks import rank_footprint, rank_spec
+from quire.planner.subjects.subject import Subject
+from quire.spec import ModelSpec
+from quire.strategies import STRATEGIES, CacheConfig, build_accounting
+from quire.units import align_up
+
+_SHORT_STEPS = 4096  # of a sequence that are followed one by one; a longer one in larger steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a model would run."""
+
+    machine: Machine
+    page_bytes: int
+    can_share: bool  # a page at several addresses
+    max_mappings: int | None  # … so many; None: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Typical sequences under a strategy."""
+
+    strategy: str
+    end: Moment  # of one by itself
+    peak_bytes: int  # of one by itself, committed at most on the way
+    alone_bytes: int  # what the accounting counts it with: the most it ever holds by itself
+    longest_bytes: int  # … at the longest
+    shares: tuple[Share, ...] | None  # of a pool whose granules neighbours share
+
+    def together_bytes(self, num_sequences: int) -> int:
+        """Committed at most with so many: all at their ends, the last one on its way there."""
+        if self.shares is not None:
+            return sum(share.together(num_sequences) for share in self.shares)
+        if not num_sequences:
+            return 0
+        held = (num_sequences - 1) * self.end.committed_bytes
+        return held + max(self.peak_bytes, self.alone_bytes)
+
+    def num_in(self, capacity_bytes: int) -> int:
+        """How many sequences so many bytes hold."""
+        low, high = 0, 1
+        while self.together_bytes(high) <= capacity_bytes:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.together_bytes(middle) <= capacity_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A strategy under a budget rule."""
+
+    strategy: str
+    ledger: Ledger
+    course: Course
+    max_num_seqs: int
+    request: Request
+
+    @property
+    def kv_bytes(self) -> int:
+        """Zero where the rule refuses."""
+        return 0 if self.ledger.refusal is not None else max(0, self.ledger.kv_bytes)
+
+    @property
+    def num_fitting(self) -> int:
+        """Typical sequences that the bytes hold at once, each at its end."""
+        return self.course.num_in(self.kv_bytes)
+
+    @property
+    def num_sequences(self) -> int:
+        """… and that may run."""
+        return min(self.num_fitting, self.max_num_seqs)
+
+    @property
+    def num_longest(self) -> float:
+        """Sequences at the longest that the bytes hold."""
+        return self.kv_bytes / self.course.longest_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Of typical sequences, at once."""
+        return self.num_sequences * self.request.num_tokens
+
+    @property
+    def waste_fraction(self) -> float:
+        """Of what they hold at their ends, all together, the part that no token uses."""
+        count = max(1, self.num_sequences)
+        held, used = count * self.course.end.committed_bytes, count * self.course.end.used_bytes
+        if self.course.shares is not None:
+            held = sum(align_up(count * share.end, share.granule) for share in self.course.shares)
+        return 1 - used / held if held else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Committed at most, all of them at their ends and one still growing."""
+        return self.course.together_bytes(self.num_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that was asked, and the answers."""
+
+    subject: Subject
+    config: EngineConfig
+    place: Place
+    num_ranks: int
+    request: Request
+    spec: ModelSpec  # of a rank, with keys and values as they are kept
+    needs: Needs
+    cell: Cell  # of the options
+    cells: tuple[Cell, ...]  # each strategy under each rule
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.cell.ledger
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rule says yes, and one sequence runs to the longest."""
+        return self.ledger.refusal is None and self.cell.num_longest >= 1
+
+
+def plan(
+    subject: Subject,
+    config: EngineConfig,
+    place: Place,
+    *,
+    num_ranks: int = 1,
+    request: Request | None = None,
+    compare: bool = True,
+    course: Course | None = None,
+) -> Plan:
+    """``compare``: with all strategies and rules, not only those of the options.
+
+    ``course``: that of the options' strategy, if it is known: it is the same on machines alike in
+    pages, for as long a context and any number of sequences.
+
+    Raises: ConfigError for longer sequences than the model's, or heads that no ranks divide.
+    """
+    on_rank = rank_spec(subject.spec, num_ranks)
+    spec = stored_spec(config, on_rank)
+    own = rank_footprint(subject.own, num_ranks)
+    needs = kv_needs(config, subject.name, on_rank, own, place.page_bytes)
+    request = request or typical(needs.context_tokens)
+    pairs = {(config.cache, config.budget): config}
+    if compare:
+        for strategy in STRATEGIES:
+            for rule in BUDGETS:
+                by = replace(config, cache=strategy, budget=rule, kv_cache_memory_bytes=None)
+                pairs.setdefault((strategy, rule), by)
+    courses = {
+        strategy: (course if strategy == config.cache else None)
+        or _course(strategy, on_rank, config, place, needs, request)
+        for strategy in dict.fromkeys(strategy for strategy, _ in pairs)
+    }
+    cells = {
+        pair: Cell(
+            strategy=pair[0],
+            ledger=ledger_for(
+                by, kv_needs(by, subject.name, on_rank, own, place.page_bytes), place.machine
+            ),
+            course=courses[pair[0]],
+            max_num_seqs=config.max_num_seqs,
+            request=request,
+        )
+        for pair, by in pairs.items()
+    }
+    return Plan(
+        subject=subject,
+        config=config,
+        place=place,
+        num_ranks=num_ranks,
+        request=request,
+        spec=spec,
+        needs=needs,
+        cell=cells[config.cache, config.budget],
+        cells=tuple(cells.values()) if compare else (),
+    )
+
+
+def typical(max_model_len: int) -> Request:
+    """A thousand tokens in, a quarter of that out; less where the model ends before."""
+    output_tokens = max(1, min(256, max_model_len // 5))
+    return Request(
+        input_tokens=min(1024, max_model_len - output_tokens), output_tokens=output_tokens
+    )
+
+
+def sizes_of(
+    config: EngineConfig, spec: ModelSpec, place: Place, capacity_bytes: int
+) -> CacheConfig:
+    """The cache's numbers, as an engine in this place would have them."""
+    return cache_sizes(
+        config,
+        spec,
+        page_bytes=place.page_bytes,
+        capacity_bytes=capacity_bytes,
+        can_share=place.can_share,
+        max_mappings=place.max_mappings,
+    )
+
+
+def _course(
+    strategy: str,
+    on_rank: ModelSpec,
+    config: EngineConfig,
+    place: Place,
+    needs: Needs,
+    request: Request,
+) -> Course:
+    """Follow one sequence, in a cache that has more room than it needs."""
+    spec = stored_spec(config, on_rank)
+    own = replace(config, cache=strategy, max_num_seqs=1)
+    # What a sequence is counted with does not depend on the capacity, and tables of blocks do.
+    sizes = sizes_of(own, on_rank, place, spec.bytes_for(needs.context_tokens))
+    probe = build_accounting(strategy, spec, sizes)
+    counts = np.array([request.num_tokens, needs.context_tokens - 1], np.int64)
+    each_max = np.array([request.num_tokens + 1, needs.context_tokens], np.int64)
+    alone_bytes, longest_bytes = probe.bytes_alone(counts, each_max).tolist()
+    ample = replace(sizes, capacity_bytes=4 * max(alone_bytes, longest_bytes))
+    each = _steps(request, config)
+    end, peak_bytes = None, 0
+    for end in moments(strategy, spec, ample, each, request.num_tokens + 1):
+        peak_bytes = max(peak_bytes, end.peak_bytes)
+    assert end is not None, "a request has at least one token"
+    return Course(
+        strategy=strategy,
+        end=end,
+        peak_bytes=peak_bytes,
+        alone_bytes=max(alone_bytes, end.committed_bytes),
+        longest_bytes=longest_bytes,
+        shares=pooled_shares(strategy, spec, ample, each),
+    )
+
+
+def _steps(request: Request, config: EngineConfig) -> list[int]:
+    """All of them; of a very long output some, its last ones each."""
+    every = list(lengths(request, config.max_num_batched_tokens))
+    if len(every) <= _SHORT_STEPS:
+        return every
+    stride = -(-len(every) // _SHORT_STEPS)
+    return sorted({*every[::stride], *every[-_SHORT_STEPS // 4 :]})

@@ -1,0 +1,1 @@
+"""The engine's own scheduler and accounting on a virtual clock."""

@@ -1,0 +1,146 @@
+"""An engine that computes nothing: the real loop, scheduler and accounting on a clock of its own.
+
+What takes time in an engine takes it here too, as the cost model says: steps, copies, swapping. The
+tokens are known beforehand; each request generates as many as the trace says.
+"""
+
+from collections.abc import Iterable
+from typing import final
+
+from quire.blocks import Copy
+from quire.engine.engine import Engine
+from quire.engine.plan import Chunk, Sampled, Save, StepPlan
+from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduling.preemption import num_bytes, readable_tokens
+from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.sequence import Sequence
+from quire.planner.simulation.costs import StepCosts
+from quire.planner.simulation.prompts import output_id
+from quire.planner.simulation.work import Reach
+from quire.strategies import Accounting
+
+
+@final
+class VirtualClock:
+    """Seconds since the beginning of the trace."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait_until(self, moment_s: float) -> None:
+        self.now_s = max(self.now_s, moment_s)
+
+
+@final
+class VirtualCache:
+    """An accounting whose decisions are carried out by counting them."""
+
+    refusal: Exception | None = None
+
+    def __init__(self, accounting: Accounting, costs: StepCosts, clock: VirtualClock) -> None:
+        self.accounting = accounting
+        self.copied_bytes = 0
+        self._costs, self._clock = costs, clock
+        self._slot_bytes = [accounting.slot_bytes(n) for n in range(len(accounting.groups))]
+
+    @property
+    def committed_bytes(self) -> int:
+        return self.accounting.usage().committed_bytes
+
+    def carry_out(self) -> None:
+        copied = sum(
+            self._slot_bytes[change.group] * change.num_slots
+            for change in self.accounting.drain()
+            if isinstance(change, Copy)
+        )
+        if copied:
+            self.copied_bytes += copied
+            self._clock.now_s += copied * self._costs.copy_s_per_byte
+
+    def restart(self) -> None:
+        raise AssertionError("a step that computes nothing cannot fail")
+
+
+@final
+class VirtualRunner:
+    """Takes the time of a step."""
+
+    overwrites_states = False
+
+    def __init__(self, reach: Reach, costs: StepCosts, clock: VirtualClock) -> None:
+        self._reach, self._costs, self._clock = reach, costs, clock
+
+    def run(self, plan: StepPlan) -> None:
+        self._clock.now_s += self._costs.seconds(self._reach.of(plan))
+
+
+@final
+class ForeseenTokens:
+    """Every draw gives its sequence's own token."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Sampled] = {}
+
+    def sample(self, logits: None, plan: StepPlan) -> list[Sampled]:
+        return [self._of(draw.sequence) for draw in plan.draws]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._known.pop(sequence.seq_id, None)
+
+    def _of(self, sequence: Sequence) -> Sampled:
+        sampled = self._known.get(sequence.seq_id)
+        if sampled is None:
+            sampled = Sampled(token_ids=(output_id(sequence),))
+            self._known[sequence.seq_id] = sampled
+        return sampled
+
+
+@final
+class VirtualSwap:
+    """Saving and bringing back take their time and never fail."""
+
+    def __init__(self, accounting: Accounting, costs: StepCosts, clock: VirtualClock) -> None:
+        self._groups = accounting.groups
+        self._costs, self._clock = costs, clock
+
+    def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        for save in saves:
+            self._clock.now_s += save.num_bytes * self._costs.save_s_per_byte
+        return []
+
+    def load(self, chunk: Chunk) -> bool:
+        tokens = readable_tokens(self._groups, chunk.start - chunk.num_restored, chunk.start)
+        self._clock.now_s += num_bytes(self._groups, tokens) * self._costs.load_s_per_byte
+        return True
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def virtual_engine(
+    accounting: Accounting,
+    limits: Limits,
+    costs: StepCosts,
+    clock: VirtualClock,
+    *,
+    swap_bytes: int = 0,
+) -> tuple[Engine, VirtualCache]:
+    """The loop around an accounting, and what counts its copies."""
+    cache = VirtualCache(accounting, costs, clock)
+    known = Costs(bytes_per_token=sum(group.bytes_per_token for group in accounting.groups))
+    known.save_s_per_byte, known.load_s_per_byte = costs.save_s_per_byte, costs.load_s_per_byte
+    engine = Engine(
+        Scheduler(accounting, limits, swap=SwapSpace(swap_bytes), costs=known),
+        cache,
+        VirtualRunner(Reach(accounting.groups), costs, clock),
+        ForeseenTokens(),
+        swap=VirtualSwap(accounting, costs, clock) if swap_bytes else None,
+        clock=clock,
+    )
+    return engine, cache

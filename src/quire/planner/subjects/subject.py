@@ -1,0 +1,177 @@
+"""The model that is planned: found in the table, in a folder, or on the hub; its files alone.
+
+Nothing is loaded, and no weight is read: of files of weights only the headers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelNotLoadable
+from quire.memory.budget import Footprint
+from quire.planner.subjects.parameters import (
+    estimated_footprint,
+    num_active_parameters,
+    num_parameters,
+    shapes_of,
+    weight_bits,
+)
+from quire.planner.subjects.published import Published, published_models
+from quire.planner.subjects.weight_files import Stored, footprint_of, stored_tensors
+from quire.spec import ModelSpec
+from quire.spec.config_json import load, text_section
+from quire.spec.layers import dtype_bytes
+
+DEMO_MODEL = "demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model as its files describe it."""
+
+    name: str
+    spec: ModelSpec  # computed in the dtype that was asked for
+    dtype: str  # of the weights, as they are loaded
+    own: Footprint
+    source: str  # of its config.json
+    weights_source: str  # where the bytes of its weights come from
+    num_parameters: int
+    num_active_parameters: int  # that a token is multiplied with, about
+
+    @property
+    def weights_are_estimated(self) -> bool:
+        return self.weights_source.startswith("estimate")
+
+
+def find_subject(name: str | None = None, *, dtype: str = "auto") -> Subject:
+    """A folder or its config.json, a name of the table, else of the hub; without one, the demo.
+
+    Raises: ModelNotLoadable for what is found nowhere, ConfigError, UnsupportedModel.
+    """
+    if name is None:
+        folder = Path(str(files("quire") / "demo_model"))
+        return _of_folder(DEMO_MODEL, folder, dtype)
+    path = Path(name).expanduser()
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # too long a name
+        raise ModelNotLoadable(f"{name[:80]!r} is no folder: {error}") from error
+    if is_folder:
+        return _of_folder(name, path, dtype)
+    if is_file:
+        config, source = load(path)
+        return _of_config(name, config, source, dtype)
+    if name.startswith((".", "/", "~")):
+        raise ModelNotLoadable(f"there is no folder {path}")
+    table = published_models()
+    if (found := table.find(name)) is not None:
+        return _of_table(found, table.read_on, dtype)
+    if name.count("/") == 1:
+        return _of_hub(name, dtype, table.nearest(name))
+    near = table.nearest(name)
+    hint = f"did you mean {near!r}? " if near else ""
+    raise ModelNotLoadable(
+        f"{name!r} is no folder, no file and no name of the table; {hint}quire plan --list shows "
+        "the table, and a name with an organisation (org/name) is looked up on the hub"
+    )
+
+
+def _of_folder(name: str, folder: Path, dtype: str) -> Subject:
+    config, source = load(folder)
+    tensors = stored_tensors(folder)
+    if tensors is None:
+        return _of_config(name, config, source, dtype)
+    return _of_tensors(name, config, source, tensors, dtype, "the headers of its files")
+
+
+def _of_tensors(
+    name: str,
+    config: Mapping[str, Any],
+    source: str,
+    tensors: Mapping[str, Stored],
+    dtype: str,
+    weights_source: str,
+) -> Subject:
+    own_spec = ModelSpec.from_config(config, source)
+    spec, computing = _computed(own_spec, dtype)
+    # Codes of a quantized checkpoint stay; numbers become the dtype that was asked for.
+    own = footprint_of(
+        tensors,
+        shapes_of(config, spec, source),
+        dtype_bytes(computing),
+        keeps_dtype=_is_quantized(config),
+    )
+    return Subject(
+        name=name,
+        spec=spec,
+        dtype=computing,
+        own=own,
+        source=source,
+        weights_source=weights_source,
+        num_parameters=sum(tensor.num_items for tensor in tensors.values()),
+        num_active_parameters=num_active_parameters(config, spec, source),
+    )
+
+
+def _of_config(name: str, config: Mapping[str, Any], source: str, dtype: str) -> Subject:
+    spec, computing = _computed(ModelSpec.from_config(config, source), dtype)
+    return Subject(
+        name=name,
+        spec=spec,
+        dtype=computing,
+        own=estimated_footprint(config, spec, source, dtype_bytes(computing)),
+        source=source,
+        weights_source=f"estimate from its config.json, {_kept_as(config, computing)}",
+        num_parameters=num_parameters(config, spec, source),
+        num_active_parameters=num_active_parameters(config, spec, source),
+    )
+
+
+def _of_table(found: Published, read_on: str, dtype: str) -> Subject:
+    source = f"the bundled table, read on {read_on} from {found.source}"
+    subject = _of_config(found.name, found.config, f"config.json of {found.name}", dtype)
+    return replace(subject, source=source)
+
+
+def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
+    """The config.json, and what the hub says of the weights. Raises: ModelNotLoadable."""
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+
+    try:
+        file = Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # many kinds: no network, no such model, no right to it
+        hint = f"; the table has {near!r}" if near else ""
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelNotLoadable(
+            f"{name!r} is no local folder and not in the table, and the Hugging Face hub did not "
+            f"give its config.json: {reason}{hint}"
+        ) from error
+    config, _ = load(file)
+    source = f"config.json of {name}, from the hub"
+    try:
+        metadata = get_safetensors_metadata(name)
+        tensors = {
+            tensor: Stored(dtype=str(info.dtype), shape=tuple(info.shape))
+            for part in metadata.files_metadata.values()
+            for tensor, info in part.tensors.items()
+        }
+    except Exception:  # it has no such files, or the hub gives the config alone
+        return _of_config(name, config, source, dtype)
+    return _of_tensors(name, config, source, tensors, dtype, "the headers of its files on the hub")
+
+
+def _computed(spec: ModelSpec, dtype: str) -> tuple[ModelSpec, str]:
+    """The model in the dtype that was asked for, and that dtype."""
+    return (spec, spec.dtype) if dtype == "auto" else (spec.computed_in(dtype), dtype)
+
+
+def _kept_as(config: Mapping[str, Any], dtype: str) -> str:
+    bits = weight_bits(config)
+    return f"in {dtype}" if bits is None else f"{bits:g} bits a weight but in tables of tokens"
+
+
+def _is_quantized(config: Mapping[str, Any]) -> bool:
+    section, _ = text_section(config, "config.json")
+    return any("quantization_config" in part for part in (config, section))

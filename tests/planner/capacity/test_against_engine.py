@@ -1,0 +1,92 @@
+"""Byte for byte: the plan from a folder's files, and the engine that loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.validation import Check, validate
+from quire.config import EngineConfig
+from quire.memory import HostMemory
+from quire.memory.machine import read_machine
+from quire.memory.machine.probe import spare_mappings
+from quire.models.loader import adopt
+from quire.planner.capacity.course import Request
+from quire.planner.capacity.plan import Place
+from quire.planner.subjects.subject import find_subject
+from quire.strategies import STRATEGIES
+from readers import tiny_reader
+from tiny import tiny_model as tiny
+from zoo.build import tiny_model
+
+# Every kind of layer: full, sliding, shared, latent, chunked, and recurrent of several kinds.
+KINDS = (
+    *("qwen3_moe", "gemma3_text", "gemma3n_text", "mixtral", "gpt_oss", "deepseek_v3"),
+    *("llama4_text", "mamba2", "qwen3_next", "falcon_h1", "lfm2", "gpt2"),
+)
+OPTIONS: dict[str, Any] = dict(
+    kv_cache_memory_bytes="8MB",
+    max_model_len=64,
+    block_size=4,
+    max_num_batched_tokens=13,
+    attention_backend="reference",
+)
+ASKED = Request(input_tokens=26, output_tokens=14)
+
+
+def here() -> Place:
+    memory = HostMemory()
+    return Place(
+        machine=read_machine(),
+        page_bytes=memory.page_bytes,
+        can_share=memory.cannot_share is None,
+        max_mappings=spare_mappings(),
+    )
+
+
+def checked(model: Any, folder: Path, strategy: str = "paged") -> list[Check]:
+    model.save_pretrained(folder)
+    config = EngineConfig.from_options(**OPTIONS, growth_tokens=8)
+    subject = find_subject(str(folder))
+    return validate(adopt(model), subject, config, here(), ASKED, strategies=[strategy])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_plan_of_its_files_is_what_the_engine_takes(name: str, tmp_path: Path) -> None:
+    checks = checked(tiny_model(name), tmp_path)
+    assert [check for check in checks if not check.holds] == []
+    assert {check.what for check in checks} >= {"weights", "paged: KV memory"}
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> None:
+    checks = checked(tiny("gemma3"), tmp_path, strategy)
+    assert [check for check in checks if not check.holds] == []
+    exact = [check for check in checks if check.planned == check.actual > 0]
+    assert len(exact) >= len(checks) - 1  # of the weights, tables that no file holds
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text", "qwen3_next"])
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"paged"}))
+def test_latents_chunks_and_states_in_the_other_strategies(
+    strategy: str, name: str, tmp_path: Path
+) -> None:
+    checks = checked(tiny_model(name), tmp_path, strategy)
+    assert [check for check in checks if not check.holds] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_reader_of_sources_has_them_planned(name: str, tmp_path: Path) -> None:
+    checks = checked(tiny_reader(name), tmp_path)
+    assert [check for check in checks if not check.holds] == []
+    assert any("group 1" in check.what for check in checks)  # the source beside the text
+
+
+def test_a_difference_without_a_reason_does_not_hold() -> None:
+    assert not Check(what="a", planned=1, actual=2).holds
+    assert Check(what="a", planned=1, actual=2, explained=1, why="because").holds

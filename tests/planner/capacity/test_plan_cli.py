@@ -1,0 +1,177 @@
+"""``quire plan`` on the command line: what it says, what it refuses, and that it loads nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def quire(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["quire", "plan", *arguments])
+    monkeypatch.setenv("COLUMNS", "160")
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> dict[str, Any]:
+    code, out, _ = quire(monkeypatch, capsys, *arguments, "--json")
+    assert code == 0
+    said: dict[str, Any] = json.loads(out)
+    return said
+
+
+def test_alone_it_plans_the_demo_model_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = quire(monkeypatch, capsys)
+    assert code == 0
+    for words in ("full attention", "4,096", "weights", "contiguous", "virtual", "llamacpp"):
+        assert words in out
+
+
+def test_a_device_and_a_model_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("llama-3.1-8b", "--device", "h100", "--max-model-len", "32768", "--budget", "vllm")
+    said = as_json(monkeypatch, capsys, *arguments)
+    assert said["fits"] is True
+    assert said["needs"]["bytes_per_token"] == 131_072
+    assert said["chosen"]["budget"] == "vllm"
+    assert len(said["cells"]) == 20
+    claimed = int(81_559 * 2**20 * 0.9)
+    needs = said["needs"]
+    free = claimed - needs["weights_bytes"] - needs["activation_bytes"]
+    assert said["ledger"]["kv_bytes"] == min(free, needs["most_bytes"])
+
+
+def test_what_does_not_fit_says_what_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = quire(monkeypatch, capsys, "Llama-3.3-70B-Instruct", "--device", "h100")
+    assert code == 0
+    assert "does not fit" in out
+    assert "--tp 4" in out
+    assert "--memory" in out
+
+
+@pytest.mark.parametrize(("fit", "option"), [("length", "max_model_len"), ("sequences", None)])
+def test_fit_finds_and_plans_with_what_it_found(
+    fit: str,
+    option: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("Qwen2.5-14B", "--device", "l40s", "--fit", fit)
+    if fit == "sequences":
+        arguments = (*arguments, "--max-model-len", "8192")
+    said = as_json(monkeypatch, capsys, *arguments)
+    assert said["fits"] is True
+    chosen = said["chosen"]
+    assert said["found"].startswith("--max-")
+    if option is not None:
+        assert 1 <= chosen["num_longest"] < 1.1
+    else:
+        assert chosen["num_sequences"] == chosen["num_fitting"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "h1000"), "did you mean 'h100'"),
+        (("--memory", "lots"), "is not a size"),
+        (("--memory", "0"), "must be above 0"),
+        (("--tp", "0"), "tp=0 must be at least 1"),
+        (("--tp", "3"), "tp=3 does not divide"),
+        (("--max-model-len", "999999"), "lower"),
+        (("--input-len", "0"), "input_len=0 must be at least 1"),
+        (("--input-len", "2000", "--output-len", "500"), "are more than max_model_len=2,048"),
+        (("no-such-model",), "is no folder, no file and no name of the table"),
+        (("./nowhere",), "there is no folder"),
+        (("--quantization", "int8"), "quantization is not planned"),
+        (("--validate", "--memory", "1GiB"), "runs the engine on this machine"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, error = quire(monkeypatch, capsys, *arguments)
+    assert code == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_hidden_layers": -1}', "\x00"])
+def test_a_broken_config_is_a_line_too(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    code, _, error = quire(monkeypatch, capsys, str(tmp_path))
+    assert code == 1
+    assert "config.json" in error
+    assert "Traceback" not in error
+
+
+def test_the_table_is_listed_with_its_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = as_json(monkeypatch, capsys, "--list")
+    assert len(said["models"]) >= 40
+    assert all(model["source"] for model in said["models"])
+    code, out, _ = quire(monkeypatch, capsys, "--list")
+    assert code == 0
+    assert "meta-llama/Llama-3.1-8B" in out
+
+
+def test_validate_agrees_to_the_byte(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--validate", "--attention-backend", "reference", "--output-len", "20")
+    code, out, _ = quire(monkeypatch, capsys, *arguments, "--max-model-len", "256")
+    assert code == 0
+    assert "agree to the byte" in out
+
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+sys.argv = ["quire", "plan", "Llama-3.1-8B", "--device", "h100", "--json"]
+from quire.cli import main
+main()
+"""
+
+
+def test_no_torch_and_no_transformers_are_needed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["needs"]["bytes_per_token"] == 131_072
