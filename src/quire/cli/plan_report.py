@@ -148,14 +148,16 @@ def _subject(found: Plan) -> Iterator[str]:
 def _layers(found: Plan) -> Table:
     longest = found.needs.context_tokens
     table = plain_table(
-        "What is kept of a sequence",
+        f"What is kept of a sequence: bytes a token, of a block of {found.config.block_size} "
+        f"tokens, and at {format_count(longest)}",
+        "by",
         "layers",
-        "of them",
-        "bytes a token",
+        "B/token",
         "in all",
-        f"block of {found.config.block_size}",
-        f"at {format_count(longest)} tokens",
+        "a block",
+        f"at {format_count(longest)}",
     )
+    table.columns[0].no_wrap = True
     for group in found.spec.groups:
         table.add_row(*_row(group, found.config.block_size, longest))
     table.add_section()
@@ -213,8 +215,7 @@ def _comparison(found: Plan) -> Table:
     asked = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)}"
     table = plain_table(
         f"Sequences of {asked} tokens at once, by strategy (--cache) and rule (--budget)",
-        "strategy",
-        "budget",
+        "by",
         "KV",
         "sequences",
         "tokens",
@@ -222,11 +223,12 @@ def _comparison(found: Plan) -> Table:
         "peak",
         f"× {format_count(found.needs.context_tokens)}",
     )
-    table.columns[1].justify = "left"
+    table.columns[0].no_wrap = True
     before = None
     for cell in sorted(found.cells, key=_order):
-        if before not in (None, cell.strategy):
+        if before != cell.strategy:
             table.add_section()
+            table.add_row(f"[cyan]{cell.strategy}[/]")
         before = cell.strategy
         table.add_row(*_figures(cell), style="bold" if cell is found.cell else "")
     return table
@@ -241,13 +243,12 @@ def _order(cell: Cell) -> tuple[int, int]:
 def _figures(cell: Cell) -> tuple[str, ...]:
     if cell.ledger.refusal is not None:
         asked = f"[red]{format_bytes(cell.ledger.kv_bytes)}[/]"
-        return (cell.strategy, cell.ledger.rule, asked, "[red]refused[/]", "", "", "", "")
+        return (f"  {cell.ledger.rule}", asked, "[red]refused[/]", "", "", "", "")
     capped = (
         "" if cell.num_fitting <= cell.max_num_seqs else " of " + format_count(cell.num_fitting)
     )
     return (
-        cell.strategy,
-        cell.ledger.rule,
+        f"  {cell.ledger.rule}",
         format_bytes(cell.kv_bytes),
         format_count(cell.num_sequences) + capped,
         format_count(cell.num_tokens),
