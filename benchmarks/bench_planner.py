@@ -1,6 +1,8 @@
-"""What the planner says, against what is known and against a peer: hit rates of prefix caches.
+"""What the planner says, against what is known and against a peer: hit rates of prefix caches; and
+how fast it simulates.
 
-planner_hit_rates.py says what is run. The traces are not part of this repository; docs/reference/
+planner_hit_rates.py and planner_speed.py say what is run; planner_real.py, against a real engine,
+takes long and is run by itself. The traces are not part of this repository; docs/reference/
 traces.md says where they are from.
 """
 
@@ -8,17 +10,20 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import os_memory
 import planner_hit_rates
+import planner_speed
 import typer
 from peer_kvcache_simulator import PeerUnavailable
-from report import markdown, replace_section, show
+from report import Table, markdown, replace_section, show
 from rich.console import Console
 
 from quire.errors import QuireError
 from quire.units import format_seconds
+
+PARTS = ("hit-rates", "speed")
 
 app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 
@@ -32,7 +37,9 @@ def main(
     kv_tester: Annotated[
         bool, typer.Option("--kv-tester", help="kv-cache-tester too: some minutes.")
     ] = False,
+    only: Annotated[str, typer.Option(help=f"One part: {', '.join(PARTS)}.")] = "",
     pairs: Annotated[int, typer.Option(help="Turns of the peer, ours and ours again.", min=5)] = 5,
+    rounds: Annotated[int, typer.Option(help="Of simulating a whole trace.", min=1)] = 3,
     with_claims: Annotated[
         bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
     ] = False,
@@ -49,26 +56,39 @@ def main(
             raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
         print("SKIPPED: nothing is measured without --traces FOLDER.")
         return
+    if only and only not in PARTS:
+        raise typer.BadParameter(f"--only {only}: there is {', '.join(PARTS)}")
     begun = time.monotonic()
     console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
-    with aside.status("installing the peer …") as status:
-        try:
-            results = planner_hit_rates.measure(
-                traces, pairs, with_kv_tester=kv_tester, say=lambda line: status.update(line)
-            )
-        except (PeerUnavailable, QuireError) as error:
-            raise typer.BadParameter(str(error)) from error
+    shown: list[Table] = []
+    claims: list[dict[str, Any]] = []
+    with aside.status("") as status:
+        if only in ("", "hit-rates"):
+            status.update("installing the peer …")
+            try:
+                results = planner_hit_rates.measure(
+                    traces, pairs, with_kv_tester=kv_tester, say=lambda line: status.update(line)
+                )
+            except (PeerUnavailable, QuireError) as error:
+                raise typer.BadParameter(str(error)) from error
+            shown += planner_hit_rates.tables(results)
+            claims += planner_hit_rates.claims(results)
+        if only in ("", "speed"):
+            status.update("simulating …")
+            speeds = planner_speed.measure(traces, rounds)
+            shown += planner_speed.tables(speeds)
+            claims += planner_speed.claims(speeds)
     setting = (
-        f"`python benchmarks/bench_planner.py --traces …{' --kv-tester' * kv_tester}`, {pairs} "
-        f"pairs, {format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
+        f"`python benchmarks/bench_planner.py --traces …{f' --only {only}' if only else ''}"
+        f"{' --kv-tester' * kv_tester}`, {pairs} pairs, {rounds} rounds, "
+        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
         f"Python {sys.version.split()[0]}."
     )
-    shown = planner_hit_rates.tables(results)
     show(shown, [setting], console)
     if output:
         replace_section(output, "bench_planner", markdown(shown, [], setting))
     if with_claims:
-        for claim in planner_hit_rates.claims(results):
+        for claim in claims:
             print(json.dumps(claim))
 
 
