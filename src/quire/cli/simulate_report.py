@@ -18,6 +18,7 @@ def print_results(several: Sequence[Named], *, notes: Sequence[str]) -> None:
     """Four sections: what was served, held and found, and how long it took."""
     console = Console(highlight=False)
     table = plain_table("", "", *(name for name, _ in several))
+    table.columns[0].no_wrap = True
     results = [result for _, result in several]
     for title, rows in (
         ("served", _SERVED),
@@ -35,8 +36,7 @@ def print_results(several: Sequence[Named], *, notes: Sequence[str]) -> None:
 
 
 def _ended(result: SimulationResult) -> str:
-    done = result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
-    return f"{format_count(done)} of {format_count(result.num_requests)}"
+    return format_count(result.num_finished.get("length", 0) + result.num_finished.get("stop", 0))
 
 
 def _good(result: SimulationResult) -> str:
@@ -44,7 +44,8 @@ def _good(result: SimulationResult) -> str:
 
 
 _SERVED: tuple[Row, ...] = (
-    ("requests that ended", _ended),
+    ("requests", lambda r: format_count(r.num_requests)),
+    ("… that ended", _ended),
     ("… longer than could be", lambda r: format_count(r.num_refused)),
     ("virtual time", lambda r: f"{r.duration_s:,.1f} s"),
     ("requests/s", lambda r: f"{r.requests_per_s:,.3g}"),
@@ -58,10 +59,10 @@ _HELD: tuple[Row, ...] = (
     ("committed", lambda r: format_bytes(round(r.committed_bytes))),
     ("… only cached", lambda r: format_bytes(round(r.cached_bytes))),
     ("… used", lambda r: format_bytes(round(r.used_bytes))),
-    ("utilization (used of held)", lambda r: f"{r.utilization:.1%}"),
-    ("most committed, a replica", lambda r: format_bytes(r.peak_committed_bytes)),
+    ("used of what is held", lambda r: f"{r.utilization:.1%}"),
+    ("most committed by one", lambda r: format_bytes(r.peak_committed_bytes)),
     ("sequences running", lambda r: f"{r.num_running:,.1f}"),
-    ("… most, a replica", lambda r: format_count(r.most_running)),
+    ("… most, in one", lambda r: format_count(r.most_running)),
     ("… waiting", lambda r: f"{r.num_waiting:,.1f}"),
 )
 
@@ -94,7 +95,7 @@ def _misses(results: Sequence[SimulationResult]) -> Iterator[Row]:
 
 
 # Of ``PrefixHit.shortfall``, for people.
-_WORDS = MappingProxyType({"unknown": "never seen", "strategy": "strategy keeps none"})
+_WORDS = MappingProxyType({"unknown": "never seen", "strategy": "none are kept"})
 
 
 def _latencies() -> Iterator[Row]:
@@ -107,4 +108,6 @@ def _latencies() -> Iterator[Row]:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:,.1f} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
