@@ -206,4 +206,4 @@ def _over(number: int, bound: int | None) -> bool:
 
 
 def _whole(seconds: float) -> int:
-    return min(max(1, math.ceil(seconds)), _MOST_WAIT_S)
+    return min(max(1, math.floor(seconds + 0.5)), _MOST_WAIT_S)
