@@ -158,7 +158,7 @@ class Gate:
         now_s = self._clock()
         while times and times[0] < now_s - _MEMORY_S and len(times) > 1:
             times.popleft()
-        return (now_s - times[0]) / len(times) if times else 1.0
+        return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
     def _refuse(self, caller: Caller, num_queued: int) -> Rejection | None:
         if self.draining:
