@@ -3,7 +3,7 @@
     python tools/fleet_page.py [sections…] --traces FOLDER [--write | --check]
 
 A section stands between ``<!-- fleet: name -->`` and ``<!-- end -->``; all are made if none is
-named. Those of ``quire plan`` need no traces. ``--write`` puts them in the page; ``--check`` fails
+named: four minutes of one core. Those of ``quire plan`` need no traces. ``--write`` puts them in the page; ``--check`` fails
 where the page says otherwise. docs/reference/traces.md says where the traces are from. What is
 derived (replicas, devices) is computed from the tables of the page, so its order is theirs.
 """
@@ -57,8 +57,10 @@ for name in ("{CHAT}", "{SHARED}"):
     print(f"{{name}}: {{len(met):,}} requests, {{mean:.2f}} a second")
     for kind, tokens in (("prompt", prompt), ("answer", answer)):
         p50, p99, most = np.percentile(tokens, [50, 99, 100])
-        print(f"  {{kind}}: mean {{tokens.mean():,.0f}}, p50 {{p50:,.0f}}, p99 {{p99:,.0f}}, "
-              f"longest {{most:,.0f}} tokens")
+        print(
+            f"  {{kind}}: mean {{tokens.mean():,.0f}}, p50 {{p50:,.0f}}, p99 {{p99:,.0f}}, "
+            f"longest {{most:,.0f}} tokens"
+        )
     for window_s in (1, 10, 60):
         peak = np.bincount((at_s // window_s).astype(int)).max() / window_s
         print(f"  busiest {{window_s}} s: {{peak / mean:.2f}} times the mean")
