@@ -3,9 +3,10 @@
     python tools/fleet_page.py [sections…] --traces FOLDER [--write | --check]
 
 A section stands between ``<!-- fleet: name -->`` and ``<!-- end -->``; all are made if none is
-named: four minutes of one core. Those of ``quire plan`` need no traces. ``--write`` puts them in the page; ``--check`` fails
-where the page says otherwise. docs/reference/traces.md says where the traces are from. What is
-derived (replicas, devices) is computed from the tables of the page, so its order is theirs.
+named, in some minutes of one core. Those of ``quire plan`` need no traces. ``--write`` puts them
+in the page; ``--check`` fails where the page says otherwise. docs/reference/traces.md says where
+the traces are from. What is derived (replicas, devices) is computed from the tables of the page, so
+its order is theirs.
 """
 
 import argparse
