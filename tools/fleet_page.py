@@ -3,9 +3,10 @@
     python tools/fleet_page.py [sections…] --traces FOLDER [--write | --check]
 
 A section stands between ``<!-- fleet: name -->`` and ``<!-- end -->``; all are made if none is
-named. Those of ``quire plan`` need no traces. ``--write`` puts them in the page; ``--check`` fails
-where the page says otherwise. docs/reference/traces.md says where the traces are from. What is
-derived (replicas, devices) is computed from the tables of the page, so its order is theirs.
+named, in some minutes of one core. Those of ``quire plan`` need no traces. ``--write`` puts them
+in the page; ``--check`` fails where the page says otherwise. docs/reference/traces.md says where
+the traces are from. What is derived (replicas, devices) is computed from the tables of the page, so
+its order is theirs.
 """
 
 import argparse
@@ -57,8 +58,10 @@ for name in ("{CHAT}", "{SHARED}"):
     print(f"{{name}}: {{len(met):,}} requests, {{mean:.2f}} a second")
     for kind, tokens in (("prompt", prompt), ("answer", answer)):
         p50, p99, most = np.percentile(tokens, [50, 99, 100])
-        print(f"  {{kind}}: mean {{tokens.mean():,.0f}}, p50 {{p50:,.0f}}, p99 {{p99:,.0f}}, "
-              f"longest {{most:,.0f}} tokens")
+        print(
+            f"  {{kind}}: mean {{tokens.mean():,.0f}}, p50 {{p50:,.0f}}, p99 {{p99:,.0f}}, "
+            f"longest {{most:,.0f}} tokens"
+        )
     for window_s in (1, 10, 60):
         peak = np.bincount((at_s // window_s).astype(int)).max() / window_s
         print(f"  busiest {{window_s}} s: {{peak / mean:.2f}} times the mean")
@@ -230,7 +233,7 @@ def _served(each: Mapping[str, Any]) -> tuple[str, ...]:
     took = each["latencies"]
     return (
         # Cut, not rounded: what is 99.0 % here has met 99 %.
-        f"{each['num_good'] * 1000 // each['num_requests'] / 10:.1f} %",
+        f"{each['num_good'] * 1000 // each['num_requests'] / 10:.1f}%",
         *(f"{took['ttft_s'][part]:.2f} s" for part in ("p50", "p99")),
         f"{took['tpot_s']['p99'] * 1e3:.0f} ms",
         format_count(each["most_running"]),
@@ -244,7 +247,7 @@ def carried(page: str, name: str, strategy: str) -> float:
     best = 0.0
     for found, _, per_s, good, *_ in cells(page, name):
         if found == strategy:
-            if float(good.split()[0]) < 100 * GOOD_FRACTION:
+            if float(good.rstrip("%")) < 100 * GOOD_FRACTION:
                 break
             best = float(per_s)
     return best
@@ -280,18 +283,21 @@ def _fleet(_: Path, page: str) -> str:
     return table(heads, rows)
 
 
-def _routing(folder: Path, page: str) -> str:
-    begin = (
-        f"quire simulate {SHARED} --model {EIGHT} --memory-mode dedicated --max-num-seqs 256 "
-        f"--max-num-batched-tokens 4096 --block-size 128 --slo-ttft 10 --slo-tpot 0.1 "
-        f"--num-requests {NUM_SHARED} --replicas 4"
-    )
-    asked = [f"{begin} --routing {name}" for name in ROUTES]
-    rows = []
-    for route, command in zip(ROUTES, asked, strict=True):
-        (each,) = run(command, folder)["variants"]
-        rows.append((route, f"{each['hit_rate']:.1%}", *_served(each)))
-    return shown(*asked) + table(("routing", "prompt tokens found", *SERVED), rows)
+def _routing(asked: str, with_hits: bool) -> Callable[[Path, str], str]:
+    """Four replicas that share a trace, under each routing that differs for it."""
+    routes = ROUTES if with_hits else ROUTES[:2]
+    commands = [f"{asked} --replicas 4 --routing {route}" for route in routes]
+
+    def make(folder: Path, page: str) -> str:
+        rows = []
+        for route, command in zip(routes, commands, strict=True):
+            (each,) = run(command, folder)["variants"]
+            hits = [f"{each['hit_rate']:.1%}"] if with_hits else []
+            rows.append((route, *hits, *_served(each)))
+        heads = ("routing", *(["prompt tokens found"] if with_hits else []), *SERVED)
+        return shown(*commands) + table(heads, rows)
+
+    return make
 
 
 def _curve(folder: Path, page: str) -> str:
@@ -312,7 +318,7 @@ def _curve(folder: Path, page: str) -> str:
 ROUTES = ("round-robin", "least-loaded", "prefix-aware")
 POLICIES = ("choice", "lru", "lru-2", "optimum")
 SIZES = ("1M", "2M", "4M", "8M", "16M", "50M")
-NUM_CHAT, NUM_SEVENTY, NUM_SHARED = 3000, 1000, 1000
+NUM_CHAT, NUM_FOUR, NUM_SEVENTY, NUM_SHARED = 3000, 4000, 1000, 1000
 
 # In the order of the page: what is derived comes after what it is derived from.
 SECTIONS: Mapping[str, Callable[[Path, str], str]] = MappingProxyType(
@@ -321,10 +327,22 @@ SECTIONS: Mapping[str, Callable[[Path, str], str]] = MappingProxyType(
         "day": _day,
         "plans": _plans,
         "rates-8b": _rates(EIGHT, (3, 4, 4.5, 5, 6), NUM_CHAT),
-        "rates-70b": _rates(SEVENTY, (1, 1.5, 2, 2.5), NUM_SEVENTY),
-        "strategies": _rates(EIGHT, (0.75, 1, 1.5, 2), NUM_SEVENTY, " --cache contiguous,growing"),
+        "rates-70b": _rates(SEVENTY, (1, 1.25, 1.5, 2), NUM_SEVENTY),
+        "strategies": _rates(
+            EIGHT, (1, 1.5, 2, 2.5, 3), NUM_SEVENTY, " --cache contiguous,growing"
+        ),
         "fleet": _fleet,
-        "routing": _routing,
+        "four": _routing(
+            f"quire simulate {CHAT} --model {EIGHT} {COMMON} {STEP} {GOALS} "
+            f"--num-requests {NUM_FOUR} --rate 16",
+            with_hits=False,
+        ),
+        "routing": _routing(
+            f"quire simulate {SHARED} --model {EIGHT} --memory-mode dedicated --max-num-seqs 256 "
+            f"--max-num-batched-tokens 4096 --block-size 128 --slo-ttft 10 --slo-tpot 0.1 "
+            f"--num-requests {NUM_SHARED}",
+            with_hits=True,
+        ),
         "curve": _curve,
     }
 )

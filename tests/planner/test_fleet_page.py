@@ -39,11 +39,11 @@ def test_every_section_is_made(tool: ModuleType, page: str) -> None:
 
 def test_what_is_carried_ends_at_the_first_rate_that_is_missed(tool: ModuleType) -> None:
     rows = [
-        ("paged", "1", "5.00", "100.0 %"),
-        ("paged", "2", "10.00", "99.0 %"),
-        ("paged", "3", "15.00", "98.9 %"),
-        ("paged", "4", "20.00", "100.0 %"),
-        ("growing", "1", "5.00", "12.0 %"),
+        ("paged", "1", "5.00", "100.0%"),
+        ("paged", "2", "10.00", "99.0%"),
+        ("paged", "3", "15.00", "98.9%"),
+        ("paged", "4", "20.00", "100.0%"),
+        ("growing", "1", "5.00", "12.0%"),
     ]
     table = tool.table(("strategy", "rate", "requests/s", "within the goals"), rows)
     page = f"<!-- fleet: x -->\n{table}<!-- end -->"
