@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -101,3 +102,39 @@ def test_no_torch_is_imported(trace: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_traffic_is_drawn_where_no_trace_is_given() -> None:
+    def asked(*flags: str) -> dict[str, Any]:
+        (found,) = json.loads(run(*flags, "--num-requests", "40", "--json"))["variants"]
+        return found
+
+    own = ("--random-input-len", "40", "--random-output-len", "5", "--request-rate", "50")
+    plain, again = asked(*own), asked(*own)
+    assert plain == again
+    assert (plain["num_requests"], plain["num_output_tokens"]) == (40, 200)
+    assert (plain["prefix_query_tokens"], plain["hit_rate"]) == (1600, 0.0)
+    assert asked(*own, "--seed", "1")["duration_s"] != plain["duration_s"]
+    assert asked(*own, "--burstiness", "0.1")["num_requests"] == 40
+    shared = asked(*own, "--random-prefix-len", "64")
+    assert shared["prefix_query_tokens"] == 40 * 104
+    assert shared["hit_rate"] > 0.3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--request-rate", "0"), "must be a number above 0"),
+        (("--burstiness", "0"), "--burstiness 0.0 must be above 0"),
+        (("--random-input-len", "-1"), "a mean is at least 1"),
+        (("--random-prefix-len", "-1"), "prefix_tokens -1"),
+    ],
+)
+def test_what_cannot_be_drawn(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(QuireError, match=message):
+        run(*flags)
+
+
+def test_a_trace_is_not_drawn_too(trace: Path) -> None:
+    with pytest.raises(QuireError, match="leave them out with a trace"):
+        run(trace, "--request-rate", "3")

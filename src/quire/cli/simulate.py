@@ -1,10 +1,10 @@
 """``quire simulate``: traffic through the real scheduler and accounting, on a virtual clock."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from quire.cli.options import with_engine_options
 from quire.cli.plan import place_of
 from quire.cli.simulate_page import Simulated, check_report, write_report
 from quire.cli.simulate_report import Named, print_results
+from quire.cli.simulate_traffic import NUM_DRAWN, Drawing, Traffic, num_skipped
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
@@ -30,7 +31,7 @@ from quire.planner.simulation.simulator import Fleet
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.speeds import SPEEDS, roofline
 from quire.planner.subjects.subject import Subject, find_subject
-from quire.traces import TraceRequest, form_names, open_trace
+from quire.traces import form_names
 
 DEFAULT_DEVICE = "h100"
 # Of these several can be given, with commas between them: each is simulated with each.
@@ -45,13 +46,14 @@ def _flag(panel: str, help: str, *names: str) -> Any:
 def simulate(  # noqa: PLR0913 - each is a flag
     *,
     traces: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="TRACE...",
+            metavar="[TRACE...]",
             help="Files, folders or web addresses of traffic: Mooncake's, Azure's, "
-            "kv-cache-tester's, BurstGPT's, Bailian's, ServeGen's or Quire's own log.",
+            "kv-cache-tester's, BurstGPT's, Bailian's, ServeGen's or Quire's own log. Default: "
+            "traffic that is drawn.",
         ),
-    ],
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +86,24 @@ def simulate(  # noqa: PLR0913 - each is a flag
         str | None,
         _flag("Traffic", f"Where its beginning does not say: {', '.join(form_names())}."),
     ] = None,
-    num_requests: Annotated[int | None, _flag("Traffic", "The first ones only.")] = None,
+    num_requests: Annotated[
+        int | None, _flag("Traffic", f"The first ones only; drawn, so many: {NUM_DRAWN:,}.")
+    ] = None,
+    request_rate: Annotated[
+        float | None, _flag("Traffic", "Drawn: requests a second, 4 where nothing is said.")
+    ] = None,
+    burstiness: Annotated[
+        float | None, _flag("Traffic", "Drawn: 1 is a Poisson process, less burstier.")
+    ] = None,
+    random_input_len: Annotated[
+        int | None, _flag("Traffic", "Drawn: tokens of a prompt, besides the prefix; 1,024.")
+    ] = None,
+    random_output_len: Annotated[
+        int | None, _flag("Traffic", "Drawn: tokens of an answer; 128.")
+    ] = None,
+    random_prefix_len: Annotated[
+        int | None, _flag("Traffic", "Drawn: tokens that all prompts begin with; none.")
+    ] = None,
     rate: Annotated[float, _flag("Traffic", "Play it so many times as fast.")] = 1.0,
     max_skipped: Annotated[
         int, _flag("Traffic", "Rows that may be no requests; what is skipped is counted.")
@@ -112,19 +131,35 @@ def simulate(  # noqa: PLR0913 - each is a flag
     several can be given, with commas between them, and are compared.
 
     \b
+    quire simulate --model Qwen3-8B --request-rate 8 --random-prefix-len 512
     quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
     quire simulate trace.csv --model Qwen3-8B --device l40s --cache contiguous,growing,paged,virtual
     quire simulate trace.jsonl --model Llama-3.1-70B --tp 8 --replicas 4 --routing prefix-aware
     quire simulate trace.csv --calibration here.json --kv-cache-memory-bytes 1GiB,4GiB
     quire simulate trace.jsonl --cache contiguous,growing,paged,virtual --report out.html
     """
-    _refuse(rate, num_requests, replicas, tp, routing)
+    _refuse(replicas, tp, routing)
     if calibration is not None and device is not None:
         raise ConfigError("--calibration is another machine's speed than --device's: give one")
     if report is not None:
         check_report(report)
     variants = list(_variants(engine))
-    if chrome_trace is not None and len(variants) * len(traces) > 1:
+    traffic = Traffic(
+        traces=traces or (),
+        trace_format=trace_format,
+        max_skipped=max_skipped,
+        num_requests=num_requests,
+        rate=rate,
+        drawing=Drawing(
+            request_rate=request_rate,
+            burstiness=burstiness,
+            input_len=random_input_len,
+            output_len=random_output_len,
+            prefix_len=random_prefix_len,
+            seed=variants[0][1].seed,
+        ),
+    )
+    if chrome_trace is not None and len(variants) * len(traffic.sources) > 1:
         raise ConfigError("--chrome-trace is of one variant and one trace: give no lists")
     subject = find_subject(model, dtype=variants[0][1].dtype)
     costs, notes = _costs(subject, device, calibration, tp)
@@ -136,35 +171,33 @@ def simulate(  # noqa: PLR0913 - each is a flag
     with ExitStack() as stack:
         chrome = stack.enter_context(ChromeTrace(chrome_trace)) if chrome_trace else None
         view = stack.enter_context(_View())
-        for source in traces:
+        for source in traffic.sources:
             for name, config in variants:
                 fleet = _fleet(
                     subject, config, place, costs, replicas=replicas, routing=routing, tp=tp
                 )
-                label = " · ".join(filter(None, [source if len(traces) > 1 else "", name]))
+                label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
-                trace = open_trace(
-                    source, trace_format, max_skipped=max_skipped, on_progress=view.read
-                )
-                watch = _Both(view, chrome)
-                requests = _scaled(islice(trace, num_requests), rate)
+                requests = traffic.open(source, view.read)
                 result = run_simulation(
-                    requests, fleet, goals=goals, watch=watch, looks_at_waste=report is not None
+                    traffic.paced(requests),
+                    fleet,
+                    goals=goals,
+                    watch=_Both(view, chrome),
+                    looks_at_waste=report is not None,
                 )
                 if chrome is not None:
                     chrome.held(result.timelines)
-                if trace.counts.num_skipped:
-                    notes.append(f"{source}: {trace.counts.num_skipped:,} rows were skipped")
+                if skipped := num_skipped(requests):
+                    notes.append(f"{source}: {skipped:,} rows were skipped")
                 found.append((label, result))
                 fleets.append(fleet)
         if report is not None:
             simulated = Simulated(
                 subject=subject,
                 machine=f"{replicas * tp} × {here or 'this machine'}",
-                traces=traces,
-                open_trace=lambda source: islice(
-                    open_trace(source, trace_format, max_skipped=max_skipped), num_requests
-                ),
+                traces=traffic.sources,
+                open_trace=traffic.open,
                 fleets=fleets,
                 found=found,
                 notes=[*notes, *_refusals(found)],
@@ -283,17 +316,8 @@ def _fleet(
     )
 
 
-def _scaled(requests: Iterable[TraceRequest], rate: float) -> Iterator[TraceRequest]:
-    for request in requests:
-        yield request if rate == 1 else replace(request, at_s=request.at_s / rate)
-
-
-def _refuse(rate: float, num_requests: int | None, replicas: int, tp: int, routing: str) -> None:
+def _refuse(replicas: int, tp: int, routing: str) -> None:
     """Raises: ConfigError."""
-    if not 0 < rate < float("inf"):
-        raise ConfigError(f"--rate {rate} must be a number above 0")
-    if num_requests is not None and num_requests < 1:
-        raise ConfigError(f"--num-requests {num_requests} must be at least 1")
     for name, value, most in (("replicas", replicas, 4096), ("tp", tp, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
