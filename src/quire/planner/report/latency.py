@@ -8,6 +8,7 @@ from quire.planner.report.content import Bar, Panel, Part, Report, Section, Tabl
 from quire.planner.report.words import count, duration, share, short, size
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
+_LABEL = 44  # that a name of a mark may be wide
 _METRICS = MappingProxyType(
     {
         "ttft_s": "Time to the first token (TTFT)",
@@ -85,10 +86,17 @@ def _panel(report: Report, metric: str, goal_s: float | None) -> Panel:
         x=Scale(low=marks[0], high=marks[-1], start=_LEFT, stop=_WIDTH - _RIGHT, logarithmic=True),
         y=Scale(low=0, high=1, start=bottom, stop=_TOP),
     )
+    free_from = 0.0
     for mark in marks:
         at = plot.x(mark)
         plot.parts.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{bottom}"/>')
-        anchor = "start" if mark == marks[0] else "end" if mark == marks[-1] else "middle"
+        if mark in (marks[0], marks[-1]):
+            anchor = "start" if mark == marks[0] else "end"
+        elif free_from <= at <= plot.x(marks[-1]) - 1.5 * _LABEL:
+            anchor = "middle"
+        else:
+            continue  # its name would lie on another one's
+        free_from = at + (1.5 if mark == marks[0] else 1) * _LABEL
         plot.text(at, bottom + 18, _tick(mark), anchor=anchor, kind="tick")
     if goal_s is not None:
         at = plot.x(goal_s)
