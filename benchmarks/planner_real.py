@@ -3,10 +3,11 @@
     python benchmarks/planner_real.py --model demo
     python benchmarks/planner_real.py --model large --rounds 5 --samples real.jsonl --claims
 
-In each round the machine is calibrated, and then each workload runs in the engine and in the
-simulator. Requests come at steps, not at times, so that both are asked the same: each step is then
-compared, its plan and its committed bytes. The time of a run is that of its steps. With --samples a
-run can be taken in pieces: what the file has is not taken again.
+In each round the machine is calibrated with each strategy, and then each workload of that strategy
+runs in the engine and in the simulator. Requests come at steps, not at times, so that both are
+asked the same: each step is then compared, its plan and its committed bytes. The time of a run is
+that of its steps. With --samples a run can be taken in pieces: what the file has is not taken
+again.
 """
 
 import json
@@ -23,7 +24,7 @@ import typer
 from report import Table, show
 from rich.console import Console
 
-from quire.bench.calibrate import calibrate
+from quire.bench.calibrate import calibrate, warm_up
 from quire.engine.llm import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.plan import StepPlan
@@ -33,6 +34,7 @@ from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
 from quire.memory.machine.readings import MemoryReading
 from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.fitting import Fit
 from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.strategies import CacheConfig
 
@@ -196,8 +198,8 @@ def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
             steps.append((chunks, llm.accounting.usage().committed_bytes))
             return goes_on
 
-        # The first time kernels are compiled, and passes of new sizes recorded: an engine that
-        # serves has done that. Nothing of it stays in the cache.
+        # An engine that serves has done this before. Nothing of it stays in the cache.
+        warm_up(llm)
         drive(workload, add, step)
         llm.reset_prefix_cache()
         steps.clear()
@@ -315,6 +317,16 @@ def claims(model: str, samples: dict[str, list[dict[str, Any]]]) -> Iterator[dic
             }
 
 
+def cache_of(workload: Workload) -> str:
+    return str(workload.options.get("cache", "paged"))
+
+
+def _calibrated(loaded: Any, cache: str, clock: Clock) -> Fit:
+    room = 40_000 * loaded.spec.bytes_per_token
+    with LLM(loaded, gauge=Plenty(), cache=cache, kv_cache_memory_bytes=room, **COMMON) as llm:
+        return calibrate(llm, rounds=1, clock=clock)
+
+
 def _row(name: str, taken: list[dict[str, Any]]) -> list[str]:
     """Real and simulated, of the first round where all are to be alike."""
     real = statistics.median(s["real_tokens_per_s"] for s in taken)
@@ -373,22 +385,20 @@ def main(
         due = [w for w in wanted if (number, w.name) not in known]
         if not due:
             continue
-        room = 40_000 * loaded.spec.bytes_per_token
-        options = {**COMMON, "enable_prefix_caching": False, "kv_cache_memory_bytes": room}
-        with LLM(loaded, gauge=Plenty(), **options) as llm:
-            found = calibrate(llm, rounds=1, clock=clock)
-        aside.print(
-            f"round {number}: calibrated, off by {found.median_error:.1%} in the median, "
-            f"{found.total_error:+.1%} together; machine's spread {found.spread:.1%}"
-        )
-        for workload in due:
-            taken = sample(loaded, workload, found.costs, clock)
-            taken |= {"model": model, "round": number, "workload": workload.name}
-            samples.setdefault(workload.name, []).append(taken)
-            if samples_file:
-                with samples_file.open("a") as file:
-                    file.write(json.dumps(taken) + "\n")
-            aside.print(f"  {workload.name}: {json.dumps(taken)}", soft_wrap=True)
+        for cache in dict.fromkeys(cache_of(w) for w in due):
+            found = _calibrated(loaded, cache, clock)
+            aside.print(
+                f"round {number}, {cache}: calibrated, off by {found.median_error:.1%} in the "
+                f"median, {found.total_error:+.1%} together; machine's spread {found.spread:.1%}"
+            )
+            for workload in (w for w in due if cache_of(w) == cache):
+                taken = sample(loaded, workload, found.costs, clock)
+                taken |= {"model": model, "round": number, "workload": workload.name}
+                samples.setdefault(workload.name, []).append(taken)
+                if samples_file:
+                    with samples_file.open("a") as file:
+                        file.write(json.dumps(taken) + "\n")
+                aside.print(f"  {workload.name}: {json.dumps(taken)}", soft_wrap=True)
     table = Table(
         title=f"Simulated against real, {model} model, median of {rounds}",
         columns=("workload", "real tok/s", "simulated", "error", "preemptions", "hits", "alike"),
