@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (8, 24, 64, 200, 600, 1500)
-_DECODES = 6  # steps of each point
+_DECODES = 12  # steps of each point
 # Steps of up to 128 tokens are recorded, by size, when 24 have come.
 _SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, RECORDED_TOKENS)
 _TIMES = 25

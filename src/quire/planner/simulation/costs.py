@@ -52,9 +52,11 @@ def features(work: Work) -> tuple[float, ...]:
         float(tokens > RECORDED_TOKENS),
         float(work.num_sequences),
         float(work.num_sampled),
+        float(work.num_prompts),
         float(min(tokens, FEW_TOKENS)),
         float(min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)),
-        float(max(tokens - SOME_TOKENS, 0)),
+        float(min(max(tokens - SOME_TOKENS, 0), RECORDED_TOKENS - SOME_TOKENS)),
+        float(max(tokens - RECORDED_TOKENS, 0)),
         work.num_read,
         work.num_attended,
     )
@@ -69,9 +71,11 @@ class FittedCosts:
     long_step_s: float = 0.0  # more, of one beyond RECORDED_TOKENS
     sequence_s: float = 0.0
     sample_s: float = 0.0
+    prompt_s: float = 0.0  # a chunk of several tokens
     token_s: float = 0.0  # of the first FEW_TOKENS of a step
     next_token_s: float = 0.0  # … of those up to SOME_TOKENS
-    further_token_s: float = 0.0  # … of the rest
+    further_token_s: float = 0.0  # … up to RECORDED_TOKENS
+    long_token_s: float = 0.0  # … of the rest
     read_s: float = 0.0  # an entry that attention reads
     attended_s: float = 0.0  # a pair
     copy_s: float = 0.0  # a copy in one layer
@@ -87,9 +91,12 @@ class FittedCosts:
             + self.long_step_s * (tokens > RECORDED_TOKENS)
             + self.sequence_s * work.num_sequences
             + self.sample_s * work.num_sampled
+            + self.prompt_s * work.num_prompts
             + self.token_s * min(tokens, FEW_TOKENS)
             + self.next_token_s * min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)
-            + self.further_token_s * max(tokens - SOME_TOKENS, 0)
+            + self.further_token_s
+            * min(max(tokens - SOME_TOKENS, 0), RECORDED_TOKENS - SOME_TOKENS)
+            + self.long_token_s * max(tokens - RECORDED_TOKENS, 0)
             + self.read_s * work.num_read
             + self.attended_s * work.num_attended
         )
@@ -124,8 +131,8 @@ class FittedCosts:
 
 # Of ``features``, in order.
 COEFFICIENTS = (
-    *("step_s", "long_step_s", "sequence_s", "sample_s"),
-    *("token_s", "next_token_s", "further_token_s", "read_s", "attended_s"),
+    *("step_s", "long_step_s", "sequence_s", "sample_s", "prompt_s"),
+    *("token_s", "next_token_s", "further_token_s", "long_token_s", "read_s", "attended_s"),
 )
 
 
