@@ -85,10 +85,13 @@ def calibrate(
     llm: "LLM",
     *,
     rounds: int = 2,
+    is_warm: bool = False,
     report: Callable[[int, int], None] = lambda *_: None,
     clock: Clock = time.perf_counter,
 ) -> Fit:
     """Fit a cost model to this machine. ``report`` is told how many points are done, of how many.
+
+    ``is_warm``: this engine has been calibrated before, and nothing is done for the first time.
 
     Raises: RequestError if the KV memory has no room for a grid.
     """
@@ -98,13 +101,14 @@ def calibrate(
     points = grid(scheduler.limits.max_num_seqs, llm.max_model_len, room_tokens)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(0)
     measured: list[tuple[Work, float]] = []
-    total = (rounds + 1) * len(points)
-    warm_up(llm)
-    # The first round is to warm up too: what longer steps need, and pages.
-    for done, (number, point) in enumerate(_rounds(rounds + 1, points)):
+    num_unmeasured = 0 if is_warm else 1  # rounds: what longer steps do only once, and pages
+    if not is_warm:
+        warm_up(llm)
+    total = (num_unmeasured + rounds) * len(points)
+    for done, (number, point) in enumerate(_rounds(num_unmeasured + rounds, points)):
         report(done, total)
         steps = list(_steps(llm, point, vocabulary, rng, clock))
-        if number:
+        if number >= num_unmeasured:
             measured += steps
     report(total, total)
     found = fit(measured)

@@ -4,7 +4,7 @@ A buffer that grows commits pages, copies and gives pages back, layer by layer; 
 whole. Storages of their own do it, in the engine's own kind of memory; no step is taken here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,7 +62,9 @@ def _growing(llm: "LLM", longest: int, clock: Clock) -> tuple[float, float]:
             for num_tokens in range(step, longest + 1, step):
                 accounting.try_extend(number, num_tokens)
                 changes = accounting.drain()
-                took_s = _timed(clock, lambda changes=changes: storage.apply(changes))
+                begin_s = clock()
+                storage.apply(changes)
+                took_s = clock() - begin_s
                 copies = [change for change in changes if isinstance(change, Copy)]
                 if number and copies:
                     moved = sum(c.num_slots * accounting.slot_bytes(c.group) for c in copies)
@@ -105,12 +107,6 @@ def _swapping(llm: "LLM", num_tokens: int, clock: Clock) -> tuple[float, float]:
     if not num_bytes:
         return 0.0, 0.0
     return min(save_s) / num_bytes, min(load_s) / num_bytes
-
-
-def _timed(clock: Clock, do: Callable[[], None]) -> float:
-    begin_s = clock()
-    do()
-    return clock() - begin_s
 
 
 @contextmanager
