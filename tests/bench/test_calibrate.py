@@ -9,15 +9,14 @@ from quire.bench.calibrate import calibrate
 from quire.bench.copying import price_copies
 from quire.engine.llm import LLM
 from quire.planner.simulation.work import Work
-from tiny import tiny_model
 
 TICK_S = 1e-3
-NUM_LAYERS = 4
+NUM_LAYERS = 8  # of the demo model
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(tiny_model("llama"), max_num_seqs=4, max_model_len=128) as made:
+    with LLM(max_num_seqs=4, max_model_len=128) as made:
         yield made
 
 

@@ -101,6 +101,7 @@ def calibrate(
     points = grid(scheduler.limits.max_num_seqs, llm.max_model_len, room_tokens)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(0)
     measured: list[tuple[Work, float]] = []
+    llm.reset_prefix_cache()  # a prompt of the last calibration is to be computed again
     num_unmeasured = 0 if is_warm else 1  # rounds: what longer steps do only once, and pages
     if not is_warm:
         warm_up(llm)
