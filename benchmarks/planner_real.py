@@ -3,10 +3,11 @@
     python benchmarks/planner_real.py --model demo
     python benchmarks/planner_real.py --model large --rounds 5 --samples real.jsonl --claims
 
-In each round the machine is calibrated, and then each workload runs in the engine and in the
-simulator. Requests come at steps, not at times, so that both are asked the same: each step is then
-compared, its plan and its committed bytes. The time of a run is that of its steps. With --samples a
-run can be taken in pieces: what the file has is not taken again.
+In each round each workload runs in the engine and in the simulator, and right before it the machine
+is calibrated with the workload's strategy. Requests come at steps, not at times, so that both are
+asked the same: each step is then compared, its plan and its committed bytes. The time of a run is
+that of its steps. With --samples a run can be taken in pieces: what the file has is not taken
+again.
 """
 
 import json
@@ -23,7 +24,7 @@ import typer
 from report import Table, show
 from rich.console import Console
 
-from quire.bench.calibrate import calibrate
+from quire.bench.calibrate import calibrate, warm_up
 from quire.engine.llm import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.plan import StepPlan
@@ -33,6 +34,7 @@ from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
 from quire.memory.machine.readings import MemoryReading
 from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.fitting import Fit
 from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.strategies import CacheConfig
 
@@ -196,8 +198,8 @@ def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
             steps.append((chunks, llm.accounting.usage().committed_bytes))
             return goes_on
 
-        # The first time kernels are compiled, and passes of new sizes recorded: an engine that
-        # serves has done that. Nothing of it stays in the cache.
+        # An engine that serves has done this before. Nothing of it stays in the cache.
+        warm_up(llm)
         drive(workload, add, step)
         llm.reset_prefix_cache()
         steps.clear()
@@ -315,6 +317,34 @@ def claims(model: str, samples: dict[str, list[dict[str, Any]]]) -> Iterator[dic
             }
 
 
+def cache_of(workload: Workload) -> str:
+    return str(workload.options.get("cache", "paged"))
+
+
+class Calibrations:
+    """An engine of each strategy, that has served; it is calibrated again and again."""
+
+    def __init__(self, loaded: Any, clock: Clock, most_age_s: float) -> None:
+        self._loaded, self._clock, self._most_age_s = loaded, clock, most_age_s
+        self._engines: dict[str, LLM] = {}
+        self._known: dict[str, tuple[float, Fit]] = {}
+
+    def take(self, cache: str) -> Fit:
+        """How fast the machine is just now, or was a short while ago."""
+        if cache in self._known and time.monotonic() - self._known[cache][0] < self._most_age_s:
+            return self._known[cache][1]
+        if cache not in self._engines:
+            room = 40_000 * self._loaded.spec.bytes_per_token
+            self._engines[cache] = LLM(
+                self._loaded, gauge=Plenty(), cache=cache, kv_cache_memory_bytes=room, **COMMON
+            )
+            calibrate(self._engines[cache], rounds=1, clock=self._clock)
+        llm = self._engines[cache]
+        found = calibrate(llm, rounds=1, is_warm=True, clock=self._clock)
+        self._known[cache] = time.monotonic(), found
+        return found
+
+
 def _row(name: str, taken: list[dict[str, Any]]) -> list[str]:
     """Real and simulated, of the first round where all are to be alike."""
     real = statistics.median(s["real_tokens_per_s"] for s in taken)
@@ -353,6 +383,9 @@ def main(
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Of this process, where others share the core.")
     ] = False,
+    most_age_s: Annotated[
+        float, typer.Option("--calibration-age", help="Seconds after which one is taken again.")
+    ] = 0.0,
     home: Annotated[Path, typer.Option(help="Folder of the large model.")] = Path(".venv-peers"),
 ) -> None:
     """Simulated against real: throughput, preemptions, hits, and each step."""
@@ -369,26 +402,19 @@ def main(
             samples.setdefault(taken["workload"], []).append(taken)
     loaded = _loaded(model, home)
     wanted = [w for w in workloads(loaded.vocab_size) if only in w.name]
+    calibrations = Calibrations(loaded, clock, most_age_s)
     for number in range(rounds):
         due = [w for w in wanted if (number, w.name) not in known]
-        if not due:
-            continue
-        room = 40_000 * loaded.spec.bytes_per_token
-        options = {**COMMON, "enable_prefix_caching": False, "kv_cache_memory_bytes": room}
-        with LLM(loaded, gauge=Plenty(), **options) as llm:
-            found = calibrate(llm, rounds=1, clock=clock)
-        aside.print(
-            f"round {number}: calibrated, off by {found.median_error:.1%} in the median, "
-            f"{found.total_error:+.1%} together; machine's spread {found.spread:.1%}"
-        )
         for workload in due:
+            found = calibrations.take(cache_of(workload))
             taken = sample(loaded, workload, found.costs, clock)
             taken |= {"model": model, "round": number, "workload": workload.name}
+            taken |= {"calibration_error": found.median_error, "spread": found.spread}
             samples.setdefault(workload.name, []).append(taken)
             if samples_file:
                 with samples_file.open("a") as file:
                     file.write(json.dumps(taken) + "\n")
-            aside.print(f"  {workload.name}: {json.dumps(taken)}", soft_wrap=True)
+            aside.print(f"  {number} {workload.name}: {json.dumps(taken)}", soft_wrap=True)
     table = Table(
         title=f"Simulated against real, {model} model, median of {rounds}",
         columns=("workload", "real tok/s", "simulated", "error", "preemptions", "hits", "alike"),

@@ -22,6 +22,7 @@ COSTS = FittedCosts(
     further_token_s=0.00005,
     read_s=1e-6,
     attended_s=1e-7,
+    copy_s=1e-4,
     copy_s_per_byte=1e-9,
     save_s_per_byte=1e-9,
     load_s_per_byte=1e-9,

@@ -5,16 +5,18 @@ Each step is timed as a whole, with the engine's own time in it. Prompts share n
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.bench.copying import price_copies
 from quire.bench.here import vocabulary_of
 from quire.bench.workload import Vocabulary
 from quire.engine.params import SamplingParams
 from quire.engine.scheduling.swap import Clock
+from quire.planner.simulation.costs import RECORDED_TOKENS
 from quire.planner.simulation.fitting import Fit, fit
 from quire.planner.simulation.work import Reach, Work
 
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (8, 24, 64, 200, 600, 1500)
-_DECODES = 6  # steps of each point
+_DECODES = 12  # steps of each point
+# Steps of up to 128 tokens are recorded, by size, when 24 have come.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, RECORDED_TOKENS)
+_TIMES = 25
 _MOST_LATE = 8  # sequences that come one by one
-_COPY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +64,34 @@ def _most_decodes(num_sequences: int) -> int:
     return _DECODES + min(num_sequences, _MOST_LATE)
 
 
+def warm_up(llm: "LLM") -> None:
+    """Let an engine do for the first time what it does only once, as one that serves has done.
+
+    Kernels are compiled, and a pass over few tokens is recorded when its size has come often.
+    """
+    limits = llm.engine.scheduler.limits
+    longest = min(limits.max_num_batched_tokens, llm.max_model_len - 1)
+    vocabulary, rng = vocabulary_of(llm), np.random.default_rng(1)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    for size in (n for n in _SIZES if n <= longest):
+        for _ in range(_TIMES):
+            prompt = vocabulary.draw(rng, size)
+            llm.start(llm.request(prompt, params), lambda _: None)
+            while llm.engine.scheduler.has_unfinished:
+                llm.step()
+
+
 def calibrate(
     llm: "LLM",
     *,
     rounds: int = 2,
+    is_warm: bool = False,
     report: Callable[[int, int], None] = lambda *_: None,
     clock: Clock = time.perf_counter,
 ) -> Fit:
     """Fit a cost model to this machine. ``report`` is told how many points are done, of how many.
+
+    ``is_warm``: this engine has been calibrated before, and nothing is done for the first time.
 
     Raises: RequestError if the KV memory has no room for a grid.
     """
@@ -77,18 +101,20 @@ def calibrate(
     points = grid(scheduler.limits.max_num_seqs, llm.max_model_len, room_tokens)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(0)
     measured: list[tuple[Work, float]] = []
-    total = (rounds + 1) * len(points)
-    # The first round is to warm up: kernels are compiled, pages come.
-    for done, (number, point) in enumerate(_rounds(rounds + 1, points)):
+    llm.reset_prefix_cache()  # a prompt of the last calibration is to be computed again
+    num_unmeasured = 0 if is_warm else 1  # rounds: what longer steps do only once, and pages
+    if not is_warm:
+        warm_up(llm)
+    total = (num_unmeasured + rounds) * len(points)
+    for done, (number, point) in enumerate(_rounds(num_unmeasured + rounds, points)):
         report(done, total)
         steps = list(_steps(llm, point, vocabulary, rng, clock))
-        if number:
+        if number >= num_unmeasured:
             measured += steps
     report(total, total)
     found = fit(measured)
-    copy, save = _copying()
-    costs = replace(found.costs, copy_s_per_byte=copy, save_s_per_byte=save, load_s_per_byte=copy)
-    return replace(found, costs=costs)
+    prices = price_copies(llm, clock)
+    return replace(found, costs=replace(found.costs, **asdict(prices)))
 
 
 def about(found: Fit, *, machine: str, model: str, num_threads: int) -> Fit:
@@ -147,19 +173,3 @@ def _steps(
         if started < point.num_sequences:
             start(1)
             started += 1
-
-
-def _copying() -> tuple[float, float]:
-    """Seconds a byte: of a copy, and of one into memory that is new."""
-    source = np.ones(_COPY_BYTES, np.uint8)
-    target = np.zeros_like(source)
-    copies, fresh = [], []
-    for _ in range(5):
-        moments = [time.perf_counter()]
-        np.copyto(target, source)
-        moments.append(time.perf_counter())
-        source.copy()
-        moments.append(time.perf_counter())
-        copies.append(moments[1] - moments[0])
-        fresh.append(moments[2] - moments[1])
-    return min(copies) / _COPY_BYTES, min(fresh) / _COPY_BYTES

@@ -55,6 +55,7 @@ def _print(found: Fit, path: Path) -> None:
 
 
 _UNITS = (
-    *("a step", "a sequence in it", "a token drawn", "a token, of the first 8"),
-    *("a token, up to 64", "a token, beyond", "an entry read", "a token and an entry"),
+    *("a step", "more for one of over 128 tokens", "a sequence in it", "a token drawn"),
+    *("a chunk of a prompt", "a token, of the first 8", "a token, up to 64", "a token, up to 128"),
+    *("a token, beyond", "an entry read", "a token and an entry"),
 )

@@ -18,11 +18,14 @@ from quire.planner.subjects.subject import find_subject
 
 TRUTH = FittedCosts(
     step_s=1e-3,
+    long_step_s=2e-3,
     sequence_s=1e-4,
     sample_s=2e-5,
+    prompt_s=3e-4,
     token_s=1e-4,
     next_token_s=5e-5,
-    further_token_s=2e-5,
+    further_token_s=3e-5,
+    long_token_s=2e-5,
     read_s=1e-7,
     attended_s=1e-8,
 )
@@ -35,7 +38,9 @@ def works(rng: np.random.Generator, count: int = 400) -> list[Work]:
         tokens = sequences + int(rng.integers(0, 256)) * int(rng.integers(0, 2))
         context = float(rng.integers(8, 2000))
         sampled = int(rng.integers(0, sequences + 1))
-        made.append(Work(tokens, sequences, sampled, sequences * context, tokens * context))
+        prompts = int(rng.integers(0, sequences + 1))
+        read, attended = sequences * context, tokens * context
+        made.append(Work(tokens, sequences, sampled, read, attended, prompts))
     return made
 
 

@@ -16,14 +16,21 @@ from quire.planner.simulation.work import Work
 
 # Where the time of a token changes: until here the weights are read once for all of them anyway.
 FEW_TOKENS, SOME_TOKENS = 8, 64
+# Up to here the engine plays a recorded pass; beyond it runs the model's own Python.
+RECORDED_TOKENS = 128
 
 
 class StepCosts(Protocol):
     """Seconds of virtual time."""
 
     @property
+    def copy_s(self) -> float:
+        """Of moving entries into another buffer (growing, a copied block): for each layer …"""
+        ...
+
+    @property
     def copy_s_per_byte(self) -> float:
-        """Of moving entries into another buffer (growing, a copied block)."""
+        """… and for what is moved."""
         ...
 
     @property
@@ -42,11 +49,14 @@ def features(work: Work) -> tuple[float, ...]:
     tokens = work.num_tokens
     return (
         1.0,
+        float(tokens > RECORDED_TOKENS),
         float(work.num_sequences),
         float(work.num_sampled),
+        float(work.num_prompts),
         float(min(tokens, FEW_TOKENS)),
         float(min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)),
-        float(max(tokens - SOME_TOKENS, 0)),
+        float(min(max(tokens - SOME_TOKENS, 0), RECORDED_TOKENS - SOME_TOKENS)),
+        float(max(tokens - RECORDED_TOKENS, 0)),
         work.num_read,
         work.num_attended,
     )
@@ -58,13 +68,17 @@ class FittedCosts:
     """A sum of what was measured; ``quire bench --calibrate`` makes it."""
 
     step_s: float = 0.0
+    long_step_s: float = 0.0  # more, of one beyond RECORDED_TOKENS
     sequence_s: float = 0.0
     sample_s: float = 0.0
+    prompt_s: float = 0.0  # a chunk of several tokens
     token_s: float = 0.0  # of the first FEW_TOKENS of a step
     next_token_s: float = 0.0  # … of those up to SOME_TOKENS
-    further_token_s: float = 0.0  # … of the rest
+    further_token_s: float = 0.0  # … up to RECORDED_TOKENS
+    long_token_s: float = 0.0  # … of the rest
     read_s: float = 0.0  # an entry that attention reads
     attended_s: float = 0.0  # a pair
+    copy_s: float = 0.0  # a copy in one layer
     copy_s_per_byte: float = 0.0
     save_s_per_byte: float = 0.0
     load_s_per_byte: float = 0.0
@@ -74,11 +88,15 @@ class FittedCosts:
         tokens = work.num_tokens
         return (
             self.step_s
+            + self.long_step_s * (tokens > RECORDED_TOKENS)
             + self.sequence_s * work.num_sequences
             + self.sample_s * work.num_sampled
+            + self.prompt_s * work.num_prompts
             + self.token_s * min(tokens, FEW_TOKENS)
             + self.next_token_s * min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)
-            + self.further_token_s * max(tokens - SOME_TOKENS, 0)
+            + self.further_token_s
+            * min(max(tokens - SOME_TOKENS, 0), RECORDED_TOKENS - SOME_TOKENS)
+            + self.long_token_s * max(tokens - RECORDED_TOKENS, 0)
             + self.read_s * work.num_read
             + self.attended_s * work.num_attended
         )
@@ -113,8 +131,8 @@ class FittedCosts:
 
 # Of ``features``, in order.
 COEFFICIENTS = (
-    *("step_s", "sequence_s", "sample_s", "token_s", "next_token_s", "further_token_s"),
-    *("read_s", "attended_s"),
+    *("step_s", "long_step_s", "sequence_s", "sample_s", "prompt_s"),
+    *("token_s", "next_token_s", "further_token_s", "long_token_s", "read_s", "attended_s"),
 )
 
 
@@ -140,6 +158,10 @@ class RooflineCosts:
         flops = self.flops_per_token * work.num_tokens + self.flops_per_pair * work.num_attended
         moved = self.weights_bytes + self.entry_bytes * (work.num_read + work.num_tokens)
         return self.step_s + max(flops / self.flops_per_s, moved / self.bytes_per_s)
+
+    @property
+    def copy_s(self) -> float:
+        return 0.0
 
     @property
     def copy_s_per_byte(self) -> float:

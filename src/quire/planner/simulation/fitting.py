@@ -18,7 +18,7 @@ from quire.planner.simulation.work import Work
 Array = npt.NDArray[np.float64]
 
 _ROUNDS = 12
-_NEAR = 0.02  # errors that are as good as none
+_NEAR = 0.1  # errors that count squared; what is farther off counts less
 _MOST_COUNTED = 8  # steps of a kind
 _ALIKE = 4.0  # classes of contexts for each doubling of their length
 

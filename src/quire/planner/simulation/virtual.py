@@ -51,14 +51,15 @@ class VirtualCache:
         return self.accounting.usage().committed_bytes
 
     def carry_out(self) -> None:
-        copied = sum(
-            self._slot_bytes[change.group] * change.num_slots
-            for change in self.accounting.drain()
-            if isinstance(change, Copy)
-        )
-        if copied:
-            self.copied_bytes += copied
-            self._clock.now_s += copied * self._costs.copy_s_per_byte
+        groups, num_layers, num_bytes = self.accounting.groups, 0, 0
+        for change in self.accounting.drain():
+            if isinstance(change, Copy):
+                num_layers += len(groups[change.group].layers)
+                num_bytes += self._slot_bytes[change.group] * change.num_slots
+        if num_layers:
+            self.copied_bytes += num_bytes
+            self._clock.now_s += num_layers * self._costs.copy_s
+            self._clock.now_s += num_bytes * self._costs.copy_s_per_byte
 
     def restart(self) -> None:
         raise AssertionError("a step that computes nothing cannot fail")

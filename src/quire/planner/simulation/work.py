@@ -10,13 +10,14 @@ from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one forward pass. All are counts; the last two are means over the layers."""
+    """Of one forward pass. All are counts; what is read and attended is a mean over the layers."""
 
     num_tokens: int
     num_sequences: int
     num_sampled: int  # sequences whose next token is drawn
     num_read: float  # entries of keys and values that attention reads
     num_attended: float  # pairs of a token and an entry that it reads
+    num_prompts: int = 0  # chunks of several tokens
 
 
 @final
@@ -43,13 +44,14 @@ class Reach:
 
     def of(self, plan: StepPlan) -> Work:
         read = attended = 0.0
-        num_tokens = 0
+        num_tokens = num_prompts = 0
         for chunk in plan.chunks:
             num_tokens += chunk.stop - chunk.start
+            num_prompts += chunk.stop - chunk.start > 1
             more_read, more_attended = self._of_chunk(chunk)
             read, attended = read + more_read, attended + more_attended
         sampled = {draw.sequence.seq_id for draw in plan.draws}
-        return Work(num_tokens, len(plan.chunks), len(sampled), read, attended)
+        return Work(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
 
     def _of_chunk(self, chunk: Chunk) -> tuple[float, float]:
         start, stop = chunk.start, chunk.stop

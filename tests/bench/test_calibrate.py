@@ -1,0 +1,47 @@
+"""A calibration by a clock that goes on by one tick whenever it is read: what must come out."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+
+from quire.bench.calibrate import calibrate
+from quire.bench.copying import price_copies
+from quire.engine.llm import LLM
+from quire.planner.simulation.work import Work
+
+TICK_S = 1e-3
+NUM_LAYERS = 8  # of the demo model
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_num_seqs=4, max_model_len=128) as made:
+        yield made
+
+
+def ticking() -> Callable[[], float]:
+    moments = count()
+    return lambda: next(moments) * TICK_S
+
+
+def test_steps_that_all_take_a_tick_are_a_tick_each(llm: LLM) -> None:
+    found = calibrate(llm, rounds=1, clock=ticking())
+    assert found.num_steps > 100
+    for work in (Work(1, 1, 1, 20.0, 20.0), Work(64, 2, 2, 64.0, 1056.0)):
+        assert found.costs.seconds(work) == pytest.approx(TICK_S, rel=0.02)
+
+
+def test_a_tick_is_shared_by_the_layers_of_a_copy(llm: LLM) -> None:
+    prices = price_copies(llm, ticking())
+    assert prices.copy_s == pytest.approx(TICK_S / NUM_LAYERS)
+    assert prices.copy_s_per_byte == pytest.approx(0, abs=1e-12)
+    moved = 128 * llm.spec.bytes_per_token
+    assert prices.save_s_per_byte == pytest.approx(TICK_S / moved)
+    assert prices.load_s_per_byte == pytest.approx(TICK_S / moved)
+
+
+def test_what_was_taken_for_it_is_given_back(llm: LLM) -> None:
+    before = llm.memory.reserved_bytes, llm.memory.committed_bytes
+    price_copies(llm, ticking())
+    assert (llm.memory.reserved_bytes, llm.memory.committed_bytes) == before
