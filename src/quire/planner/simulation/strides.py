@@ -106,8 +106,7 @@ def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Se
         last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
-        # A block that two share is copied by the first step that writes into it.
-        if count < 1 or num_tokens - num_prompt_tokens < 2:
+        if count < 1 or num_tokens == num_prompt_tokens:
             return 0
         lengths.append(num_tokens)
         most.append(last)
