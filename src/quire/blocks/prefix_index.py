@@ -150,6 +150,51 @@ class PrefixIndex:
             self._add_to_family(tip & _ROW, node & _ROW, tokens)
         return node, True
 
+    def descend(self, tip: int, data: bytes) -> tuple[list[int], int]:
+        """``advance`` along whole blocks of token ids. Returns: the nodes, how many were known.
+
+        What follows a new node is new too, so the rest is made in one go.
+        """
+        nodes = self.walk(tip, data)
+        num_known, size = len(nodes), self.block_bytes
+        if num_known:
+            self._need[nodes[-1] & _ROW] += 1
+            self._need[tip & _ROW] -= 1
+            tip = nodes[-1]
+        if num_known * size < len(data):
+            pieces = [data[at : at + size] for at in range(num_known * size, len(data), size)]
+            nodes += self._chain(tip, pieces)
+        return nodes, num_known
+
+    def _chain(self, tip: int, pieces: list[bytes]) -> list[int]:
+        """New nodes, each the only child of the one before it; a sequence ends in the last."""
+        while len(self._keys) + len(pieces) > len(self.prints):
+            self._double()
+        keys, ids, free_rows = self._keys, self._ids, self._free_rows
+        prints, needs, children = self._print, self._need, self._child_at
+        nodes: list[int] = []
+        above, above_row, serial = prints[tip & _ROW], _NO_CHILD, self._num_created
+        parent = tip
+        for tokens in pieces:
+            key = (parent, tokens)
+            if free_rows:
+                row = free_rows.pop()
+                keys[row] = key
+            else:
+                row = len(keys)
+                keys.append(key)
+            if above_row != _NO_CHILD:
+                children[above_row] = row
+            parent = ids[key] = serial << _ROW_BITS | row
+            serial += 1
+            above = prints[row] = crc32(tokens, above)
+            needs[row] = 1
+            above_row = row
+            nodes.append(parent)
+        self._num_created = serial
+        self._add_to_family(tip & _ROW, nodes[0] & _ROW, pieces[0])
+        return nodes
+
     def _child(self, key: _Key) -> int:
         node = self._ids.get(key)
         if node is None:
