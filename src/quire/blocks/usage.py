@@ -14,7 +14,7 @@ def used_tokens(tables: BlockTables, number: int, group: Group, num_held: int) -
 
     ``num_held``: distinct blocks that the group's tables hold.
     """
-    rows = tables.rows_of(tables.rows)
+    rows = tables.all_rows
     if (tables.ends[number, rows] - tables.starts[number, rows]).sum() == num_held:
         num_tokens = tables.num_tokens[rows]
         return int((num_tokens - group.live_start(num_tokens)).sum())  # nothing is shared
