@@ -143,7 +143,7 @@ class Coordinator:
         """
         rows, end = self.tables.rows_of(seq_ids), np.asarray(num_tokens, np.int64)
         begin = self.tables.num_tokens[rows]
-        growing = np.flatnonzero(end > begin)
+        growing = (end > begin).nonzero()[0]
         if len(growing) < len(rows):
             rows, begin, end = rows[growing], begin[growing], end[growing]
         steps = self._steps(rows, begin, end)

@@ -155,8 +155,12 @@ class PrefixIndex:
 
         What follows a new node is new too, so the rest is made in one go.
         """
+        size = self.block_bytes
+        if (tip, data[:size]) not in self._ids:  # as mostly with a single block
+            pieces = [data[at : at + size] for at in range(0, len(data), size)]
+            return self._chain(tip, pieces), 0
         nodes = self.walk(tip, data)
-        num_known, size = len(nodes), self.block_bytes
+        num_known = len(nodes)
         if num_known:
             self._need[nodes[-1] & _ROW] += 1
             self._need[tip & _ROW] -= 1
@@ -259,19 +263,25 @@ class PrefixIndex:
 
     def _remove(self, row: int) -> None:
         """Nothing needs a node; nor, perhaps, its ancestors, once it is gone."""
-        while not self._need[row]:
-            key = self._key(row)
-            del self._ids[key]
-            self._keys[row] = None
-            self._free_rows.append(row)
+        keys, ids, free_rows = self._keys, self._ids, self._free_rows
+        needs, children = self._need, self._child_at
+        while not needs[row]:
+            key = keys[row]
+            assert key is not None, f"row {row} holds no node"
+            del ids[key]
+            keys[row] = None
+            free_rows.append(row)
             if self._hashes:
                 self._hashes.pop(row, None)
             if key[0] == _NO_PARENT:
                 return
             row = key[0] & _ROW
             if len(key) == 2:
-                self._take_from_family(row, key)
-            self._need[row] -= 1
+                if children[row] == _MANY:
+                    self._take_from_family(row, key)
+                else:
+                    children[row] = _NO_CHILD
+            needs[row] -= 1
 
     def note_cleared(self) -> None:
         """Everything has been detached at once, and whoever reads events may want to know."""
@@ -352,10 +362,7 @@ class PrefixIndex:
             self._child_at[row] = _MANY
 
     def _take_from_family(self, row: int, key: _Key) -> None:
-        """A child is gone."""
-        if self._child_at[row] != _MANY:
-            self._child_at[row] = _NO_CHILD
-            return
+        """One of several children is gone."""
         family = self._families[row]
         del family[bisect_left(family, key[1])]
         if len(family) == 1:

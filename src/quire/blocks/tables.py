@@ -81,14 +81,9 @@ class BlockTables:
         """Raises: KeyError for an unknown one."""
         return np.fromiter(map(self.rows.__getitem__, seq_ids), np.intp)
 
-    @property
-    def all_rows(self) -> Ids:
-        """Of every sequence, in the order in which they came."""
-        return np.fromiter(self.rows.values(), np.intp, len(self.rows))
-
     def holders(self) -> tuple[int, ...]:
         """Sequences that hold blocks."""
-        rows = self.all_rows
+        rows = self.rows_of(self.rows)
         num_blocks = (self.ends[:, rows] - self.starts[:, rows]).sum(axis=0).tolist()
         pairs = zip(self.rows, num_blocks, strict=True)
         return tuple(seq_id for seq_id, count in pairs if count)

@@ -245,7 +245,7 @@ class PagedAccounting:
             used_bytes=used_bytes,
             cached_bytes=pools.cached_bytes,
             num_sequences=len(tables),
-            num_tokens=int(tables.num_tokens[tables.all_rows].sum()),
+            num_tokens=int(tables.num_tokens.sum()),
         )
 
     def census(self, group: int) -> Census:
