@@ -281,7 +281,7 @@ class Coordinator:
         # otherwise the sequence takes it over. One that somebody holds stays anyway.
         evicts = self.pools.evicts([step.num_new for step in steps])
         taken = [False for _ in steps]
-        if evicts:
+        if evicts and any(len(start.source) for start in starts):
             both = _moves(steps, [np.append(start.blocks, start.source) for start in starts])
             if self._verdict(both, kept_bytes) is not FITS:
                 taken = [self.pools.is_only_cached(n, s.source) for n, s in enumerate(starts)]

@@ -250,8 +250,9 @@ class PrefixIndex:
         if self._keep_events:
             hashes = [self.block_hash(row) for row in rows.tolist()]
             self.events += [BlockRemoved(block_hash=each, group_idx=group) for each in hashes]
-        self._needs[rows] -= 1
-        for row in rows[self._needs[rows] == 0].tolist():
+        left = self._needs[rows] - 1
+        self._needs[rows] = left
+        for row in rows[left == 0].tolist():
             self._remove(row)
 
     def let_go(self, node: int) -> None:

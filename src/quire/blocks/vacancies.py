@@ -121,7 +121,7 @@ class Vacancies:
         counts = np.concatenate((begins[1:], [len(after)])) - begins
         ids, single = np.empty_like(after), (counts == 1) & (after[begins] >= 0)
         if not num_vacant and self._len < self._share:  # there is no place behind or to begin at
-            alone = np.repeat(single, counts)
+            alone = single.repeat(counts)
             taken, num_alone = self.pop(len(after)), int(np.count_nonzero(alone))
             ids[alone], ids[~alone] = taken[:num_alone], taken[num_alone:]
             return ids

@@ -93,8 +93,8 @@ class StepPlan:
         prompt_rows: list[PromptRows] = []
         end = 0
         for chunk in several:
-            row, end = end, end + chunk.stop - chunk.logits_from
-            sequence = chunk.sequence
+            sequence, row = chunk.sequence, end
+            end += chunk.stop - chunk.logits_from
             if sequence.lacks_prompt_logprobs:
                 last = min(chunk.stop, sequence.num_prompt_tokens - 1)
                 rows = PromptRows(
