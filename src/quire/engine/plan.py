@@ -104,7 +104,8 @@ class StepPlan:
             if chunk.samples:
                 first = end - 1 - len(chunk.drafts)
                 draws.append(Draw(sequence=sequence, row=first, drafts=chunk.drafts))
-                draws += [Draw(sequence=sibling, row=first) for sibling in sequence.siblings]
+                if sequence.siblings:
+                    draws += [Draw(sequence=sibling, row=first) for sibling in sequence.siblings]
         return cls(chunks=several, draws=tuple(draws), prompt_rows=tuple(prompt_rows), saves=saves)
 
     @property
