@@ -108,6 +108,7 @@ def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Se
         last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
+        # The last token of a prompt is computed by itself where all others were found.
         if count < 1 or num_tokens == num_prompt_tokens:
             return 0
         lengths.append(num_tokens)
