@@ -75,6 +75,23 @@ class IndexMachine(RuleBasedStateMachine):
             before = path[1]
             self.tips[at] = (node, path)
 
+    @precondition(lambda self: self.tips)
+    @rule(at=st.integers(0, 5), several=st.lists(TOKENS, min_size=1, max_size=4))
+    def descend(self, at: int, several: list[tuple[int, ...]]) -> None:
+        at %= len(self.tips)
+        node, (root, before) = self.tips[at]
+        paths = [
+            (root, (*before, *((tokens, ()) for tokens in several[: count + 1])))
+            for count in range(len(several))
+        ]
+        alive = self.alive()
+        num_known = sum(path in alive for path in paths)
+        nodes, found = self.index.descend(node, b"".join(map(data, several)))
+        assert found == num_known
+        for path, each in zip(paths, nodes, strict=True):
+            self.named(path, each)
+        self.tips[at] = (nodes[-1], paths[-1])
+
     @precondition(lambda self: self.tips and len(self.tips) < 6)
     @rule(at=st.integers(0, 5))
     def fork(self, at: int) -> None:

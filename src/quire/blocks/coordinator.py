@@ -143,7 +143,7 @@ class Coordinator:
         """
         rows, end = self.tables.rows_of(seq_ids), np.asarray(num_tokens, np.int64)
         begin = self.tables.num_tokens[rows]
-        growing = np.flatnonzero(end > begin)
+        growing = (end > begin).nonzero()[0]
         if len(growing) < len(rows):
             rows, begin, end = rows[growing], begin[growing], end[growing]
         steps = self._steps(rows, begin, end)
@@ -281,7 +281,7 @@ class Coordinator:
         # otherwise the sequence takes it over. One that somebody holds stays anyway.
         evicts = self.pools.evicts([step.num_new for step in steps])
         taken = [False for _ in steps]
-        if evicts:
+        if evicts and any(len(start.source) for start in starts):
             both = _moves(steps, [np.append(start.blocks, start.source) for start in starts])
             if self._verdict(both, kept_bytes) is not FITS:
                 taken = [self.pools.is_only_cached(n, s.source) for n, s in enumerate(starts)]

@@ -141,8 +141,11 @@ class Pools:
         for group, granules in closed.items():
             unused = granules[self._pools[group].closed.are_in(granules)]
             self._note(Release, group, unused)
-            reused_all = len(opened[group]) == len(granules) - len(unused)
-            opened[group] = NO_IDS if reused_all else np.setdiff1d(opened[group], granules)
+            if len(opened[group]) == len(granules) - len(unused):  # all of them are used again
+                opened[group] = NO_IDS
+            else:
+                fresh = set(opened[group].tolist()).difference(granules.tolist())
+                opened[group] = np.fromiter(fresh, np.intp, len(fresh))
         for group, granules in enumerate(opened):
             self._note(Commit, group, granules)
         return taken
@@ -226,7 +229,10 @@ class Pools:
             group = self._stalest()
             assert group is not None, "a step was planned that does not fit"
             closed.setdefault(group, []).append(self._evict(group, lacking))
-        return {group: np.concatenate(granules) for group, granules in closed.items()}
+        return {
+            group: granules[0] if len(granules) == 1 else np.concatenate(granules)
+            for group, granules in closed.items()
+        }
 
     def _stalest(self) -> int | None:
         """The group whose next victim was used longest ago."""

@@ -137,67 +137,84 @@ class PrefixCache:
         """The next tokens of these rows are computed: ``counts[i]`` of them, or one of each."""
         tables, size = self._tables, self._size
         computed = tables.num_computed[rows]
+        offsets = computed % size
         if counts is None:
-            offsets = computed % size
             tables.tails[rows, offsets] = token_ids
-            full = np.flatnonzero(offsets == size - 1)
-            filled = rows[full]
-            data, columns = tables.tails[filled].tobytes(), (computed[full] // size).tolist()
             tables.num_computed[rows] += 1
-            if len(filled):
-                self._enter(filled.tolist(), columns, data)
+            full = (offsets == size - 1).nonzero()[0]
+            if len(full):
+                columns = (computed[full] // size).tolist()
+                of_each = zip(rows[full].tolist(), columns, strict=True)
+                self._enter([(row, at, tables.tails[row].tobytes()) for row, at in of_each])
             return
-        filled_rows: list[int] = []
-        filled_columns: list[int] = []
-        pieces: list[bytes] = []
-        start = 0
-        for row, count, before in zip(rows.tolist(), counts, computed.tolist(), strict=True):
-            tokens = token_ids[start : start + count]
-            start += count
-            offset = before % size
+        sizes = np.asarray(counts, np.int64)
+        stops = sizes.cumsum()
+        # Most are single tokens that fill nothing.
+        single = (sizes == 1) & (offsets < size - 1)
+        tables.tails[rows[single], offsets[single]] = token_ids[stops[single] - 1]
+        tables.num_computed[rows] = computed + sizes
+        several = (~single).nonzero()[0]
+        entered: list[tuple[int, int, bytes]] = []
+        for row, offset, count, before, stop in zip(
+            rows[several].tolist(),
+            offsets[several].tolist(),
+            sizes[several].tolist(),
+            computed[several].tolist(),
+            stops[several].tolist(),
+            strict=True,
+        ):
+            tokens = token_ids[stop - count : stop]
             if offset + count < size:
                 tables.tails[row, offset : offset + count] = tokens
                 continue
             new = np.concatenate([tables.tails[row, :offset], tokens]) if offset else tokens
-            num_full = len(new) // size
-            rest = new[num_full * size :]
-            tables.tails[row, : len(rest)] = rest
-            first = before // size
-            filled_rows += [row] * num_full
-            filled_columns += range(first, first + num_full)
-            pieces.append(new[: num_full * size].tobytes())
-        tables.num_computed[rows] = computed + np.asarray(counts, np.int64)
-        if filled_rows:
-            self._enter(filled_rows, filled_columns, b"".join(pieces))
+            end = len(new) // size * size
+            tables.tails[row, : len(new) - end] = new[end:]
+            entered.append((row, before // size, new[:end].tobytes()))
+        if entered:
+            self._enter(entered)
 
-    def _enter(self, rows: list[int], columns: list[int], data: bytes) -> None:
-        """Enter full blocks: column ``columns[i]`` of row ``rows[i]``, in order of depth."""
-        advance, tips, length = self._index.advance, self._tips, self._index.block_bytes
-        new: list[tuple[int, int, int]] = []  # row, column, node
-        known: list[tuple[int, int, int]] = []
-        start = 0
-        for row, column in zip(rows, columns, strict=True):
-            extras = self._extras[row]
-            extra = extras[column] if column < len(extras) else ()
-            node, is_new = advance(tips[row], data[start : start + length], extra)
-            tips[row] = node
-            start += length
-            (new if is_new else known).append((row, column, node))
-        if new:
-            self._attach(new)
+    def _enter(self, filled: list[tuple[int, int, bytes]]) -> None:
+        """Enter full blocks: of a row, from a column on, what they contain."""
+        rows: list[int] = []
+        columns: list[int] = []
+        entered: list[int] = []
+        known: list[tuple[int, int, int]] = []  # row, column, node
+        for row, first, data in filled:
+            nodes, num_known = self._descend(row, first, data)
+            self._tips[row] = nodes[-1]
+            known += ((row, first + at, nodes[at]) for at in range(num_known))
+            rows += [row] * (len(nodes) - num_known)
+            columns += range(first + num_known, first + len(nodes))
+            entered += nodes[num_known:]
+        if entered:
+            self._attach(np.array(rows), np.array(columns), self._index.rows(entered))
         for row, column, node in known:
             self._share(row, column, self._index.row(node))
 
-    def _attach(self, new: list[tuple[int, int, int]]) -> None:
+    def _descend(self, row: int, column: int, data: bytes) -> tuple[list[int], int]:
+        """The nodes of a row's next blocks, and how many of them were known before."""
+        tip, extras, length = self._tips[row], self._extras[row], self._index.block_bytes
+        if column >= len(extras):
+            return self._index.descend(tip, data)
+        nodes, num_known = list[int](), 0
+        for at, start in enumerate(range(0, len(data), length), column):
+            extra = extras[at] if at < len(extras) else ()
+            tip, is_new = self._index.advance(tip, data[start : start + length], extra)
+            nodes.append(tip)
+            num_known += not is_new
+        return nodes, num_known
+
+    def _attach(self, table_rows: Ids, columns: Ids, entered: Ids) -> None:
         """New nodes hold the blocks that their sequences filled."""
-        table_rows, columns, nodes = np.array(new, np.int64).T
-        entered = self._index.rows(nodes.tolist())
         for number in self._in_blocks:
             blocks = self._tables.ids[number][table_rows, columns].astype(np.intp)
             # A window may have passed some, or never have needed what they begin with.
             there = (blocks != NO_BLOCK) & (columns >= self._tables.sound[number, table_rows])
-            blocks, at = blocks[there], entered[there]
-            self.attach(number, at, blocks)
+            if np.count_nonzero(there) < len(blocks):
+                self.attach(number, entered[there], blocks[there])
+            else:
+                self.attach(number, entered, blocks)
 
     def attach(self, number: int, nodes: Ids, blocks: Ids) -> None:
         """These nodes, which hold none in the group, hold these blocks."""

@@ -150,6 +150,55 @@ class PrefixIndex:
             self._add_to_family(tip & _ROW, node & _ROW, tokens)
         return node, True
 
+    def descend(self, tip: int, data: bytes) -> tuple[list[int], int]:
+        """``advance`` along whole blocks of token ids. Returns: the nodes, how many were known.
+
+        What follows a new node is new too, so the rest is made in one go.
+        """
+        size = self.block_bytes
+        if (tip, data[:size]) not in self._ids:  # as mostly with a single block
+            pieces = [data[at : at + size] for at in range(0, len(data), size)]
+            return self._chain(tip, pieces), 0
+        nodes = self.walk(tip, data)
+        num_known = len(nodes)
+        if num_known:
+            self._need[nodes[-1] & _ROW] += 1
+            self._need[tip & _ROW] -= 1
+            tip = nodes[-1]
+        if num_known * size < len(data):
+            pieces = [data[at : at + size] for at in range(num_known * size, len(data), size)]
+            nodes += self._chain(tip, pieces)
+        return nodes, num_known
+
+    def _chain(self, tip: int, pieces: list[bytes]) -> list[int]:
+        """New nodes, each the only child of the one before it; a sequence ends in the last."""
+        while len(self._keys) + len(pieces) > len(self.prints):
+            self._double()
+        keys, ids, free_rows = self._keys, self._ids, self._free_rows
+        prints, needs, children = self._print, self._need, self._child_at
+        nodes: list[int] = []
+        above, above_row, serial = prints[tip & _ROW], _NO_CHILD, self._num_created
+        parent = tip
+        for tokens in pieces:
+            key = (parent, tokens)
+            if free_rows:
+                row = free_rows.pop()
+                keys[row] = key
+            else:
+                row = len(keys)
+                keys.append(key)
+            if above_row != _NO_CHILD:
+                children[above_row] = row
+            parent = ids[key] = serial << _ROW_BITS | row
+            serial += 1
+            above = prints[row] = crc32(tokens, above)
+            needs[row] = 1
+            above_row = row
+            nodes.append(parent)
+        self._num_created = serial
+        self._add_to_family(tip & _ROW, nodes[0] & _ROW, pieces[0])
+        return nodes
+
     def _child(self, key: _Key) -> int:
         node = self._ids.get(key)
         if node is None:
@@ -201,8 +250,9 @@ class PrefixIndex:
         if self._keep_events:
             hashes = [self.block_hash(row) for row in rows.tolist()]
             self.events += [BlockRemoved(block_hash=each, group_idx=group) for each in hashes]
-        self._needs[rows] -= 1
-        for row in rows[self._needs[rows] == 0].tolist():
+        left = self._needs[rows] - 1
+        self._needs[rows] = left
+        for row in rows[left == 0].tolist():
             self._remove(row)
 
     def let_go(self, node: int) -> None:
@@ -214,19 +264,25 @@ class PrefixIndex:
 
     def _remove(self, row: int) -> None:
         """Nothing needs a node; nor, perhaps, its ancestors, once it is gone."""
-        while not self._need[row]:
-            key = self._key(row)
-            del self._ids[key]
-            self._keys[row] = None
-            self._free_rows.append(row)
+        keys, ids, free_rows = self._keys, self._ids, self._free_rows
+        needs, children = self._need, self._child_at
+        while not needs[row]:
+            key = keys[row]
+            assert key is not None, f"row {row} holds no node"
+            del ids[key]
+            keys[row] = None
+            free_rows.append(row)
             if self._hashes:
                 self._hashes.pop(row, None)
             if key[0] == _NO_PARENT:
                 return
             row = key[0] & _ROW
             if len(key) == 2:
-                self._take_from_family(row, key)
-            self._need[row] -= 1
+                if children[row] == _MANY:
+                    self._take_from_family(row, key)
+                else:
+                    children[row] = _NO_CHILD
+            needs[row] -= 1
 
     def note_cleared(self) -> None:
         """Everything has been detached at once, and whoever reads events may want to know."""
@@ -307,10 +363,7 @@ class PrefixIndex:
             self._child_at[row] = _MANY
 
     def _take_from_family(self, row: int, key: _Key) -> None:
-        """A child is gone."""
-        if self._child_at[row] != _MANY:
-            self._child_at[row] = _NO_CHILD
-            return
+        """One of several children is gone."""
         family = self._families[row]
         del family[bisect_left(family, key[1])]
         if len(family) == 1:

@@ -111,17 +111,21 @@ def group_step(
     offset = begin - column * block_size
     inside = ((offset != 0) & (ends > column)).nonzero()[0]
     written = (rows[inside], column[inside])
-    copied = copied_blocks = rewritten = NO_IDS
+    places, slots = _NO_PLACES, list[int]()
+    copied_blocks = rewritten = NO_IDS
     if len(inside):
         copied, copied_blocks, rewritten = _writes(table, pool, written, passed_blocks)
+        if len(copied):
+            places = written[0][copied], written[1][copied]
+            slots = offset[inside[copied]].tolist()
     return GroupStep(
         starts=starts,
         ends=new_ends,
         passed=passed,
         passed_blocks=passed_blocks,
-        copied=(written[0][copied], written[1][copied]),
+        copied=places,
         copied_blocks=copied_blocks,
-        copied_slots=offset[inside[copied]].tolist(),
+        copied_slots=slots,
         rewritten=rewritten,
         grown=spans(rows, grow_from, new_ends - grow_from),
     )

@@ -30,6 +30,7 @@ class Vacancies:
         self._vacant = np.zeros(count + 1, bool)  # of ids; never of the one after the last
         self._vacant_after = self._vacant[1:]  # of the ids after these; after -1: False
         self._len = self._top = 0
+        self._share = len(self._vacant) // _SHARE
         self._starts, self._lengths = NO_IDS, NO_IDS  # where runs may begin
         self._num_changed = 0  # ids put and taken since these were looked up
         self.put(np.arange(count - 1, -1, -1))
@@ -67,6 +68,8 @@ class Vacancies:
             found.append(self._use(ids[:count]))
             count -= len(found[-1])
             self._top = bottom if count else int(places[len(found[-1]) - 1])
+        if not self._len:
+            self._top = 0
         return _joined(found)
 
     def take(self, after: Ids) -> Ids:
@@ -77,7 +80,7 @@ class Vacancies:
         vacant = self._vacant_after[after]
         num_vacant = int(np.count_nonzero(vacant))
         if num_vacant < len(after) and np.count_nonzero(after < 0):
-            return self._take_runs(after)
+            return self._take_runs(after, num_vacant)
         ids = after + 1
         if num_vacant and len(set(after.tolist())) < len(after):
             # Those that share a block want the same one: the first of them gets it.
@@ -110,13 +113,18 @@ class Vacancies:
             count -= len(found[-1])
         return _joined([*found, self.pop(count)])
 
-    def _take_runs(self, after: Ids) -> Ids:
+    def _take_runs(self, after: Ids, num_vacant: int) -> Ids:
         """Where some take several: one run after the other, behind those that take one."""
         begins = (after >= 0).nonzero()[0]
         if after[0] < 0:
-            begins = np.append(0, begins)
-        counts = np.diff(begins, append=len(after))
+            begins = np.concatenate(([0], begins))
+        counts = np.concatenate((begins[1:], [len(after)])) - begins
         ids, single = np.empty_like(after), (counts == 1) & (after[begins] >= 0)
+        if not num_vacant and self._len < self._share:  # there is no place behind or to begin at
+            alone = single.repeat(counts)
+            taken, num_alone = self.pop(len(after)), int(np.count_nonzero(alone))
+            ids[alone], ids[~alone] = taken[:num_alone], taken[num_alone:]
+            return ids
         if len(alone := begins[single]):
             ids[alone] = self.take(after[alone])
         runs = zip(begins[~single].tolist(), counts[~single].tolist(), strict=True)
@@ -144,10 +152,9 @@ class Vacancies:
 
     def _can_begin(self) -> bool:
         """Whether there are places for new runs. They are looked up if that is due."""
-        share = len(self._vacant) // _SHARE
-        if self._len < share:  # they would be too small to be worth it
+        if self._len < self._share:  # they would be too small to be worth it
             return False
-        if not len(self._starts) and self._num_changed >= share:
+        if not len(self._starts) and self._num_changed >= self._share:
             self._look_up()
         return len(self._starts) > 0
 
@@ -169,6 +176,8 @@ class Vacancies:
         self._vacant[ids] = False
         self._len -= len(ids)
         self._num_changed += len(ids)
+        if not self._len:  # no entry that is left counts
+            self._top = 0
         return ids
 
     def _counting(self, bottom: int) -> tuple[Ids, Ids]:

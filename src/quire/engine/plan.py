@@ -93,8 +93,8 @@ class StepPlan:
         prompt_rows: list[PromptRows] = []
         end = 0
         for chunk in several:
-            row, end = end, end + chunk.stop - chunk.logits_from
-            sequence = chunk.sequence
+            sequence, row = chunk.sequence, end
+            end += chunk.stop - chunk.logits_from
             if sequence.lacks_prompt_logprobs:
                 last = min(chunk.stop, sequence.num_prompt_tokens - 1)
                 rows = PromptRows(
@@ -104,7 +104,8 @@ class StepPlan:
             if chunk.samples:
                 first = end - 1 - len(chunk.drafts)
                 draws.append(Draw(sequence=sequence, row=first, drafts=chunk.drafts))
-                draws += [Draw(sequence=sibling, row=first) for sibling in sequence.siblings]
+                if sequence.siblings:
+                    draws += [Draw(sequence=sibling, row=first) for sibling in sequence.siblings]
         return cls(chunks=several, draws=tuple(draws), prompt_rows=tuple(prompt_rows), saves=saves)
 
     @property

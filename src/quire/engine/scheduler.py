@@ -126,8 +126,8 @@ class Scheduler:
                 draw.sequence.fault = result.fault
                 self.fail(draw.sequence, result.error)
         mark_computed(self._room, self._preemption, plan.chunks, num_kept)
-        for draw, _ in draws:
-            self._part(draw.sequence)
+        for leader in [draw.sequence for draw, _ in draws if draw.sequence.siblings]:
+            self._part(leader)
         self._outputs += [
             TokenOutput(sequence=ended, token_id=None, finish_reason=ended.finish_reason)
             for ended in self._ended

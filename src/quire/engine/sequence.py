@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

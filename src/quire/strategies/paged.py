@@ -74,6 +74,13 @@ class PagedAccounting:
             keep_events=config.keep_events,
         )
         self.ceiling = self.blocks.pools.ceiling
+        self._reserved_bytes = sum(size.num_ids * size.block_bytes for size in self._sizes)
+        self._token_bytes = [group.bytes_per_token for group in groups]
+        # A page with several blocks is as full as their order has it.
+        self._is_steady = all(
+            isinstance(group.spec, FullAttention | LatentAttention) and size.granule_blocks == 1
+            for group, size in zip(groups, self._sizes, strict=True)
+        )
         self._peaks = peak_bytes(
             groups,
             [config.block_size for _ in groups],
@@ -184,12 +191,7 @@ class PagedAccounting:
         return FITS
 
     def steady_tokens(self, seq_id: int) -> int:
-        # A page with several blocks is as full as their order has it.
-        steady = all(
-            isinstance(group.spec, FullAttention | LatentAttention) and size.granule_blocks == 1
-            for group, size in zip(self.groups, self._sizes, strict=True)
-        )
-        return self._config.max_model_len if steady else self.num_tokens(seq_id)
+        return self._config.max_model_len if self._is_steady else self.num_tokens(seq_id)
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.blocks.trim(seq_id, num_tokens)
@@ -236,14 +238,14 @@ class PagedAccounting:
                 used_bytes += num_held * group.num_layers * group.spec.state_bytes
             else:
                 tokens = used_tokens(tables, number, group, num_held)
-                used_bytes += tokens * group.bytes_per_token
+                used_bytes += tokens * self._token_bytes[number]
         return Usage(
-            reserved_bytes=sum(size.num_ids * size.block_bytes for size in self._sizes),
+            reserved_bytes=self._reserved_bytes,
             committed_bytes=pools.committed_bytes,
             used_bytes=used_bytes,
             cached_bytes=pools.cached_bytes,
             num_sequences=len(tables),
-            num_tokens=int(tables.num_tokens[tables.rows_of(tables.rows)].sum()),
+            num_tokens=int(tables.num_tokens.sum()),
         )
 
     def census(self, group: int) -> Census:

@@ -33,7 +33,7 @@ def mark_computed(
     going_on = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
     if not going_on:
         return
-    accounting, counts = room.accounting, list[int]()
+    accounting, counts, tokens = room.accounting, list[int](), list[int]()
     for chunk in going_on:
         sequence, stop = chunk.sequence, chunk.stop
         if chunk.drafts:
@@ -42,11 +42,10 @@ def mark_computed(
                 accounting.trim(sequence.seq_id, stop)
         sequence.num_computed_tokens = stop
         preemption.note_computed(chunk, stop, accounting.groups)
-        counts.append(stop - chunk.start + chunk.num_restored)
-    tokens: list[int] = []
-    for chunk, count in zip(going_on, counts, strict=True):
+        count = stop - chunk.start + chunk.num_restored
+        counts.append(count)
         if count == 1 and not chunk.num_restored:
-            tokens.append(chunk.sequence.token_ids[chunk.start])
+            tokens.append(sequence.token_ids[chunk.start])
         else:
             tokens += chunk.new_token_ids[:count]
     accounting.mark_computed(

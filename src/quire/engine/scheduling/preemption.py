@@ -109,10 +109,12 @@ class Preemption:
 
     def note_computed(self, chunk: Chunk, stop: int, groups: tuple[Group, ...]) -> None:
         """A chunk is computed up to ``stop``, perhaps not for the first time."""
-        sequence, most = chunk.sequence, chunk.sequence.most_computed_tokens
+        sequence = chunk.sequence
+        most = sequence.most_computed_tokens
         if chunk.start < most:
             self._statistics.num_recomputed_tokens += min(stop, most) - chunk.start
-        sequence.most_computed_tokens = max(stop, most)
+        if stop > most:
+            sequence.most_computed_tokens = stop
         if chunk.num_restored:
             readable = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
             self._statistics.loaded_bytes += num_bytes(groups, readable)

@@ -45,7 +45,9 @@ class Step:
             spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
         for sequence in due:
             start, last = sequence.num_computed_tokens, sequence.num_tokens
-            stop = self.snapshots.end(start, min(last, start + budget), last)
+            stop = last
+            if last > start + 1:  # one token goes in any case
+                stop = self.snapshots.end(start, min(last, start + budget), last)
             if stop < last:
                 chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
                 budget -= stop - start

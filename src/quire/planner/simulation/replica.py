@@ -52,6 +52,7 @@ class Replica:
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self._may_stride = Reach(cache.accounting.groups).is_full
         self._coming: deque[tuple[TraceRequest, int]] = deque()
+        self._params: dict[int, SamplingParams] = {}  # by their one number: to check takes time
         # Only those who are first can come into a step; the others wait as what they are in a
         # trace, which takes no room. Where somebody may overtake, all must be known.
         limits = self.scheduler.limits
@@ -119,12 +120,13 @@ class Replica:
                 self.waste.came(came[0].seq_id, longest - 1)
 
     def _request(self, request: TraceRequest, number: int) -> Request:
+        max_tokens = max(1, request.output_tokens)
+        params = self._params.get(max_tokens)
+        if params is None:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            self._params[max_tokens] = params
         return Request(
-            request_id=number,
-            prompt_token_ids=prompt_of(request, number),
-            params=SamplingParams(
-                max_tokens=max(1, request.output_tokens), temperature=0.0, ignore_eos=True
-            ),
+            request_id=number, prompt_token_ids=prompt_of(request, number), params=params
         )
 
     def _stride(self, moment_s: float) -> bool:

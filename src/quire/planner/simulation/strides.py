@@ -41,6 +41,8 @@ def find_stride(
     until_s: float,
 ) -> Stride | None:
     """The steps that begin before ``until_s`` and can only be alike, if there are any."""
+    if scheduler.num_waiting and scheduler.num_running < scheduler.limits.max_num_seqs:
+        return None  # somebody comes
     sequences = scheduler.decoding
     if not sequences or not _decides_nothing(scheduler, sequences):
         return None
@@ -80,10 +82,10 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     if len(sequences) > limits.max_num_batched_tokens:
         return False
     if scheduler.num_waiting:
-        # For a seat, and nobody will be displaced for one.
+        # For a seat, as has been seen, and nobody will be displaced for one.
         grade = POLICIES[limits.policy].grade
         same = len({grade(s) for s in sequences}) == 1 and limits.policy != "priority"
-        if len(sequences) < limits.max_num_seqs or not same:
+        if not same:
             return False
     return all(
         s.last_token_s == statistics.now_s and s.most_computed_tokens == s.num_computed_tokens
@@ -106,8 +108,8 @@ def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Se
         last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
-        # A block that two share is copied by the first step that writes into it.
-        if count < 1 or num_tokens - num_prompt_tokens < 2:
+        # The last token of a prompt is computed by itself where all others were found.
+        if count < 1 or num_tokens == num_prompt_tokens:
             return 0
         lengths.append(num_tokens)
         most.append(last)
