@@ -16,11 +16,9 @@ from prefix_traces import BLOCK_TOKENS, PrefixTrace
 
 from quire.blocks import Fits
 from quire.planner.hit_rates import Prompts, prompts_of
+from quire.planner.hit_rates.core import prefix_accounting
 from quire.planner.hit_rates.lru import infinite_hits
 from quire.planner.hit_rates.optimum import Optimum
-from quire.spec import FullAttention, Group
-from quire.strategies.base import CacheConfig
-from quire.strategies.paged import PagedAccounting
 from quire.traces import TraceRequest
 
 OnRequest = Callable[[int], None]  # told how many requests are done, now and then
@@ -38,7 +36,8 @@ class Replay:
 
 def replay(trace: PrefixTrace, num_blocks: int, policy: str, on_request: OnRequest) -> Replay:
     """The trace through ``PagedAccounting`` with so many blocks under an eviction policy."""
-    accounting = _accounting(trace, num_blocks, policy)
+    longest = max(len(chain) for chain in trace.chains)
+    accounting = prefix_accounting(num_blocks, policy, longest=longest)
     # A hit leaves at least one token to compute. A last token that nobody else has makes that one.
     own, now = trace.num_blocks, time.perf_counter_ns
     spent_ns = hit_tokens = refused = 0
@@ -69,20 +68,6 @@ def replay(trace: PrefixTrace, num_blocks: int, policy: str, on_request: OnReque
         refused=refused,
         us_a_request=spent_ns / 1e3 / len(trace.chains),
     )
-
-
-def _accounting(trace: PrefixTrace, num_blocks: int, policy: str) -> PagedAccounting:
-    spec = FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn")
-    group = Group(spec=spec, layers=(0,))
-    config = CacheConfig(
-        max_model_len=1 + max(len(chain) for chain in trace.chains),
-        max_num_seqs=1,
-        capacity_bytes=num_blocks * group.bytes_per_token,
-        block_size=1,
-        page_bytes=1,
-        eviction_policy=policy,
-    )
-    return PagedAccounting((group,), config)
 
 
 def infinite(trace: PrefixTrace) -> Replay:

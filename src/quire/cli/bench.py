@@ -19,7 +19,6 @@ from quire.bench.server import CompletionsServer, first_model
 from quire.bench.trace import write_trace
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
-from quire.cli.calibrate import write_calibration
 from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
@@ -128,6 +127,8 @@ def bench(  # noqa: PLR0913 - each is a flag
         _refuse_misplaced(url, header, engine, {"--calibrate": calibrate})
         if url is not None:
             raise ConfigError("--calibrate measures an engine in here: leave out --url")
+        from quire.cli.calibrate import write_calibration
+
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())

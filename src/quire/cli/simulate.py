@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from quire.cli.options import with_engine_options
 from quire.cli.plan import place_of
-from quire.cli.simulate_page import Simulated, check_report, write_report
 from quire.cli.simulate_report import Named, print_results
 from quire.cli.simulate_traffic import NUM_DRAWN, Drawing, Traffic, num_skipped
 from quire.config import EngineConfig
@@ -142,6 +141,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
     if calibration is not None and device is not None:
         raise ConfigError("--calibration is another machine's speed than --device's: give one")
     if report is not None:
+        from quire.cli.simulate_page import Simulated, check_report, write_report
+
         check_report(report)
     variants = list(_variants(engine))
     traffic = Traffic(

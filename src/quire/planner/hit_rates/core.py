@@ -27,7 +27,7 @@ def core_hits(
 
     Raises: ConfigError for an unknown policy.
     """
-    accounting = _accounting(prompts, num_blocks, policy)
+    accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
     # A hit leaves at least one token to compute. A last token that nobody else has makes that one.
     own = prompts.num_blocks
     hit_tokens = 0
@@ -52,12 +52,13 @@ def core_hits(
     return hit_tokens
 
 
-def _accounting(prompts: Prompts, num_blocks: int, policy: str) -> PagedAccounting:
+def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
+    """A prefix cache of so many blocks of one token; prompts have up to ``longest``, and one."""
     group = Group(
         spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
     )
     config = CacheConfig(
-        max_model_len=1 + num_blocks,
+        max_model_len=1 + longest,
         max_num_seqs=1,
         capacity_bytes=num_blocks * group.bytes_per_token,
         block_size=1,

@@ -161,11 +161,11 @@ class Gate:
         return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
     def _refuse(self, caller: Caller, num_queued: int) -> Rejection | None:
-        if self.draining:
-            return "draining"
-        if _reached(self._by_key.get(caller.number, 0), self._bounds.num_reqs_per_key):
-            return "max_num_reqs_per_key"
-        return self._refuse_everybody(num_queued)
+        reason = self._refuse_everybody(num_queued)
+        num_own, most = self._by_key.get(caller.number, 0), self._bounds.num_reqs_per_key
+        return (
+            "max_num_reqs_per_key" if reason != "draining" and _reached(num_own, most) else reason
+        )
 
     def _refuse_everybody(self, num_queued: int) -> Rejection | None:
         bounds = self._bounds
