@@ -24,6 +24,7 @@ import typer
 from report import Table, show
 from rich.console import Console
 
+from quire.bench import calibrate as calibration
 from quire.bench.calibrate import calibrate, warm_up
 from quire.engine.llm import LLM
 from quire.engine.params import SamplingParams
@@ -33,6 +34,7 @@ from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
 from quire.memory.machine.readings import MemoryReading
+from quire.models.recorded import recordings
 from quire.planner.simulation.costs import FittedCosts
 from quire.planner.simulation.fitting import Fit
 from quire.planner.simulation.simulator import Fleet, make_replica
@@ -333,14 +335,14 @@ class Calibrations:
         """How fast the machine is just now, or was a short while ago."""
         if cache in self._known and time.monotonic() - self._known[cache][0] < self._most_age_s:
             return self._known[cache][1]
-        if cache not in self._engines:
+        is_warm = cache in self._engines
+        if not is_warm:
             room = 40_000 * self._loaded.spec.bytes_per_token
             self._engines[cache] = LLM(
                 self._loaded, gauge=Plenty(), cache=cache, kv_cache_memory_bytes=room, **COMMON
             )
-            calibrate(self._engines[cache], rounds=1, clock=self._clock)
         llm = self._engines[cache]
-        found = calibrate(llm, rounds=1, is_warm=True, clock=self._clock)
+        found = calibrate(llm, rounds=1, is_warm=is_warm, clock=self._clock)
         self._known[cache] = time.monotonic(), found
         return found
 
@@ -372,10 +374,12 @@ def _loaded(model: str, home: Path) -> Any:
     return load(make(home.resolve() / "model"))
 
 
-def main(
+def main(  # noqa: PLR0913 - each is a flag
     model: Annotated[str, typer.Option(help="demo, or large: that of 0.45 B.")] = "demo",
     rounds: Annotated[int, typer.Option(min=1)] = ROUNDS,
-    only: Annotated[str, typer.Option(help="Workloads whose names have this.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Workloads whose names have this, or one of several, by commas.")
+    ] = "",
     samples_file: Annotated[
         Path | None, typer.Option("--samples", help="Kept there; what it has is not taken again.")
     ] = None,
@@ -386,6 +390,9 @@ def main(
     most_age_s: Annotated[
         float, typer.Option("--calibration-age", help="Seconds after which one is taken again.")
     ] = 0.0,
+    record_after: Annotated[
+        int, typer.Option(min=1, help="Steps of a size after which it is recorded. Few: less wait.")
+    ] = recordings.WORTH_IT,
     home: Annotated[Path, typer.Option(help="Folder of the large model.")] = Path(".venv-peers"),
 ) -> None:
     """Simulated against real: throughput, preemptions, hits, and each step."""
@@ -401,7 +408,9 @@ def main(
             known.add((taken["round"], taken["workload"]))
             samples.setdefault(taken["workload"], []).append(taken)
     loaded = _loaded(model, home)
-    wanted = [w for w in workloads(loaded.vocab_size) if only in w.name]
+    parts = only.split(",")
+    wanted = [w for w in workloads(loaded.vocab_size) if any(part in w.name for part in parts)]
+    recordings.WORTH_IT, calibration._TIMES = record_after, record_after + 1
     calibrations = Calibrations(loaded, clock, most_age_s)
     for number in range(rounds):
         due = [w for w in wanted if (number, w.name) not in known]
