@@ -18,6 +18,10 @@ WINDOW = SlidingWindow(num_kv_heads=1, head_dim=16, dtype="bfloat16", window=20)
 spans = st.tuples(st.integers(0, 90), st.integers(0, 40))
 
 
+def stops(chunks: list[tuple[int, int, int]]) -> list[int]:
+    return [stop for _, _, stop in chunks]
+
+
 @given(spans=st.lists(spans, max_size=9))
 def test_tokens_side_by_side(spans: list[tuple[int, int]]) -> None:
     starts, stops = [first for first, _ in spans], [first + count for first, count in spans]
@@ -56,6 +60,11 @@ def test_a_batch_is_its_sequences(
         assert batch.context_lens.tolist() == [stop for _, _, stop in chunks]
         assert batch.block_size == cache.block_size(group)
         assert batch.slots.tolist() == [s for c in chunks for s in cache.slots(group, *c).tolist()]
+        placed = batch.on(torch.device("cpu"))
+        assert batch.on(torch.device("cpu")) is placed, "the same for every layer"
+        assert (placed.max_query_len, placed.max_context_len) == (max(lengths), max(stops(chunks)))
+        for name in ("query_starts", "context_lens", "tables", "slots"):
+            assert getattr(placed, name).tolist() == getattr(batch, name).tolist()
         for row, (seq_id, _, _) in zip(batch.tables.tolist(), chunks, strict=True):
             table = cache.table(group, seq_id).tolist()
             assert row == table + [-1] * (len(row) - len(table))

@@ -27,6 +27,22 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedBatch:
+    """A batch's numbers where a device's kernels read them.
+
+    A batch may be padded to a size that was recorded: rows that stand for nobody have no context,
+    and tokens that are kept nowhere have the slot -1.
+    """
+
+    query_starts: Tensor  # i32[S + 1]
+    context_lens: Tensor  # i32[S]
+    tables: Tensor  # i32[S, P]
+    slots: Tensor  # i64[T]
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
     """One step, as the layers of one group see it.
 
@@ -50,6 +66,20 @@ class AttentionBatch:
         """(first query, one past the last, context length) of each sequence."""
         starts = self.query_starts.tolist()
         return list(zip(starts, starts[1:], self.context_lens.tolist(), strict=False))
+
+    def on(self, device: torch.device) -> PlacedBatch:
+        """On a device; the same for every layer of a step."""
+        placed = self.memo.get(device)
+        if placed is None:
+            placed = self.memo[device] = PlacedBatch(
+                query_starts=torch.from_numpy(self.query_starts).to(device, torch.int32),
+                context_lens=torch.from_numpy(self.context_lens).to(device, torch.int32),
+                tables=self.tables.to(device, torch.int32),
+                slots=self.slots.to(device),
+                max_query_len=int(np.diff(self.query_starts).max(initial=0)),
+                max_context_len=int(self.context_lens.max(initial=0)),
+            )
+        return placed
 
 
 # A step's words for a call, and on how many threads it is made.
