@@ -19,6 +19,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Kernels in Triton: on a GPU where there is one, else in the interpreter, which is chosen for good
+# when Triton is imported. That is not before a test asks for it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

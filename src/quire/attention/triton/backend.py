@@ -28,6 +28,7 @@ from quire.attention.triton.tiles import (
     num_splits,
     room,
 )
+from quire.attention.triton.write import TritonWriter
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 from quire.units import ceil_div
@@ -54,7 +55,6 @@ class TritonAttention:
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
 
     name = "triton"
-    make_writer = None
     plays = None
 
     def __init__(self) -> None:
@@ -73,6 +73,10 @@ class TritonAttention:
             return f"it has no kernel for entries of {widest} elements, {MOST_WIDTH} at most"
         return None
 
+    def make_writer(self, view: LayerView) -> TritonWriter:
+        """What writes a layer's entries, for its storage. Raises: ValueError as ``attend`` does."""
+        return TritonWriter(view, self._known_gpu(view.k.device))
+
     def attend(
         self,
         q: Tensor,  # [T, H, D]
@@ -84,9 +88,7 @@ class TritonAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        gpu = self._gpu(q.device)
-        if isinstance(gpu, str):
-            raise ValueError(gpu)
+        gpu = self._known_gpu(q.device)
         shape = shape_of(q, view, spec)
         placed = batch.on(q.device)
         # Tokens beyond the last sequence's are padding, whose results are zeros.
@@ -106,6 +108,12 @@ class TritonAttention:
             self._gpus[device] = find_gpu(device)
         return self._gpus[device]
 
+    def _known_gpu(self, device: torch.device) -> Gpu:
+        gpu = self._gpu(device)
+        if isinstance(gpu, str):
+            raise ValueError(f"attention by Triton: {gpu}")
+        return gpu
+
     def _calls(
         self, shape: AttendShape, placed: PlacedBatch, gpu: Gpu, num_tokens: int
     ) -> list[_Call]:
@@ -118,7 +126,7 @@ class TritonAttention:
             value=shape.value,
             entry_bytes=shape.kept_bytes,
             plain=plain,
-            shared_bytes=gpu.shared_bytes,
+            gpu=gpu,
         )
         few = few_queries(**sizes, sharing=shape.sharing)
         most = few.queries(shape.sharing)
@@ -171,6 +179,7 @@ def _launch(  # noqa: PLR0913
     sinks: Tensor | None,
 ) -> None:
     tile = call.tile
+    looked_up = placed.tables.shape[1] > 1
     parts = ceil_div(shape.sharing, tile.rows)
     split = call.num_splits > 1
     part_out = part_max = part_sum = None
@@ -203,7 +212,7 @@ def _launch(  # noqa: PLR0913
         *v.stride()[:2], *v.stride()[2:], *scale_strides,
         placed.tables.stride(0), num_seqs, num_tokens, call.num_splits, call.above, call.upto,
         shape.reach, factor, cap_in, cap_out,
-        BLOCK=0 if placed.tables.shape[1] == 1 else block_size,
+        BLOCK=block_size if looked_up else 0,
         KV_HEADS=shape.kv_heads,
         SHARING=shape.sharing,
         KEY=shape.key,
@@ -218,7 +227,7 @@ def _launch(  # noqa: PLR0913
         DTYPE=_TRITON_DTYPES[shape.dtype],
         FP8_CONVERTS=gpu.fp8_converts,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages(looked_up=looked_up),
         **common,
     )  # fmt: skip
     if split:
