@@ -29,6 +29,15 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels run in its interpreter, but for the tests that are asked to use a GPU.
+
+    The choice is made for good when Triton is imported, which no test does that does not need it.
+    """
+    if not str(config.getoption("--device", "cpu")).startswith("cuda"):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Weights and samples that a test does not seed itself are the same in every order of tests."""

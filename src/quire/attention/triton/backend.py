@@ -15,19 +15,11 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch, PlacedBatch
 from quire.attention.triton.attend import attend
+from quire.attention.triton import tiles
 from quire.attention.triton.gpu import Gpu, find_gpu
 from quire.attention.triton.join import join
 from quire.attention.triton.shape import AttendShape, kept_as, shape_of
-from quire.attention.triton.tiles import (
-    LEAST_STEPS,
-    MOST_SPLITS,
-    MOST_WIDTH,
-    Tile,
-    few_queries,
-    many_queries,
-    num_splits,
-    room,
-)
+from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
 from quire.attention.triton.write import TritonWriter
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
@@ -97,6 +89,8 @@ class TritonAttention:
         out = make(len(q), shape.num_heads, shape.output_width)
         if q.stride(-1) != 1:
             q = q.contiguous()
+        if sinks is not None:
+            sinks = sinks.contiguous()
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
         with torch.cuda.device_of(q):
             for call in self._calls(shape, placed, gpu, len(q)):
@@ -128,11 +122,11 @@ class TritonAttention:
             plain=plain,
             gpu=gpu,
         )
-        few = few_queries(**sizes, sharing=shape.sharing)
+        few = tiles.few_queries(**sizes, sharing=shape.sharing)
         most = few.queries(shape.sharing)
         calls = [self._call(shape, placed, gpu, few, num_seqs, (0, most))]
         if placed.max_query_len > most:
-            many = many_queries(**sizes)
+            many = tiles.many_queries(**sizes)
             num_tiles = num_tokens // many.queries(shape.sharing) + num_seqs
             everybody = 2**31 - 1
             calls.append(self._call(shape, placed, gpu, many, num_tiles, (most, everybody)))
@@ -159,7 +153,7 @@ class TritonAttention:
             above=serves[0],
             upto=serves[1],
             num_tiles=num_tiles,
-            num_splits=num_splits(programs, num_tokens, tile, gpu.num_processors),
+            num_splits=tiles.num_splits(programs, num_tokens, tile, gpu.num_processors),
             num_queries=min(queries, placed.max_query_len),
         )
 
@@ -202,8 +196,9 @@ def _launch(  # noqa: PLR0913
         SINKS=sinks is not None,
         SEVERAL=call.several,
         TOKENS=tile.tokens,
-        LEAST=LEAST_STEPS,
+        LEAST=tiles.LEAST_STEPS,
         EMULATED=gpu.emulated,
+        enable_fp_fusion=True,  # whatever a release of Triton thinks best
     )
     attend[(call.num_tiles * shape.kv_heads * parts, call.num_splits)](
         out, part_out, part_max, part_sum, q, k, v, view.k_scale, view.v_scale, sinks,

@@ -47,7 +47,7 @@ def stored_factor(
     """What is kept, as one side of a product. All codes are exact in all dtypes."""
     if KIND == "fp8":
         if FP8_CONVERTS:
-            y = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            y = x.to(tl.float8e4nv, bitcast=True)
         else:
             y = from_fp8(x)
     else:

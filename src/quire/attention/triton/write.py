@@ -4,6 +4,8 @@ Source of the formats: ``quire.strategies.quantized``, whose bits these kernels 
 with the slot -1 is kept nowhere.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -98,7 +100,7 @@ class TritonWriter:
         self._grid = ceil_div(kv_heads, heads)
         self._targets = k, v, view.k_scale, view.v_scale
         self._strides = *k.stride(), *v.stride(), *scale_strides
-        self._options = dict(
+        self._options: dict[str, Any] = dict(
             PER_ROW=view.slots_per_row,
             KV_HEADS=kv_heads,
             HEADS=heads,
@@ -123,7 +125,7 @@ class TritonWriter:
         with torch.cuda.device_of(k):
             write[(len(slots), self._grid)](
                 slots, k, v, *self._targets, *k.stride()[:2], *v.stride()[:2], *self._strides,
-                num_warps=4, **self._options,
+                num_warps=4, enable_fp_fusion=False, **self._options,
             )  # fmt: skip
 
     def _check(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
