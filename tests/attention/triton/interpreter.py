@@ -23,7 +23,7 @@ from quire.attention.triton import TritonAttention, tiles  # noqa: E402
 from quire.attention.triton.tiles import Tile  # noqa: E402
 
 _FEW = ((512, Tile(rows=16, tokens=32, num_warps=4, buffers=1)),)
-_MANY = ((512, Tile(rows=32, tokens=32, num_warps=4, buffers=1)),)
+_MANY = ((512, Tile(rows=64, tokens=32, num_warps=4, buffers=1)),)
 
 
 _patched: set[str] = set()
