@@ -149,3 +149,15 @@ def test_a_nan_is_seen_by_those_who_read_it(
         assert got[1:4, :3].isnan().all()
         got[1:4, :3] = clean[1:4, :3]
         assert same_bits(got, clean)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 100.0])
+def test_codes_of_small_and_large_values_keep_their_precision_in_float16(size: float) -> None:
+    """Its range is short: a weight times a scale may be below it."""
+    spec = make_spec("full", kv_heads=1, dims=(16, 16), dtype="int8")
+    case = make_case(spec, sharing=2, chunks=((100, 1), (0, 3)), q_dtype=torch.float16)
+    for values in case.values:
+        values *= size
+    case.write_live()
+    got = case.attend(backend(), scale=0.5)
+    assert error(got, formula(case, scale=0.5)) <= TOLERANCE[torch.float16]

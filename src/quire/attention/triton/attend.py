@@ -138,11 +138,19 @@ def attend(  # noqa: PLR0913, PLR0915
         by = tl.exp2(best - base)
         total = total * by + tl.sum(weights, 1)
         best = now
-        if KEPT == "int8":
-            weights = tl.where(reads, weights * value_scale[None, :], 0.0)
-        weights = factor(weights, DTYPE, EMULATED)
         result = result * by[:, None]
-        result = tl.dot(weights, values, result, input_precision="ieee")
+        if KEPT == "int8" and DTYPE == tl.float16:
+            # Scales are small, and float16's range is short: relative to the step's largest.
+            top = tl.max(value_scale, 0)
+            top = tl.where(top > 0.0, top, 1.0)
+            weights = tl.where(reads, weights * (value_scale / top)[None, :], 0.0)
+            weights = factor(weights, DTYPE, EMULATED)
+            result += tl.dot(weights, values, input_precision="ieee") * top
+        else:
+            if KEPT == "int8":
+                weights = tl.where(reads, weights * value_scale[None, :], 0.0)
+            weights = factor(weights, DTYPE, EMULATED)
+            result = tl.dot(weights, values, result, input_precision="ieee")
 
     # A sequence of no tokens is padding, whose result is zeros.
     total = tl.where(context > 0, total, 1.0)

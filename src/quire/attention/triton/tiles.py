@@ -42,7 +42,7 @@ _MANY = (
     (256, Tile(rows=64, tokens=32, num_warps=8, buffers=2)),
     (512, Tile(rows=32, tokens=32, num_warps=8, buffers=2)),
 )
-# Where products take both sides from registers.
+# Where products take both sides from registers, or codes pass through them on their way.
 _MANY_IN_REGISTERS = (
     (128, Tile(rows=128, tokens=32, num_warps=8, buffers=2)),
     *_MANY[1:],
@@ -81,7 +81,8 @@ def few_queries(
 
 def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gpu) -> Tile:
     """For longer chunks: arithmetic decides."""
-    table = _MANY if gpu.products_from_shared else _MANY_IN_REGISTERS
+    from_shared = gpu.products_from_shared and entry_bytes > 1
+    table = _MANY if from_shared else _MANY_IN_REGISTERS
     tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
     return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
