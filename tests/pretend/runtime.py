@@ -194,26 +194,26 @@ def _names(gpu: Gpu) -> dict[str, Any]:
     properties = SimpleNamespace(
         name="pretended", total_memory=gpu.total_bytes, major=9, minor=0, multi_processor_count=132
     )
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats"),
-        lambda *_: None,
-    )
-    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats")
+    zero = ("current_device", "memory_allocated", "memory_reserved", "max_memory_allocated")
     return {
-        **nothing,
-        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-        **dict.fromkeys(sizes, lambda *_: 0),
+        **dict.fromkeys(nothing, _says(None)),
+        **dict.fromkeys(zero, _says(0)),
+        **dict.fromkeys(("is_available", "is_initialized"), _says(True)),
         **names_of_streams(gpu),
-        "device_count": lambda: gpu.num_devices,
-        "current_device": lambda: 0,
-        "get_device_name": lambda *_: properties.name,
-        "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: (9, 0),
+        "device_count": _says(gpu.num_devices),
+        "get_device_name": _says(properties.name),
+        "get_device_properties": _says(properties),
+        "get_device_capability": _says((9, 0)),
+        "graph_pool_handle": _says((0, 0)),
         "mem_get_info": lambda *_: (gpu.free_bytes, gpu.total_bytes),
         "CUDAGraph": lambda *_, **__: Graph(gpu),
-        "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
+
+
+def _says(value: object) -> Callable[..., Any]:
+    return lambda *_, **__: value
 
 
 @contextmanager
