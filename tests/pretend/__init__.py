@@ -6,6 +6,7 @@ they give is true; what a GPU would refuse is refused (tensors of two devices in
 
 * ``tensor``: the tensors, and what each operation does to them.
 * ``runtime`` and ``streams``: what ``torch.cuda`` offers: copies, graphs; streams and events.
+* ``attention``: a backend of kernels that read nothing but what lies there.
 * ``memory``: a ``MemoryProvider`` whose regions lie there.
 
 What it cannot tell: how long anything takes, what a kernel does that is not torch's, and what
@@ -13,8 +14,9 @@ happens on several streams, which are all one here. That a program runs here say
 are in the right places; it is no proof that it runs on a GPU.
 """
 
+from pretend.attention import PretendAttention
 from pretend.memory import PretendMemory
 from pretend.runtime import Gpu, cuda
 from pretend.tensor import PretendTensor
 
-__all__ = ["Gpu", "PretendMemory", "PretendTensor", "cuda"]
+__all__ = ["Gpu", "PretendAttention", "PretendMemory", "PretendTensor", "cuda"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from pretend.streams import names_of_streams
@@ -83,6 +83,21 @@ class Gpu:
         self._mark += 1
         self.launches.append(name)
         self.num_replays += name == "graph"
+
+    def kernel(self, function: Callable[..., None], *args: Any) -> None:
+        """Launch what is no operation of torch's. It gets the tensors inside, and writes to them.
+
+        Raises: RuntimeError for a tensor of the host.
+        """
+        for x in tree_leaves(args):
+            if isinstance(x, Tensor) and not isinstance(x, PretendTensor):
+                raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        inner = tree_map_only(PretendTensor, lambda x: x.inner, args)
+        self.launch(function.__name__)
+        if self.capturing is not None:
+            self.capturing.note(function, inner, {}, None)
+        else:
+            function(*inner)
 
     def wait(self, why: str, mark: int | None = None) -> None:
         """The host waits, for all that was launched (up to ``mark``)."""

@@ -83,7 +83,7 @@ def _facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
     if found.accelerator is not None:
         device = found.accelerator
         free, total = format_bytes(device.free_bytes), format_bytes(device.total_bytes)
-        yield device.name, f"{free} free of {total}; models run on the CPU so far"
+        yield device.name, f"{free} free of {total}"
 
 
 def _pressure(pressure: Pressure | None) -> str:

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.config import EngineConfig
+from quire.devices import refuse_other_device
 from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
@@ -23,6 +26,7 @@ from quire.engine.swap_store import make_swap_store
 from quire.errors import ConfigError
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
+from quire.memory.cuda import CudaMemory
 from quire.memory.governor import Governor
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import Residency, Resident, host_memory
@@ -59,7 +63,7 @@ def build(
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     refuse_speculation(config, loaded)
-    provider = _provider(provider, config.residency)
+    provider = _provider(provider, config.residency, loaded.device)
     draft = load_draft(config, loaded)
     ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
     kv_bytes = ledger.require()
@@ -72,6 +76,7 @@ def build(
         kv = model.kv
         undo.callback(kv.close)
         resident.prefault()
+        model.runner.capture(max_model_len=sizes.max_model_len, max_num_seqs=config.max_num_seqs)
         drafter = make_drafter(
             config,
             draft,
@@ -122,10 +127,13 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
-        return load(model, dtype=config.dtype, quantization=config.quantization)
+        return load(
+            model, device=config.device, dtype=config.dtype, quantization=config.quantization
+        )
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    refuse_other_device(config.device, loaded.device)
     if config.dtype not in ("auto", loaded.dtype):
         raise ConfigError(
             f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
@@ -133,7 +141,11 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     return loaded
 
 
-def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:
+def _provider(
+    given: MemoryProvider | None, residency: Residency, device: torch.device
+) -> MemoryProvider:
+    if given is None and device.type == "cuda":
+        return CudaMemory(device=device.index or 0)
     if given is None:
         return host_memory(residency)
     if residency == "lock":
