@@ -38,10 +38,19 @@ class Graph:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._notes: list[tuple[Any, Any, Any, Any]] = []
+        self._own: dict[int, Any] = {}  # storages
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._notes.append((func, args, kwargs, out))
 
+    def keep(self, new: list[Tensor]) -> None:
+        """Memory that was made while it was captured."""
+        self._own.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in new)
+
+    def made(self, held: Tensor) -> bool:
+        return held.untyped_storage()._cdata in self._own
+
+    @torch.inference_mode()
     def replay(self) -> None:
         self._gpu.launch("graph")
         for func, args, kwargs, out in self._notes:

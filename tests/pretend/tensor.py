@@ -1,7 +1,8 @@
 """Tensors that say they are on CUDA, and the rules of an operation between them.
 
 An operation is computed on the CPU tensors that lie inside. Where a graph is captured, nothing of
-what exists is written to, as on a GPU: the operation is noted, and computed at each replay.
+what exists is written to, as on a GPU: the operation is noted, and computed at each replay. (On
+memory of the graph's own it is computed too, so that an index is one.)
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class PretendTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, gpu: Gpu, device: torch.device) -> PretendTensor:
-        made: PretendTensor = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=torch.device(UNDERNEATH, device.index or 0),
-        )
+        with torch.inference_mode(False):  # a view of what was made outside counts its versions
+            made: PretendTensor = Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=torch.device(UNDERNEATH, device.index or 0),
+            )
         made.inner, made.gpu, made._device = inner, gpu, torch.device("cuda", device.index or 0)
         return made
 
@@ -122,19 +124,19 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
     outer = {id(x.inner): x for x in tree_leaves((args, kwargs)) if isinstance(x, PretendTensor)}
     storages = {x.inner.untyped_storage()._cdata for x in outer.values()}
     args, kwargs = tree_map_only(PretendTensor, lambda x: x.inner, (args, kwargs))
-    graph, writes = gpu.capturing, func._schema.is_mutable
-    if graph is not None and writes:  # nothing is done yet
-        written = [
-            value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written += [v for k, v in kwargs.items() if k == "out"]
+    if func is aten.histc.default and not args[0].is_floating_point():
+        func = _histc  # which the CPU lacks
+    graph, writes = gpu.capturing, func is not _histc and func._schema.is_mutable
+    written = _written(func, args, kwargs) if graph is not None and writes else []
+    if graph is not None and not all(graph.made(x) for x in written):  # nothing is done yet
         out = written[0] if len(func._schema.returns) else None
     else:
         out = func(*args, **kwargs)
     new = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in outer]
-    if writes or any(x.untyped_storage()._cdata not in storages for x in new):
+    new = [x for x in new if x.untyped_storage()._cdata not in storages]
+    if graph is not None:
+        graph.keep(new)
+    if (writes or new) and "empty" not in func.__name__:
         gpu.launch(str(func))
         if graph is not None:
             graph.note(func, args, kwargs, None if writes else out)
@@ -144,6 +146,16 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
         return PretendTensor(x, gpu, device) if held is None else held
 
     return tree_map_only(Tensor, wrapped, out)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    pairs = zip(func._schema.arguments, args, strict=False)
+    found = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([*found, *(v for k, v in kwargs.items() if k == "out")])
+
+
+def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return aten.histc(values.float(), *args, **kwargs).to(values.dtype)
 
 
 def _move(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
