@@ -559,7 +559,7 @@ def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("more was done")
 
     for name in ("weights_of", "cut", "drawn", "logprobs_of", "Edits.make"):
-        monkeypatch.setattr(f"quire.engine.sampling.sampler.{name}", never)
+        monkeypatch.setattr(f"quire.engine.sampling.on_host.{name}", never)
     assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
 
 
