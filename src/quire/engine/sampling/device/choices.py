@@ -39,7 +39,7 @@ class DeviceChoices:
         asked = _by_num_top(work.wanted, vocab_size)
         sent = to_device(_to_send(work, lots, asked, vocab_size), device)
         results = Results(device)
-        raw = logits[sent["rows"]] if "rows" in sent else logits[: len(work.rows)]
+        raw = logits[sent["rows"]] if "rows" in sent else logits[: len(work.rows)].contiguous()
         tokens = _choose(raw, work, lots, sent, results)
         at_once = _rows_at_once(vocab_size)
         told = [

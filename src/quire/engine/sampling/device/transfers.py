@@ -76,14 +76,20 @@ class Results:
     def _send(self) -> None:
         if not self._waiting:
             return
-        several = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self._waiting]
-        packed = torch.cat(several)
+        packed = torch.cat([_bytes_of(tensor) for tensor in self._waiting])
         pins = _is_pinned(self._device)
         staged = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=pins)
         staged.copy_(packed, non_blocking=pins)
         kinds = [(tensor.dtype, tensor.shape) for tensor in self._waiting]
         self._under_way.append((staged, kinds))
         self._waiting, self._waiting_bytes = [], 0
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.stride() != (1,):  # of one element or none, which torch calls contiguous all the same
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _is_pinned(device: torch.device) -> bool:
