@@ -30,7 +30,7 @@ Sent = Mapping[str, Tensor]
 
 @final
 class DeviceChoices:
-    @torch.inference_mode()
+    @torch.no_grad()
     def __init__(self, logits: Tensor, work: Work) -> None:
         if logits.dtype not in _READ_AS_THEY_ARE:
             logits = logits.float()
