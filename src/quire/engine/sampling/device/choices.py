@@ -56,7 +56,8 @@ class DeviceChoices:
             for number, own in enumerate(work.prompt_rows)
         ]
         arrived = results.arrive()
-        chosen, self._peaks, peaks = arrived[:3]
+        chosen, self._peaks = arrived[:2]
+        peaks = arrived[2] if work.edits else self._peaks
         self.tokens: list[int] = chosen.tolist()
         self.sound: list[bool] = (np.isfinite(self._peaks) & (peaks > -np.inf)).tolist()
         self.prompt_logprobs = [
@@ -96,18 +97,17 @@ def _choose(raw: Tensor, work: Work, lots: Lots | None, sent: Sent, results: Res
     Of equals the first is the largest; NaN is larger than anything.
     """
     peaks, tokens = raw.max(-1)
-    raw_peaks, edited = peaks, raw
+    raw_peaks = peaks = peaks.float()
+    edited = raw
     if work.edits:
         edited = raw.to(torch.float32, copy=True)
         make_edits(edited, sent)
         peaks, tokens = edited.max(-1)
-    peaks = peaks.float()
-    for part in lots.parts if lots is not None else ():
-        for piece in part.pieces(_rows_at_once(raw.shape[-1])):
-            rows = sent["lot_rows"][piece]
-            found = draw(part, piece, edited[rows], peaks[rows], sent)
-            tokens.index_copy_(0, rows, found)
-    for result in (tokens.int(), raw_peaks.float(), peaks):
+    if lots is not None:
+        for part, piece in lots.pieces(_rows_at_once(raw.shape[-1])):
+            rows = piece if lots.is_first_rows else sent["lot_rows"][piece]
+            tokens[rows] = draw(part, piece, edited[rows], peaks[rows], sent)
+    for result in (tokens, raw_peaks, peaks) if work.edits else (tokens, raw_peaks):
         results.add(result)
     return tokens
 

@@ -35,20 +35,16 @@ def drawn(weights: Tensor, keys: Tensor) -> Tensor:
     Shapes: weights f32[R, whole blocks], none below 0 and some above; keys i64[R].
     """
     blocks = weights.view(len(weights), -1, BLOCK)
+    # The numbers of both rounds at once: the first ones are for the tokens of the block that wins.
+    handicaps = -uniforms(keys, 0, BLOCK + blocks.shape[1]).log()
     # In float64, so that neither the device nor the number of rows decides how a sum is rounded.
-    block = _winners(blocks.sum(-1, dtype=torch.float64), keys, BLOCK)
-    return block * BLOCK + _winners(block_of(blocks, block).double(), keys, 0)
+    block = (blocks.sum(-1, dtype=torch.float64) / handicaps[:, BLOCK:]).argmax(-1)
+    return block * BLOCK + (block_of(blocks, block) / handicaps[:, :BLOCK]).argmax(-1)
 
 
 def block_of(blocks: Tensor, block: Tensor) -> Tensor:
     """One block of each row: [R, BLOCK] of [R, blocks, BLOCK]."""
     return blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
-
-
-def _winners(weights: Tensor, keys: Tensor, first: int) -> Tensor:
-    """Who wins each row's race, run with its key's numbers from ``first`` on."""
-    handicaps = -uniforms(keys, first, weights.shape[1]).log()
-    return (weights / handicaps).argmax(-1)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from quire.engine.sampling.device.draws import BLOCK, block_of, padded
 
+_NEXT_BELOW_ONE = 1 - 2.0**-53  # a number above 0 times this is the next one below it
+
 
 class Filters(NamedTuple):
     """Of each row."""
@@ -71,9 +73,9 @@ def _passed(sums: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
 
     A share that rounding has lifted to the whole falls on the last that adds something.
     """
-    shares = torch.minimum(shares, sums[:, -1].nextafter(sums.new_zeros(())))
-    first = (sums <= shares[:, None]).sum(-1)
+    shares = shares.minimum(sums[:, -1] * _NEXT_BELOW_ONE)
+    first = torch.searchsorted(sums, shares[:, None], right=True)
     # A row that is not finite has none: it is of no account, but an index must not be out of range.
     first.clamp_(max=sums.shape[-1] - 1)
-    before = sums.gather(1, (first - 1).clamp(min=0)[:, None])[:, 0]
-    return first, shares - torch.where(first > 0, before, 0.0)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, first)
+    return first[:, 0], shares - before[:, 0]

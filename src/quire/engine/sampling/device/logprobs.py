@@ -56,7 +56,7 @@ def described(logits: Tensor, token_ids: Tensor, num_top: int, results: Results)
     sums = (logits - peaks[:, None]).exp_().sum(-1, dtype=torch.float64)
     likeliest = _likeliest(logits, num_top)
     return Described(
-        token_ids=results.add(token_ids.int()),
+        token_ids=results.add(token_ids),
         chosen=results.add(chosen),
         ranks=results.add((logits > chosen[:, None]).sum(-1, dtype=torch.int32) + 1),
         norms=results.add(peaks.double() + sums.log()),

@@ -39,19 +39,14 @@ class Part:
     has_floors: bool = True  # some row has a min-p
     num_largest: int = 0
 
-    def pieces(self, num_rows: int) -> Iterator[slice]:
-        """Of so many rows at most."""
-        for start in range(self.start, self.stop, num_rows):
-            yield slice(start, min(start + num_rows, self.stop))
-
 
 class Lots:
     """A step's. ``arrays`` is what ``draw`` needs on the device."""
 
     def __init__(self, lots: list[Lot], vocab_size: int) -> None:
         params = [lot.rules.params for lot in lots]
-        top_k = np.array([p.top_k for p in params])
-        top_k[(top_k < 1) | (top_k > vocab_size)] = vocab_size
+        top_k = np.array([min(p.top_k, vocab_size) for p in params])
+        top_k[top_k < 1] = vocab_size
         top_p = np.array([p.top_p for p in params])
         min_p = np.array([p.min_p for p in params], np.float32)
         is_ordered = (top_k < vocab_size) | (top_p < 1)
@@ -68,6 +63,8 @@ class Lots:
             "tails": (1.0 - top_p)[order],
             "min_p": min_p[order],
         }
+        rows = self.arrays["lot_rows"]
+        self.is_first_rows = bool((rows == np.arange(len(rows))).all())  # and in their order
         ends = np.searchsorted(needs[order], [0, 1, 2, 3]).tolist()
         most = int(self.arrays["top_k"][ends[1] : ends[2]].max(initial=0))
         floored = bool(self.arrays["min_p"][: ends[1]].any())
@@ -76,7 +73,13 @@ class Lots:
             Part(ends[1], ends[2], "the largest", num_largest=most),
             Part(ends[2], ends[3], "order"),
         )
-        self.parts = [part for part in parts if part.start < part.stop]
+        self._parts = [part for part in parts if part.start < part.stop]
+
+    def pieces(self, num_rows: int) -> Iterator[tuple[Part, slice]]:
+        """Of so many lots at most, each of one part."""
+        for part in self._parts:
+            for start in range(part.start, part.stop, num_rows):
+                yield part, slice(start, min(start + num_rows, part.stop))
 
 
 def draw(
