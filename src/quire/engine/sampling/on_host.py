@@ -33,7 +33,7 @@ class HostChoices:
             tokens, peaks = _largest(edited)
             sound &= peaks > -np.inf
         self.sound: list[bool] = sound.tolist()
-        lots = [lot for lot in work.lots if self.sound[lot.row]]
+        lots = work.lots if sound.all() else [lot for lot in work.lots if self.sound[lot[0]]]
         at_once = rows_at_once(raw.shape[-1])
         for begin in range(0, len(lots), at_once):
             rows, places, rules = zip(*lots[begin : begin + at_once], strict=True)

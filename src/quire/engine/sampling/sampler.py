@@ -82,15 +82,18 @@ def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int
     lots: list[Lot] = []
     wanted: list[Wanted] = []
     for draw, own, first in zip(plan.draws, rules, firsts, strict=False):
-        num_rows = len(draw.drafts) + 1
-        rows += range(draw.row, draw.row + num_rows)
-        if own.edits_logits:
-            own.write(edits, first, draw.drafts)
+        drafts, place = draw.drafts, len(draw.sequence.token_ids)
+        rows.append(draw.row)
         if not own.is_greedy:
-            place = draw.sequence.num_tokens
-            lots += [Lot(first + i, place + i, own) for i in range(num_rows)]
+            lots.append((first, place, own))
+        if drafts:
+            rows += range(draw.row + 1, draw.row + 1 + len(drafts))
+            if not own.is_greedy:
+                lots += [(first + i, place + i, own) for i in range(1, len(drafts) + 1)]
+        if own.edits_logits:
+            own.write(edits, first, drafts)
         if own.params.logprobs is not None:
-            wanted += [Wanted(first + i, own.params.logprobs) for i in range(num_rows)]
+            wanted += [Wanted(first + i, own.params.logprobs) for i in range(len(drafts) + 1)]
     return Work(rows=rows, edits=edits, lots=lots, wanted=wanted, prompt_rows=plan.prompt_rows)
 
 

@@ -6,20 +6,15 @@ the work; what of it is taken is the sampler's matter.
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from quire.engine.plan import PromptRows
 from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.rules import Rules
 from quire.engine.sequence import TokenLogprobs
 
-
-class Lot(NamedTuple):
-    """A row whose token is drawn at random: the one at ``place`` of its sequence."""
-
-    row: int
-    place: int
-    rules: Rules
+# A row whose token is drawn at random, the token's place in its sequence, and the sequence's rules.
+Lot: TypeAlias = tuple[int, int, Rules]
 
 
 class Wanted(NamedTuple):

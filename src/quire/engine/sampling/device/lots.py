@@ -44,7 +44,8 @@ class Lots:
     """A step's. ``arrays`` is what ``draw`` needs on the device."""
 
     def __init__(self, lots: list[Lot], vocab_size: int) -> None:
-        params = [lot.rules.params for lot in lots]
+        rows, places, rules = zip(*lots, strict=True)
+        params = [own.params for own in rules]
         top_k = np.array([min(p.top_k, vocab_size) for p in params])
         top_k[top_k < 1] = vocab_size
         top_p = np.array([p.top_p for p in params])
@@ -52,19 +53,18 @@ class Lots:
         is_ordered = (top_k < vocab_size) | (top_p < 1)
         needs = np.where(is_ordered, np.where(top_k <= FEW, 1, 2), 0)
         order = np.argsort(needs, kind="stable")
-        keys = np.array([lot.rules.key for lot in lots], np.uint64)
-        places = np.array([lot.place for lot in lots])
+        keys = np.array([own.key for own in rules], np.uint64)
         temperatures = np.array([p.temperature for p in params])
         self.arrays: dict[str, NDArray[Any]] = {
-            "lot_rows": np.array([lot.row for lot in lots])[order],
-            "lot_keys": keys_at(keys, places).view(np.int64)[order],
+            "lot_rows": np.array(rows)[order],
+            "lot_keys": keys_at(keys, np.array(places)).view(np.int64)[order],
             "temperatures": np.maximum(temperatures, _TINY).astype(np.float32)[order],
             "top_k": top_k[order],
             "tails": (1.0 - top_p)[order],
             "min_p": min_p[order],
         }
-        rows = self.arrays["lot_rows"]
-        self.is_first_rows = bool((rows == np.arange(len(rows))).all())  # and in their order
+        in_order = self.arrays["lot_rows"] == np.arange(len(lots))
+        self.is_first_rows = bool(in_order.all())
         ends = np.searchsorted(needs[order], [0, 1, 2, 3]).tolist()
         most = int(self.arrays["top_k"][ends[1] : ends[2]].max(initial=0))
         floored = bool(self.arrays["min_p"][: ends[1]].any())
