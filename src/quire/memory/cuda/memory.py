@@ -85,6 +85,16 @@ class CudaMemory:
         """Bytes of addresses that are given back once the device has done its work so far."""
         return self._granules.hidden_bytes
 
+    @property
+    def hold_bytes(self) -> int:
+        """Of ``physical_bytes``, below which pages that are given back are all kept."""
+        return self._granules.hold_bytes
+
+    @hold_bytes.setter
+    def hold_bytes(self, nbytes: int) -> None:
+        self._granules.hold_bytes = nbytes
+        self._granules.settle()
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
         """See ``MemoryProvider``.
 
@@ -101,7 +111,7 @@ class CudaMemory:
         return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
 
     def prepare(self, nbytes: int) -> None:
-        """Create pages ahead, so that ``nbytes`` (at most ``keep_bytes``) are kept.
+        """Create pages ahead, so that ``nbytes`` are kept: at most those that would stay.
 
         Raises: MemoryUnavailable.
         """
@@ -115,7 +125,7 @@ class CudaMemory:
         self._granules.settle(wait=wait)
 
     def trim(self, keep_bytes: int = 0) -> None:
-        """Give kept pages back to the device until ``keep_bytes`` are left.
+        """Give kept pages back to the device until ``keep_bytes`` are left, or all are held.
 
         Raises: MemoryUnavailable if the driver refuses; what is left then is kept.
         """
