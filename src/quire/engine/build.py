@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
@@ -99,6 +100,7 @@ def build(
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
+    runner = AheadRunner(model.runner, resident) if resident.prepares else model.runner
     scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
     return Machinery(
         spec=spec,
@@ -108,7 +110,7 @@ def build(
         attention_backend=model.attention_backend,
         attention_way=model.attention_way,
         engine=Engine(
-            scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
+            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
         resident=resident,

@@ -58,6 +58,15 @@ class Resident(Protocol):
         """Back the capacity. Raises: MemoryUnavailable."""
         ...
 
+    @property
+    def prepares(self) -> bool:
+        """Whether there is anything to ``prepare``."""
+        ...
+
+    def prepare(self) -> None:
+        """Have pages ready for what is committed next, if the memory is there."""
+        ...
+
     def watch(self) -> None:
         """Keep pages from looking idle, where they may be swapped out, from now on."""
         ...
@@ -95,6 +104,13 @@ class HostResident:
     def prefault(self) -> None:
         if self._kept is not None:
             self._kept.prefault(Milestones("KV memory backed at the start"))
+
+    @property
+    def prepares(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        """Pages come at once here."""
 
     def watch(self) -> None:
         if self._keep_alive is not None:

@@ -49,7 +49,7 @@ class CudaMemory:
         device: int = 0,
         stream: int = 0,
         page_bytes: int | None = None,
-        keep_bytes: int = 64 * 2**20,
+        keep_bytes: int = 128 * 2**20,
         driver: DriverFunctions | None = None,
         tensor_device: tuple[int, int] | None = None,
     ) -> None:
@@ -74,6 +74,11 @@ class CudaMemory:
     def physical_bytes(self) -> int:
         """Bytes of the device in use here: committed, kept, or still awaiting their event."""
         return self._granules.num_created * self.page_bytes
+
+    @property
+    def keep_bytes(self) -> int:
+        """How many of those that are given back are kept, if none are held."""
+        return self._granules.keep_bytes
 
     @property
     def kept_bytes(self) -> int:

@@ -37,6 +37,20 @@ class CudaResident:
                 break
             progress(min(memory.physical_bytes, self._capacity_bytes), self._capacity_bytes)
 
+    @property
+    def prepares(self) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        """Create pages up to those that would be kept. Safe while kernels run."""
+        memory = self.provider
+        if memory.kept_bytes >= memory.keep_bytes:
+            return
+        try:
+            memory.prepare(memory.keep_bytes)
+        except MemoryUnavailable as error:
+            log.debug("no page is prepared: %s", str(error))  # who needs one, is told
+
     def watch(self) -> None:
         """Nothing is swapped out here."""
 
