@@ -9,12 +9,11 @@ from quire.errors import ConfigError
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import KeptWhole, ModelSpec
-from quire.strategies import CacheConfig, LayersPerPage
+from quire.strategies import CacheConfig
 from quire.strategies.layout import attention_groups, slot_bytes
-from quire.strategies.stacking import stacking
+from quire.strategies.stacking import stacking, suited_to
 from quire.units import format_count
 
-_LARGE_PAGE_BYTES = 2**20
 _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
 # Libraries, compiled kernels and threads come after sizing: 330 MiB of addresses with two threads,
 # most of it stacks and arenas of malloc. It matters only under ulimit -v.
@@ -109,7 +108,7 @@ def cache_sizes(
         capacity_bytes=capacity_bytes,
         block_size=config.block_size,
         page_bytes=page_bytes,
-        layers_per_page=together(page_bytes),
+        layers_per_page=suited_to(page_bytes),
         reserve=config.reserve,
         shares_pages=shares_pages,
         max_mappings=max_mappings if shares_pages else None,
@@ -118,11 +117,6 @@ def cache_sizes(
         growth=config.growth,
         growth_tokens=config.growth_tokens,
     )
-
-
-def together(page_bytes: int) -> LayersPerPage:
-    """Which layers of ranges lie together: on pages of a GPU, one head's alone would fill none."""
-    return "auto" if page_bytes >= _LARGE_PAGE_BYTES else None
 
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
@@ -155,7 +149,7 @@ def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes:
         for heads, _ in kept.entry_shapes[:1]
     )
     sequence = copies * spec.bytes_per_token * longest + slack
-    if together(page_bytes) is not None:
+    if suited_to(page_bytes) is not None:
         stacked = [stacking(group, page_bytes, "auto") for group in attention_groups(spec.groups)]
         in_stacks = (s.slot_bytes * (longest + s.page_tokens(page_bytes)) for s in stacked)
         sequence = max(sequence, copies * sum(in_stacks))

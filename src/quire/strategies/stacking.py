@@ -23,6 +23,7 @@ from quire.units import ceil_div
 LayersPerPage: TypeAlias = int | Literal["auto"] | None
 
 _ABOUT = 4  # layers: to be measured, see docs/decisions/0039-memory-of-the-engine-on-a-gpu.md
+_LARGE_PAGE_BYTES = 2**20
 _EMPTY_SHARE = 8  # at most an eighth of what tokens take is left empty
 
 
@@ -47,6 +48,11 @@ class Stacking:
         """The group's layers, stack by stack."""
         each, layers = self.num_layers, group.layers
         return [layers[first : first + each] for first in range(0, len(layers), each)]
+
+
+def suited_to(page_bytes: int) -> LayersPerPage:
+    """Which layers should lie together: of a GPU's pages, one head's entries would fill none."""
+    return "auto" if page_bytes >= _LARGE_PAGE_BYTES else None
 
 
 def stacking(group: Group, page_bytes: int, layers_per_page: LayersPerPage) -> Stacking:
