@@ -42,7 +42,7 @@ def assemble(
     backend = choose_backend(
         config.attention_backend,
         [attention_spec(group) for group in attention_groups(empty.groups)],
-        loaded.model.device,
+        loaded.device,
         kernel_dir=kernel_dir(),
     )
 
@@ -52,7 +52,9 @@ def assemble(
 
     kv = KVCache(make_pair)
     try:
-        runner = ModelRunner(loaded, kv, backend, StandIns(loaded.model, kernel_dir()))
+        on_cpu = loaded.device.type == "cpu"
+        stand_ins = StandIns(loaded.model, kernel_dir()) if on_cpu else None
+        runner = ModelRunner(loaded, kv, backend, stand_ins)
         runner.try_out(max_tokens=sizes.max_model_len)
     except BaseException:
         kv.close()
