@@ -164,6 +164,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
         raise ConfigError("--chrome-trace is of one variant and one trace: give no lists")
     subject = find_subject(model, dtype=variants[0][1].dtype)
     costs, notes = _costs(subject, device, calibration, tp)
+    if calibration is not None:
+        notes += _other_strategies(costs, {config.cache for _, config in variants})
     here = device or (DEFAULT_DEVICE if calibration is None else None)
     place = place_of(memory, here)
     goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
@@ -289,6 +291,16 @@ def _costs(
         f"docs/concepts/simulator.md says what it leaves out"
     )
     return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
+
+
+def _other_strategies(costs: StepCosts, simulated: set[str]) -> list[str]:
+    """What a calibration does not know: how fast a cache is read that it was not taken with."""
+    assert isinstance(costs, FittedCosts)
+    known = str(costs.about.get("cache", "?"))
+    others = ", ".join(sorted(simulated - {known}))
+    if not others:
+        return []
+    return [f"speed: measured with --cache {known}, and taken for {others} too: not compared"]
 
 
 def _fleet(

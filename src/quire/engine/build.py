@@ -9,11 +9,13 @@ import torch
 
 from quire.config import EngineConfig
 from quire.devices import refuse_other_device
+from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
+from quire.engine.profile import measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
@@ -23,13 +25,14 @@ from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
 from quire.engine.swap_store import make_swap_store
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
-from quire.memory.cuda import CudaMemory
+from quire.memory.by_device import gauge_for, make_resident, memory_for
 from quire.memory.governor import Governor
-from quire.memory.machine.readings import Gauge, HostGauge
-from quire.memory.residency import Residency, Resident, host_memory
+from quire.memory.machine import CudaPeak
+from quire.memory.machine.readings import Gauge
+from quire.memory.residency import Residency, Resident
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
 
@@ -63,13 +66,14 @@ def build(
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     refuse_speculation(config, loaded)
-    provider = _provider(provider, config.residency, loaded.device)
+    device = loaded.device
+    provider = _provider(provider, config.residency, device)
     draft = load_draft(config, loaded)
-    ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
+    ledger = _claimed(config, loaded, draft, provider)
     kv_bytes = ledger.require()
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
-    resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
+    resident = make_resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
         model = assemble(loaded, spec, config.cache, sizes, resident.provider, config)
@@ -98,6 +102,7 @@ def build(
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
+    runner = AheadRunner(model.runner, resident) if resident.prepares else model.runner
     scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
     return Machinery(
         spec=spec,
@@ -107,7 +112,7 @@ def build(
         attention_backend=model.attention_backend,
         attention_way=model.attention_way,
         engine=Engine(
-            scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
+            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
         resident=resident,
@@ -116,7 +121,7 @@ def build(
             resident,
             scheduler,
             Governor(config.memory_mode),
-            HostGauge() if gauge is None else gauge,
+            gauge_for(device) if gauge is None else gauge,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -141,13 +146,29 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     return loaded
 
 
+def _claimed(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, provider: MemoryProvider
+) -> Ledger:
+    """The budget; on a GPU with what a step really takes, if the device has that much.
+
+    Raises: ConfigError, UnsupportedModel, MemoryUnavailable.
+    """
+    device, page_bytes, measured = loaded.device, provider.page_bytes, None
+    if device.type == "cuda":
+        try:
+            measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))
+        except MemoryUnavailable:
+            # The ledger says who has it and what would fit; if it finds room, this is the news.
+            kv_ledger(config, loaded, page_bytes, draft).require()
+            raise
+    return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured)
+
+
 def _provider(
     given: MemoryProvider | None, residency: Residency, device: torch.device
 ) -> MemoryProvider:
-    if given is None and device.type == "cuda":
-        return CudaMemory(device=device.index or 0)
     if given is None:
-        return host_memory(residency)
+        return memory_for(device, residency)
     if residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given

@@ -344,6 +344,7 @@ class LLM:
         with self._elastic.lock:
             self.engine.close(reason, detail)
             self._kv.close()
+            self._resident.rest(short=True)  # what was kept for it is of no use to it now
             self._noted_usage = _NOTHING
 
     def _requests(
