@@ -370,11 +370,6 @@ def test_of_plain_rows_nothing_goes_over(monkeypatch: pytest.MonkeyPatch) -> Non
     assert num_bytes[0] == num_bytes[1] <= 4 * 48
 
 
-def test_a_step_without_draws_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Results, "arrive", lambda _: pytest.fail("it was waited for"))
-    assert Sampler(as_on_device=True).sample(rows(0), StepPlan.of([])) == []
-
-
 def counted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)

@@ -5,5 +5,6 @@ the modules with their names a level higher.
 """
 
 from quire.engine.sampling.device.choices import DeviceChoices
+from quire.engine.sampling.device.transfers import wait_for
 
-__all__ = ["DeviceChoices"]
+__all__ = ["DeviceChoices", "wait_for"]

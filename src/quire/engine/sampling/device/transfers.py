@@ -39,6 +39,12 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
     return found
 
 
+def wait_for(device: torch.device) -> None:
+    """Until all that was launched there is done; the host's own memory has nothing under way."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Results:
     """Tensors on their way to the host. Nothing is waited for before ``arrive``."""
 
@@ -61,8 +67,7 @@ class Results:
     def arrive(self) -> list[NDArray[Any]]:
         """All that was added. The host waits for the device, once."""
         self._send()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)
         found: list[NDArray[Any]] = []
         for staged, kinds in self._under_way:
             start = 0
