@@ -5,6 +5,5 @@ the modules with their names a level higher.
 """
 
 from quire.engine.sampling.device.choices import DeviceChoices
-from quire.engine.sampling.device.transfers import wait_for
 
-__all__ = ["DeviceChoices", "wait_for"]
+__all__ = ["DeviceChoices"]
