@@ -20,7 +20,6 @@ from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.planner.capacity.plan import Place
-from quire.planner.capacity.ranks import rank_spec
 from quire.planner.simulation.chrome_trace import ChromeTrace
 from quire.planner.simulation.costs import FittedCosts, StepCosts
 from quire.planner.simulation.latencies import Goals
@@ -30,6 +29,7 @@ from quire.planner.simulation.simulator import Fleet
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.speeds import SPEEDS, roofline
 from quire.planner.subjects.subject import Subject, find_subject
+from quire.spec.ranks import rank_spec
 from quire.traces import form_names
 
 DEFAULT_DEVICE = "h100"

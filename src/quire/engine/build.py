@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
+from quire.engine.parallel.part import PartedModel, load_parts
+from quire.engine.parallel.team import Team
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
@@ -24,7 +27,7 @@ from quire.errors import ConfigError
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.governor import Governor
-from quire.memory.machine.readings import Gauge, HostGauge
+from quire.memory.machine.readings import Gauge, HostGauge, SharedGauge
 from quire.memory.residency import Residency, Resident, host_memory
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
@@ -42,6 +45,7 @@ class Machinery:
     attention_way: str
     engine: Engine
     kv: KVCache
+    team: Team | None  # the other ranks' parts of it
     resident: Resident
     elastic: Elastic
     source_prompts: SourcePrompts | None  # how prompts are read, of an encoder-decoder
@@ -60,6 +64,7 @@ def build(
     """
     refuse_speculation(config, loaded)
     provider = _provider(provider, config.residency)
+    parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
     ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
     kv_bytes = ledger.require()
@@ -68,7 +73,10 @@ def build(
     resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
-        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config)
+        team = None if parted is None else parted.team(spec, config.cache, sizes, config)
+        if team is not None:
+            undo.callback(team.close)
+        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config, team)
         kv = model.kv
         undo.callback(kv.close)
         resident.prefault()
@@ -83,7 +91,10 @@ def build(
         if drafter is not None:
             undo.callback(drafter.close)
         costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
-        swap = make_swap_store(kv, config.swap_path, costs) if config.swap_space else None
+        swap = None
+        if config.swap_space:
+            around = None if team is None else partial(team.open_swap, config.swap_path)
+            swap = make_swap_store(kv, config.swap_path, costs, around=around)
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,
@@ -105,13 +116,14 @@ def build(
             scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
+        team=team,
         resident=resident,
         elastic=Elastic(
             kv,
             resident,
             scheduler,
             Governor(config.memory_mode),
-            HostGauge() if gauge is None else gauge,
+            _gauge(gauge, team),
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -122,6 +134,8 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
+        if config.tensor_parallel_size > 1:
+            return load_parts(model, config.tensor_parallel_size, dtype=config.dtype)
         return load(model, dtype=config.dtype, quantization=config.quantization)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
@@ -139,6 +153,14 @@ def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvi
     if residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given
+
+
+def _gauge(given: Gauge | None, team: Team | None) -> Gauge:
+    """What the elastic cache looks at: of ranks that share a machine, each at its share."""
+    gauge = HostGauge() if given is None else given
+    if team is None or not team.shares_machine:
+        return gauge
+    return SharedGauge(gauge, team.num_ranks)
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

@@ -1,14 +1,16 @@
 """From a plan to logits: a step of a Hugging Face model, in the first way that is right for it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
+from functools import partial
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.attention import AttentionBackend, make_batch, packed_tokens
+from quire.attention import AttentionBackend, AttentionBatch, make_batch, packed_tokens
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
 from quire.errors import ConfigError, UnsupportedModel
@@ -16,7 +18,7 @@ from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
 from quire.models.states.recurrent import RecurrentLayers
 from quire.models.ways import WAYS, Way, make_way
-from quire.models.ways.hooks import make_step
+from quire.models.ways.hooks import Step, make_step
 from quire.models.ways.source import Source, kept_sources
 from quire.models.ways.trial import Trial, limit_for
 from quire.strategies import Accounting, Fits, Never
@@ -24,10 +26,31 @@ from quire.strategies.layout import attention_groups, attention_spec
 from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _TRIAL_ID = -1  # requests count from 1
 # What a model raises when it finds something else than it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+class Ranks(Protocol):
+    """Other processes that have the rest of the model, and do what this one does at the same time.
+
+    Each is told what is to be done, and ``own`` is this one's part.
+    """
+
+    def go(self, way: str, own: Callable[[], None]) -> None: ...
+
+    def expect(self, max_tokens: int, own: Callable[[], None]) -> None: ...
+
+    def compute(
+        self,
+        batches: list[AttentionBatch],
+        token_ids: Several[int],
+        positions: Tensor,
+        logits_at: Several[int],
+        own: Callable[[], T],
+    ) -> T: ...
 
 
 class ModelRunner:
@@ -39,6 +62,7 @@ class ModelRunner:
         kv: KVCache,
         backend: AttentionBackend,
         stand_ins: StandIns | None = None,  # of the model
+        ranks: Ranks | None = None,  # that have other parts of it
     ) -> None:
         layers = loaded.spec.recurrent_layers
         self._loaded, self._stand_ins = loaded, stand_ins
@@ -51,6 +75,7 @@ class ModelRunner:
         }
         self._kv = kv
         self._backend = backend
+        self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
 
     @property
@@ -82,18 +107,15 @@ class ModelRunner:
 
         Raises: UnsupportedModel if there is none, with what was wrong with each.
         """
-        loaded, name = self._loaded, self._name
-        groups = attention_groups(self._kv.accounting.groups)
-        specs = [attention_spec(group) for group in groups]
-        kept_as = getattr(torch, specs[0].dtype) if specs else loaded.model.dtype
-        trial = Trial(loaded, specs, kept_as, max_tokens)
+        name, trial = self._name, self.make_trial(max_tokens)
         if self._recurrent is not None:
             self._settle_states(trial)
         wrong: dict[str, list[str]] = {}  # reasons, and the ways that they speak against
         for way in WAYS:
             try:
-                self.go(way)
-                self._try(trial)
+                go = partial(self.go, way)
+                go() if self._ranks is None else self._ranks.go(way, go)
+                self._try(trial, max_tokens)
             except UnsupportedModel as error:
                 wrong.setdefault(str(error), []).append(way)
                 continue
@@ -104,7 +126,31 @@ class ModelRunner:
             return
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
-    def _try(self, trial: Trial) -> None:
+    def make_trial(self, max_tokens: int) -> Trial:
+        """What the model is tried with where a sequence can have so many tokens."""
+        groups = attention_groups(self._kv.accounting.groups)
+        specs = [attention_spec(group) for group in groups]
+        kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
+        return Trial(self._loaded, specs, kept_as, max_tokens)
+
+    def compute(
+        self,
+        batches: list[AttentionBatch],
+        token_ids: Tensor,  # i64[T]
+        positions: Tensor,  # i64[T]
+        logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
+        complete: Callable[[Step], None] | None = None,  # adds what only some models need
+    ) -> tuple[Tensor, list[int]]:
+        """One forward pass, whoever decided on it: logits, and the layers that did not report."""
+        accounting, storage = self._kv.accounting, self._kv.storage
+        step = make_step(accounting, storage, self._backend, batches, self._lenders)
+        if complete is not None:
+            complete(step)
+        assert self._model is not None, "no way to run the model has been taken"
+        logits = self._model.forward(step, token_ids, positions, logits_at)
+        return logits, step.silent
+
+    def _try(self, trial: Trial, max_tokens: int) -> None:
         """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
         rows: list[Tensor] = []
         stops = self._begin_trial(trial)
@@ -118,6 +164,8 @@ class ModelRunner:
         finally:
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
+        if self._ranks is not None and not trial.has_expectation:
+            self._ranks.expect(max_tokens, trial.expect)  # each computes its part of it
         trial.judge(torch.cat(rows), stops[0])
 
     def _begin_trial(self, trial: Trial) -> list[int]:
@@ -198,17 +246,24 @@ class ModelRunner:
         accounting, storage = self._kv.accounting, self._kv.storage
         groups = range(len(attention_groups(accounting.groups)))
         batches = [make_batch(accounting, group, chunks) for group in groups]
-        step = make_step(accounting, storage, self._backend, batches, self._lenders)
-        if sources:
-            step.sources = kept_sources(accounting, storage, chunks, sources)
         positions = packed_tokens(chunks)
-        wanted = torch.tensor(logits_at, dtype=torch.long)
-        ids = torch.tensor(token_ids)
-        if self._recurrent is not None:
-            step.states = self._recurrent.of_step(accounting, storage, chunks)
-        assert self._model is not None, "no way to run the model has been taken"
-        logits = self._model.forward(step, ids, positions, wanted)
-        return logits, step.silent
+        run = partial(
+            self.compute,
+            batches,
+            torch.tensor(token_ids),
+            positions,
+            torch.tensor(logits_at, dtype=torch.long),
+        )
+        if self._ranks is not None:
+            return self._ranks.compute(batches, token_ids, positions, logits_at, run)
+
+        def complete(step: Step) -> None:
+            if sources:
+                step.sources = kept_sources(accounting, storage, chunks, sources)
+            if self._recurrent is not None:
+                step.states = self._recurrent.of_step(accounting, storage, chunks)
+
+        return run(complete)
 
 
 def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:

@@ -31,7 +31,9 @@ def kv_ledger(
     needs = kv_needs(config, loaded.name, loaded.spec, footprint(loaded.model), page_bytes)
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
-    return ledger_for(config, needs, read_machine())
+    # On the CPU all ranks share one machine; of CUDA devices each has one.
+    num_sharing = config.tensor_parallel_size if loaded.model.device.type == "cpu" else 1
+    return ledger_for(config, needs, read_machine().share(num_sharing))
 
 
 def cache_config(

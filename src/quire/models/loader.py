@@ -45,6 +45,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
+    ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +66,7 @@ def load(
     quantization: str | None = None,
     copy_weights: bool = True,
     show_progress: bool = False,
+    num_ranks: int = 1,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
@@ -73,6 +75,8 @@ def load(
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
     ``show_progress`` lets Transformers draw its bars on standard error.
+    ``num_ranks`` that torch.distributed knows of load a part each, as Transformers' plan says; the
+    spec is that of the whole.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -94,6 +98,7 @@ def load(
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
             **quantized,
+            **_divided(num_ranks),
         )
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
@@ -140,6 +145,19 @@ def _quantized(quantization: str | None) -> dict[str, Any]:
             f"quantization={quantization} needs torchao ({error}): pip install 'quire[int8]'"
         ) from error
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
+def _divided(num_ranks: int) -> dict[str, Any]:
+    """What Transformers is told of ranks. Raises: ConfigError for a release that knows none."""
+    if num_ranks == 1:
+        return {}
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs a newer release of Transformers ({error})"
+        ) from error
+    return {"distributed_config": DistributedConfig(tp_size=num_ranks)}
 
 
 def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
