@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from quire.cli.options import with_engine_options
-from quire.cli.plan import place_of
+from quire.cli.plan import num_ranks_of, place_of
 from quire.cli.simulate_report import Named, print_results
 from quire.cli.simulate_traffic import NUM_DRAWN, Drawing, Traffic, num_skipped
 from quire.config import EngineConfig
@@ -145,6 +145,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
 
         check_report(report)
     variants = list(_variants(engine))
+    tp = num_ranks_of(tp, variants[0][1])
     traffic = Traffic(
         traces=traces or (),
         trace_format=trace_format,

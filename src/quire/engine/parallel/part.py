@@ -119,7 +119,7 @@ def load_part(
     return replace(loaded, spec=spec)
 
 
-def refuse_options(config: EngineConfig, model: Any, provider: object) -> None:
+def refuse_options(config: EngineConfig, model: Any, provider: object = None) -> None:
     """Raises: ConfigError for what several ranks cannot have."""
     option = f"tensor_parallel_size={config.tensor_parallel_size}"
     if isinstance(model, LoadedModel):
@@ -129,12 +129,12 @@ def refuse_options(config: EngineConfig, model: Any, provider: object) -> None:
                 f"{option}: {model.name} was loaded in {there} "
                 f"{'part' if there == 1 else 'parts'}: give its folder or name instead"
             )
-    elif model is not None and not isinstance(model, str | Path):
+    if config.tensor_parallel_size == 1:
+        return
+    if model is not None and not isinstance(model, LoadedModel | str | Path):
         raise ConfigError(
             f"{option}: a model in memory cannot be cut any more: save it, and give its folder"
         )
-    if config.tensor_parallel_size == 1:
-        return
     if provider is not None:
         raise ConfigError(f"{option}: provider= is of one process: leave it out")
     if config.quantization is not None:

@@ -65,16 +65,16 @@ class Team:
         """Raises: MemoryUnavailable where any of the ranks was refused pages."""
         failure: Exception | None = None
 
-        def apply_own() -> None:
+        def apply_own() -> int:
             nonlocal failure
             try:
                 own.apply(changes)
             except Exception as error:  # the others may have done it, which is to be known too
                 failure = error
+            return own.memory.committed_bytes
 
         message = Apply(engine=self._engine, changes=changes)
-        _, answers = self._crew.all_of(message, apply_own)
-        here = own.memory.committed_bytes
+        here, answers = self._crew.all_of(message, apply_own)
         there = [int(answer.value) for answer in answers]
         self.least_committed_bytes = min(here, *there)
         errors = [failure, *(a.error for a in answers if isinstance(a, Failed))]
