@@ -115,7 +115,7 @@ def test_a_refused_flag_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert quire(monkeypatch, "serve", "-tp", "2") == 2
+    assert quire(monkeypatch, "serve", "-pp", "2") == 2
     err = capsys.readouterr().err
     assert "-tp 2 cannot be honoured: there is one device (it may be 1)" in err
     assert quire(monkeypatch, "serve", "--trust-remote-code") == 2

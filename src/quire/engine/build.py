@@ -68,6 +68,11 @@ def build(
     draft = load_draft(config, loaded)
     ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
     kv_bytes = ledger.require()
+    if parted is not None and ledger.committed_whole:
+        raise ConfigError(
+            f"tensor_parallel_size={parted.num_ranks}: budget={config.budget} takes its memory at "
+            f"the start, which is for one process so far: use another rule"
+        )
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
     resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
