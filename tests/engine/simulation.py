@@ -35,7 +35,7 @@ from quire.errors import RequestTooLong
 from quire.memory import FailingMemory, HostMemory
 from quire.memory.governor import Governor
 from quire.memory.machine.readings import MemoryReading
-from quire.memory.residency import Resident
+from quire.memory.residency import HostResident
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 
@@ -192,7 +192,7 @@ class World:
             **changed,
         )
         memory = FailingMemory(self.host, failing=self.refused)
-        self.resident = Resident(memory, "on-demand", self.capacity)
+        self.resident = HostResident(memory, "on-demand", self.capacity)
 
         def make_pair() -> tuple[Accounting, Storage]:
             accounting = build_accounting(strategy, spec, config)

@@ -6,7 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.config import EngineConfig
+from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
@@ -14,6 +17,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
 from quire.engine.parallel.part import PartedModel, load_parts
 from quire.engine.parallel.team import Team
+from quire.engine.profile import measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
@@ -23,12 +27,14 @@ from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
 from quire.engine.swap_store import make_swap_store
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
+from quire.memory.by_device import gauge_for, make_resident, memory_for
 from quire.memory.governor import Governor
-from quire.memory.machine.readings import Gauge, HostGauge, SharedGauge
-from quire.memory.residency import Residency, Resident, host_memory
+from quire.memory.machine import CudaPeak
+from quire.memory.machine.readings import Gauge, SharedGauge
+from quire.memory.residency import Residency, Resident
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
 
@@ -63,10 +69,11 @@ def build(
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     refuse_speculation(config, loaded)
-    provider = _provider(provider, config.residency)
+    device = loaded.model.device
+    provider = _provider(provider, config.residency, device)
     parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
-    ledger = kv_ledger(config, loaded, provider.page_bytes, draft)
+    ledger = _claimed(config, loaded, draft, provider)
     kv_bytes = ledger.require()
     if parted is not None and ledger.committed_whole:
         raise ConfigError(
@@ -75,7 +82,7 @@ def build(
         )
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
-    resident = Resident(provider, _residency(config, ledger), sizes.capacity_bytes)
+    resident = make_resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
         team = None if parted is None else parted.team(spec, config.cache, sizes, config)
@@ -109,6 +116,7 @@ def build(
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
+    runner = AheadRunner(model.runner, resident) if resident.prepares else model.runner
     scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
     return Machinery(
         spec=spec,
@@ -118,7 +126,7 @@ def build(
         attention_backend=model.attention_backend,
         attention_way=model.attention_way,
         engine=Engine(
-            scheduler, kv, model.runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
+            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
         team=team,
@@ -128,7 +136,7 @@ def build(
             resident,
             scheduler,
             Governor(config.memory_mode),
-            _gauge(gauge, team),
+            _gauge(gauge_for(device) if gauge is None else gauge, team),
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -152,20 +160,39 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     return loaded
 
 
-def _provider(given: MemoryProvider | None, residency: Residency) -> MemoryProvider:
+def _claimed(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, provider: MemoryProvider
+) -> Ledger:
+    """The budget; on a GPU with what a step really takes, if the device has that much.
+
+    Raises: ConfigError, UnsupportedModel, MemoryUnavailable.
+    """
+    device, page_bytes, measured = loaded.model.device, provider.page_bytes, None
+    if device.type == "cuda":
+        try:
+            measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))
+        except MemoryUnavailable:
+            # The ledger says who has it and what would fit; if it finds room, this is the news.
+            kv_ledger(config, loaded, page_bytes, draft).require()
+            raise
+    return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured)
+
+
+def _provider(
+    given: MemoryProvider | None, residency: Residency, device: torch.device
+) -> MemoryProvider:
     if given is None:
-        return host_memory(residency)
+        return memory_for(device, residency)
     if residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given
 
 
-def _gauge(given: Gauge | None, team: Team | None) -> Gauge:
+def _gauge(whole: Gauge, team: Team | None) -> Gauge:
     """What the elastic cache looks at: of ranks that share a machine, each at its share."""
-    gauge = HostGauge() if given is None else given
     if team is None or not team.shares_machine:
-        return gauge
-    return SharedGauge(gauge, team.num_ranks)
+        return whole
+    return SharedGauge(whole, team.num_ranks)
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

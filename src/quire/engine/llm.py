@@ -352,6 +352,7 @@ class LLM:
         with self._elastic.lock:
             self.engine.close(reason, detail)
             self._kv.close()
+            self._resident.rest(short=True)  # what was kept for it is of no use to it now
             if self._team is not None:
                 self._team.close()
             if self._ranks is not None:

@@ -32,9 +32,19 @@ def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
 
 
 def kv_needs(
-    config: EngineConfig, name: str, spec: ModelSpec, own: Footprint, page_bytes: int
+    config: EngineConfig,
+    name: str,
+    spec: ModelSpec,
+    own: Footprint,
+    page_bytes: int,
+    *,
+    records_graphs: bool = False,
+    measured_bytes: int | None = None,
 ) -> Needs:
     """What a model needs under these options.
+
+    ``records_graphs``: steps of decoding are recorded, and what they compute with stays taken.
+    ``measured_bytes``: what a step takes at its peak, if it is known; else it is estimated.
 
     Raises: ConfigError for longer sequences than the model's.
     """
@@ -52,12 +62,19 @@ def kv_needs(
     )
     state_bytes = config.max_num_seqs * one_state
     num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
+    activation_bytes = own.activation_bytes(
+        max(config.max_num_batched_tokens, spec.source_tokens), num_logits
+    )
+    source = "estimate for max_num_batched_tokens"
+    if measured_bytes is not None:
+        activation_bytes = measured_bytes
+        source = "measured, max_num_batched_tokens of max_num_seqs"
     return Needs(
         weights_bytes=own.weights_bytes,
         counted_weights_bytes=own.counted_bytes,
-        activation_bytes=own.activation_bytes(
-            max(config.max_num_batched_tokens, spec.source_tokens), num_logits
-        ),
+        activation_bytes=activation_bytes,
+        activation_source=source,
+        graph_bytes=own.activation_bytes(num_logits, num_logits) if records_graphs else 0,
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),

@@ -18,8 +18,9 @@ from quire.spec import ModelSpec
 
 
 def footprint(model: PreTrainedModel) -> Footprint:
-    """Of a model in memory, or on the meta device."""
-    tensors = [part for t in (*model.parameters(), *model.buffers()) for part in _parts(t)]
+    """Of a model in memory, or on the meta device: what lies where the model computes."""
+    every = (*model.parameters(), *model.buffers())
+    tensors = [part for t in every if t.device == model.device for part in _parts(t)]
     storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
     on_files = mapped_from_files([s.data_ptr() for s in storages.values() if s.data_ptr()])
     config = model.config.get_text_config()

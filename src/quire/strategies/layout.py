@@ -21,7 +21,7 @@ from math import lcm
 from quire.errors import ConfigError
 from quire.spec import AttentionSpec, Group, KeptWhole
 from quire.spec.layers import dtype_bytes, scale_bytes
-from quire.units import align_up
+from quire.units import align_up, ceil_div
 
 
 def stacks(group: Group, stack_layers: int | None) -> list[tuple[int, ...]]:
@@ -142,3 +142,18 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
         return 1
     block = spec.block_bytes(block_size)
     return lcm(block, page_bytes) // block
+
+
+def whole_bytes(
+    group: Group, num_tokens: int, num_sequences: int, block_size: int, page_bytes: int
+) -> int:
+    """What blocks for so many tokens take, or states for so many sequences, in whole granules.
+
+    ``num_tokens``: each sequence's last block counted in full.
+    """
+    if isinstance(group.spec, KeptWhole):
+        return num_sequences * slot_bytes(group, page_bytes)
+    blocks = ceil_div(num_tokens, block_size)
+    granule = granule_blocks(group, block_size, page_bytes)
+    row = row_bytes(group, block_size, page_bytes)
+    return align_up(blocks, granule) * (row or block_size * group.bytes_per_token)

@@ -27,6 +27,7 @@ from quire.engine.parallel.messages import (
     Join,
     Leave,
     Load,
+    Look,
     MakeStorage,
     Message,
     OpenSwap,
@@ -37,7 +38,7 @@ from quire.engine.parallel.messages import (
 from quire.engine.parallel.part import load_part
 from quire.engine.runner import ModelRunner
 from quire.engine.swap_store import Mover, make_mover
-from quire.memory.residency import host_memory
+from quire.memory.by_device import machine_for, memory_for
 from quire.models.loader import LoadedModel
 
 
@@ -85,6 +86,8 @@ class Follower:
                 self._models[message.model] = load_part(
                     message.name, dtype=message.dtype, rank=self.rank, num_ranks=self._num_ranks
                 )
+            case Look():
+                return machine_for(self._models[message.model].model.device).device
             case Unload():
                 del self._models[message.model]
             case Assemble():
@@ -140,7 +143,7 @@ class Follower:
 
     def _assemble(self, message: Assemble) -> _Engine:
         loaded = self._models[message.model]
-        provider = host_memory(message.config.residency)
+        provider = memory_for(loaded.model.device, message.config.residency)
         backend, make_pair = prepare(
             loaded, message.spec, message.strategy, message.sizes, provider, message.config
         )

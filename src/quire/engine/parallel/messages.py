@@ -41,6 +41,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The answer: how much memory the model's device has and has left; None for a CPU."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unload:
     """Nobody needs that model any more."""
 
@@ -179,7 +186,7 @@ Asked: TypeAlias = (
     MakeStorage | CloseStorage | Apply | Go | Expect | Compute | Save | PutBack | DropSaved
 )
 Message: TypeAlias = (
-    Join | Load | Unload | Assemble | Disassemble | OpenSwap | Asked | Heard | Leave
+    Join | Load | Look | Unload | Assemble | Disassemble | OpenSwap | Asked | Heard | Leave
 )
 
 

@@ -11,9 +11,10 @@ from typing import Any, final
 from quire.config import EngineConfig
 from quire.engine.parallel.crew import Crew, device_type_here
 from quire.engine.parallel.group import meeting
-from quire.engine.parallel.messages import Assemble, Load, Unload
+from quire.engine.parallel.messages import Assemble, Done, Load, Look, Unload
 from quire.engine.parallel.team import Team
 from quire.errors import ConfigError
+from quire.memory.machine import Machine
 from quire.models.loader import LoadedModel, find_folder, load, read_config
 from quire.models.parts import part_spec
 from quire.spec import ModelSpec
@@ -52,6 +53,15 @@ class PartedModel:
                 config=config,
             ),
         )
+
+    def share_of(self, machine: Machine) -> Machine:
+        """A rank's part of where rank 0 is; of CUDA devices the one with the least left."""
+        if machine.device is None:
+            return machine.share(self.num_ranks)
+        _, answers = self._crew.all_of(Look(model=self._model), _nothing)
+        found = [answer.value for answer in answers if isinstance(answer, Done)]
+        devices = [machine.device, *filter(None, found)]
+        return replace(machine, device=min(devices, key=lambda device: device.free_bytes))
 
     def close(self) -> None:
         if self._owns_crew:
@@ -152,6 +162,10 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
         raise ConfigError(
             f"{option}: residency={config.residency} is for one process so far: leave it out"
         )
+
+
+def _nothing() -> None:
+    """Rank 0 has no part in it."""
 
 
 __all__ = ["PartedModel", "load_part", "load_parts", "refuse_options"]

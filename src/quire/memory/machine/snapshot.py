@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from quire.memory.machine.cuda import DeviceMemory
 from quire.memory.machine.numa import NumaNode, numa_nodes
 from quire.memory.machine.probe import (
     MemoryBound,
@@ -46,15 +47,6 @@ class HugePages:
     anonymous: str = ""
     shared: str = ""  # memfd
     pool_bytes: int = 0  # set aside for MAP_HUGETLB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """An accelerator's own memory."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +119,11 @@ class Machine:
         )
 
     @property
+    def own_bytes(self) -> int:
+        """What this process has, where KV goes."""
+        return self.process_bytes if self.device is None else self.device.own_bytes
+
+    @property
     def others_bytes(self) -> int:
         """RAM that other processes and the system use."""
         return max(0, self.ram_used_bytes - self.process_bytes)
@@ -179,17 +176,6 @@ def cgroup_version(root: Path = _ROOT) -> CgroupVersion:
     if v1 and v2:
         return "hybrid"
     return "v1" if v1 else "v2" if v2 else "none"
-
-
-def cuda_memory(index: int = 0) -> DeviceMemory | None:
-    """A CUDA device's memory; None without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    return DeviceMemory(name=name, total_bytes=total, free_bytes=free)
 
 
 def unified_memory_cap(ram_bytes: int) -> int:
