@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "figures": "",
     "config": "errors units spec memory blocks strategies",
     "kernels": "errors units",
+    "devices": "errors units",
     "attention": "errors units spec strategies kernels",
     "layers": "errors units kernels",
-    "models": "errors units spec memory strategies kernels attention layers",
+    "models": "errors units spec memory strategies kernels attention layers devices",
     "engine.params": "errors",
     "engine.structured": "errors units engine.params",
     "engine.sequence": "errors units blocks engine.params engine.structured",
@@ -49,10 +50,11 @@ MAY_IMPORT = {
     "engine.parts": "strategies engine.sequence engine.plan engine.scheduling",
     "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
     " engine.parts",
-    "engine.runner": "errors units spec strategies attention layers models engine.sequence"
+    "engine.runner": "errors units spec strategies attention layers models devices engine.sequence"
     " engine.plan"
     " engine.kv_cache engine.sequence",
-    "engine": "errors units config spec memory blocks strategies attention models engine.params"
+    "engine": "errors units config spec memory blocks strategies attention models devices"
+    " engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.detokenizer engine.needs engine.kv_cache engine.runner"
     " engine.sampling engine.structured",

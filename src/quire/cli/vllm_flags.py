@@ -38,7 +38,6 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         flag="--enable-expert-parallel", switch=True, here="heads are divided, and nothing else"
     ),
-    Foreign(flag="--device", harmless=("auto", "cpu"), here="models run on the CPU so far"),
     Foreign(
         flag="--distributed-executor-backend",
         harmless=("mp", "uni"),
@@ -50,14 +49,17 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(flag="--headless", switch=True, here="the engine and its API are one process"),
     Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="there is none"),
     Foreign(
-        flag="--cpu-offload-gb", harmless=("0", "0.0"), here="weights are in CPU memory already"
+        flag="--cpu-offload-gb",
+        harmless=("0", "0.0"),
+        here="what a GPU has no room for stays in CPU memory",
     ),
     # -- how a step is computed
     Foreign(
         flag="--enforce-eager",
         switch=True,
         harmless=ANY,
-        here="there are no CUDA graphs; a pass is recorded where that gives the same numbers",
+        here="decode steps are captured as CUDA graphs, and recorded on a CPU, where that gives "
+        "the same numbers",
     ),
     Foreign(
         flag="--compilation-config",
@@ -66,7 +68,7 @@ FOREIGN: tuple[Foreign, ...] = (
         here="torch compiles nothing here",
     ),
     *(
-        Foreign(flag=flag, harmless=ANY, here="there are no CUDA graphs")
+        Foreign(flag=flag, harmless=ANY, here="CUDA graphs are captured up to --max-num-seqs")
         for flag in ("--max-seq-len-to-capture", "--cuda-graph-sizes")
     ),
     Foreign(

@@ -1,6 +1,7 @@
 """``EngineConfig``: the options of an engine. Command-line flags are made from its fields."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
 
 log = logging.getLogger(__name__)
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
@@ -36,6 +39,11 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
 class EngineConfig:
     """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
 
+    device: str = option(
+        "auto",
+        "Where the model runs: auto (where it lies; else a GPU if one can be used), cpu, cuda, "
+        "cuda:1.",
+    )
     dtype: str = option(
         "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
     )
@@ -159,6 +167,8 @@ class EngineConfig:
         one_of("cache", self.cache, tuple(STRATEGIES))
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device {self.device!r} is unknown; known: auto, cpu, cuda, cuda:1")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.quantization is not None:
             one_of("quantization", self.quantization, ("int8",))

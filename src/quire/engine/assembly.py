@@ -57,7 +57,8 @@ def assemble(
     backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
     kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
     # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
-    stand_ins = None if team is not None else StandIns(loaded.model, kernel_dir())
+    can_exchange = team is None and loaded.device.type == "cpu"
+    stand_ins = StandIns(loaded.model, kernel_dir()) if can_exchange else None
     try:
         runner = ModelRunner(loaded, kv, backend, stand_ins, team)
         runner.try_out(max_tokens=sizes.max_model_len)
@@ -81,7 +82,7 @@ def prepare(
     backend = choose_backend(
         config.attention_backend,
         [attention_spec(group) for group in attention_groups(empty.groups)],
-        loaded.model.device,
+        loaded.device,
         kernel_dir=kernel_dir(),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.devices import refuse_other_device
 from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
 from quire.engine.elastic import Elastic
@@ -69,7 +70,7 @@ def build(
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     refuse_speculation(config, loaded)
-    device = loaded.model.device
+    device = loaded.device
     provider = _provider(provider, config.residency, device)
     parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
@@ -92,6 +93,7 @@ def build(
         kv = model.kv
         undo.callback(kv.close)
         resident.prefault()
+        model.runner.capture(max_model_len=sizes.max_model_len, max_num_seqs=config.max_num_seqs)
         drafter = make_drafter(
             config,
             draft,
@@ -148,11 +150,16 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
         if config.tensor_parallel_size > 1:
-            return load_parts(model, config.tensor_parallel_size, dtype=config.dtype)
-        return load(model, dtype=config.dtype, quantization=config.quantization)
+            return load_parts(
+                model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
+            )
+        return load(
+            model, device=config.device, dtype=config.dtype, quantization=config.quantization
+        )
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    refuse_other_device(config.device, loaded.device)
     if config.dtype not in ("auto", loaded.dtype):
         raise ConfigError(
             f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
@@ -167,7 +174,7 @@ def _claimed(
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable.
     """
-    device, page_bytes, measured = loaded.model.device, provider.page_bytes, None
+    device, page_bytes, measured = loaded.device, provider.page_bytes, None
     if device.type == "cuda":
         try:
             measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))

@@ -7,14 +7,19 @@ from functools import partial
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch, make_batch, packed_tokens
+from quire.devices import on_device
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
 from quire.errors import ConfigError, UnsupportedModel
+from quire.models.captured import CapturedDecodes
 from quire.models.loader import LoadedModel
+from quire.models.placed import is_offloaded
+from quire.models.placing import HostInputs, Inputs
 from quire.models.stand_ins import StandIns
 from quire.models.states.recurrent import RecurrentLayers
 from quire.models.ways import WAYS, Way, make_way
@@ -44,12 +49,7 @@ class Ranks(Protocol):
     def expect(self, max_tokens: int, own: Callable[[], None]) -> None: ...
 
     def compute(
-        self,
-        batches: list[AttentionBatch],
-        token_ids: Several[int],
-        positions: Tensor,
-        logits_at: Several[int],
-        own: Callable[[], T],
+        self, batches: list[AttentionBatch], given: HostInputs, own: Callable[[], T]
     ) -> T: ...
 
 
@@ -77,6 +77,8 @@ class ModelRunner:
         self._backend = backend
         self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
+        self._device = loaded.device
+        self._captured: CapturedDecodes | None = None
 
     @property
     def overwrites_states(self) -> bool:
@@ -95,7 +97,8 @@ class ModelRunner:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        logits, _ = self._forward(chunks, token_ids, wanted, sources)
+        with on_device(self._device):
+            logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
     def go(self, way: str) -> None:
@@ -136,19 +139,52 @@ class ModelRunner:
     def compute(
         self,
         batches: list[AttentionBatch],
-        token_ids: Tensor,  # i64[T]
-        positions: Tensor,  # i64[T]
-        logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
+        given: HostInputs,
         complete: Callable[[Step], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, whoever decided on it: logits, and the layers that did not report."""
+        inputs = given.on(self._device, batches)
         accounting, storage = self._kv.accounting, self._kv.storage
         step = make_step(accounting, storage, self._backend, batches, self._lenders)
         if complete is not None:
             complete(step)
-        assert self._model is not None, "no way to run the model has been taken"
-        logits = self._model.forward(step, token_ids, positions, logits_at)
-        return logits, step.silent
+        return self._run(step, inputs), step.silent
+
+    def capture(self, *, max_model_len: int, max_num_seqs: int) -> None:
+        """On a GPU, capture decode steps as graphs, if they can be; the log says why not."""
+        if self._device.type != "cuda":
+            return
+        replays = self._backend.replays
+        reason = self._why_not_captured
+        if reason is not None or replays is None:
+            log.info("%s runs without CUDA graphs: %s", self._name, reason)
+            return
+        groups = range(len(attention_groups(self._kv.accounting.groups)))
+        with on_device(self._device):
+            self._captured = CapturedDecodes(
+                self._loaded.model,
+                self._run_decode,
+                replays,
+                self._device,
+                block_sizes=[self._kv.accounting.block_size(group) for group in groups],
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            )
+            self._captured.capture(self._kv.storage)
+
+    @property
+    def _why_not_captured(self) -> str | None:
+        if self._backend.replays is None:
+            return f"attention by {self._backend.name} depends on numbers of the host"
+        if self.way != "table":
+            return f"by way of {self.way!r} the host decides what is computed"
+        if self._recurrent is not None:
+            return "its states are fetched sequence by sequence"
+        if self._ranks is not None:
+            return "the other ranks would have to capture, and replay, at the same time"
+        if is_offloaded(self._loaded.model):
+            return "some weights are brought over for each step"
+        return None
 
     def _try(self, trial: Trial, max_tokens: int) -> None:
         """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
@@ -246,16 +282,17 @@ class ModelRunner:
         accounting, storage = self._kv.accounting, self._kv.storage
         groups = range(len(attention_groups(accounting.groups)))
         batches = [make_batch(accounting, group, chunks) for group in groups]
-        positions = packed_tokens(chunks)
-        run = partial(
-            self.compute,
-            batches,
-            torch.tensor(token_ids),
-            positions,
-            torch.tensor(logits_at, dtype=torch.long),
+        given = HostInputs(
+            token_ids=np.array(token_ids),
+            positions=packed_tokens(chunks),
+            logits_at=np.array(logits_at, np.int64),
         )
+        if self._captured is not None and len(token_ids) == len(chunks) == len(logits_at):
+            replayed = self._captured.replay(storage, batches, given)
+            if replayed is not None:
+                return replayed, []
         if self._ranks is not None:
-            return self._ranks.compute(batches, token_ids, positions, logits_at, run)
+            return self._ranks.compute(batches, given, partial(self.compute, batches, given))
 
         def complete(step: Step) -> None:
             if sources:
@@ -263,7 +300,17 @@ class ModelRunner:
             if self._recurrent is not None:
                 step.states = self._recurrent.of_step(accounting, storage, chunks)
 
-        return run(complete)
+        return self.compute(batches, given, complete)
+
+    def _run(self, step: Step, inputs: Inputs) -> Tensor:
+        assert self._model is not None, "no way to run the model has been taken"
+        return self._model.forward(step, inputs.token_ids, inputs.positions, inputs.logits_at)
+
+    def _run_decode(self, batches: Several[AttentionBatch], inputs: Inputs) -> Tensor:
+        """A step that is captured."""
+        accounting, storage = self._kv.accounting, self._kv.storage
+        step = make_step(accounting, storage, self._backend, [*batches], self._lenders)
+        return self._run(step, inputs)
 
 
 def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:

@@ -33,7 +33,7 @@ def kv_ledger(
 
     Raises: ConfigError for longer sequences than the model's. MemoryUnavailable.
     """
-    device = loaded.model.device
+    device = loaded.device
     needs = kv_needs(
         config,
         loaded.name,
@@ -60,7 +60,7 @@ def cache_config(
         log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
     if config.enable_prefix_caching and loaded.spec.source_tokens:
         log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
-    limited = would_share and loaded.model.device.type == "cpu"  # a GPU's driver has no such limit
+    limited = would_share and loaded.device.type == "cpu"  # a GPU's driver has no such limit
     return cache_sizes(
         config,
         loaded.spec,

@@ -160,7 +160,7 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     def fail() -> None:
         raise ValueError("only here")
 
-    crew = Crew(2, grace_s=1.0)
+    crew = Crew(2, grace_s=1.0).start()
     folder.crew = crew
     with folder.ranked("llama") as llm:
         engine = llm._team._engine  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     crew.close()
     assert gone(pids)
 
-    crew = Crew(2, grace_s=1.0)
+    crew = Crew(2, grace_s=1.0).start()
     try:
         unknown = Expect(engine=10**6, max_tokens=16)
         with pytest.raises((RankLost, RuntimeError)):
@@ -190,7 +190,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     script = """
         import os, signal
         from quire.engine.parallel.crew import Crew
-        crew = Crew(2)
+        crew = Crew(2).start()
         print(*crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """

@@ -40,7 +40,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     before = dict(os.environ)
-    crew = Crew(2)
+    crew = Crew(2).start()
     assert dict(os.environ) == before, "how ranks find each other is nobody else's business"
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
@@ -214,4 +214,4 @@ def test_keys_that_are_not_divided_are_said_to_be_kept_by_all(
 
 def test_one_crew_at_a_time(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="in a process group"):
-        Crew(2)
+        Crew(2).start()

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.sampling.cases import (
@@ -26,7 +27,7 @@ from engine.sampling.cases import (
 )
 from quire.engine.params import SamplingParams
 from quire.engine.plan import PromptRows, Sampled, StepPlan
-from quire.engine.sampling import Sampler, draws, filters
+from quire.engine.sampling import DEAREST, Sampler, draws, filters
 from quire.engine.sampling.device import choices, transfers
 from quire.engine.sampling.device.draws import drawn, padded, uniforms
 from quire.engine.sampling.device.edits import edits_to_send, make_edits
@@ -41,7 +42,7 @@ from quire.engine.sampling.device.lots import FEW
 from quire.engine.sampling.device.transfers import Results, to_device
 from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.tally import Tally
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Request, Sequence
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, *([pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)] if HAS_GPU else [])]
@@ -257,6 +258,35 @@ def test_pieces_are_the_whole(most: str, monkeypatch: pytest.MonkeyPatch) -> Non
     else:
         monkeypatch.setattr(transfers, "_MOST_BYTES", 100)
     assert sampled() == want
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    return int(held.max(initial=0))
+
+
+def test_no_row_takes_more_memory_than_the_dearest() -> None:
+    num_rows, vocab = 8, 12_800
+    logits = rows(num_rows, vocab).bfloat16()
+    held = []
+    for kind in [*MIXED, {"top_p": 0.9, "logprobs": 20}]:
+        if kind.get("logprobs") != -1:
+            batch = [sequence(seq_id=i, **kind) for i in range(num_rows)]
+            plan, sampler = plan_of(batch), Sampler(as_on_device=True)
+            held.append(peak_bytes(lambda: sampler.sample(logits, plan)))  # noqa: B023
+    requests = [Request(request_id=i, prompt_token_ids=(1,), params=DEAREST) for i in range(8)]
+    plan = plan_of([Sequence(request, seq_id=request.request_id) for request in requests])
+    dearest = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+    assert max(held) <= dearest * 1.01
+    assert dearest <= 25 * num_rows * vocab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "_AT_ONCE", vocab)  # a row at once: all that grows are edited logits
+        in_pieces = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+    assert in_pieces <= 4 * num_rows * vocab + 25 * vocab + 2**16
 
 
 # -- what goes over, and what is waited for -------------------------------------------------------

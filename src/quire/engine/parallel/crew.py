@@ -20,9 +20,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar, final
-
-import torch
+from typing import Any, TypeVar, final
 
 from quire.engine.parallel.group import abort, join, leave, refuse_ranks
 from quire.engine.parallel.messages import (
@@ -50,33 +48,39 @@ _START = (
 
 @final
 class Crew:
-    """Ranks 1 … ``num_ranks`` - 1. One thread at a time tells them something.
-
-    Raises: ConfigError where there cannot be so many; RankLost where one does not come up.
-    """
+    """Ranks 1 … ``num_ranks`` - 1. One thread at a time tells them something."""
 
     def __init__(self, num_ranks: int, device_type: str = "cpu", grace_s: float = GRACE_S) -> None:
-        refuse_ranks(num_ranks, device_type)
         self.num_ranks, self.device_type = num_ranks, device_type
         self._grace_s = grace_s
         self._lock = threading.RLock()
         self._names = count(1)
-        self._folder = TemporaryDirectory(prefix="quire-ranks-")
-        self._lifeline = os.pipe()  # nothing is written there: it ends when rank 0 does
-        self._members = [self._start(rank) for rank in range(1, num_ranks)]
-        os.close(self._lifeline[0])
+        self._members: list[_Member] = []
         self._fate = _Fate(self._members)
-        self._finalizer = weakref.finalize(
-            self, _end, self._members, self._fate, self._lifeline[1], self._folder
-        )
+        self._finalizer: Callable[[], Any] = _nothing
+
+    def start(self) -> "Crew":
+        """Start them, and let all of them meet.
+
+        Raises: ConfigError where there cannot be so many; RankLost where one does not come up.
+        """
+        refuse_ranks(self.num_ranks, self.device_type)
+        folder = TemporaryDirectory(prefix="quire-ranks-")
+        ours, theirs = os.pipe()[::-1]  # nothing is written there: it ends when rank 0 does
+        self._finalizer = weakref.finalize(self, _end, self._members, self._fate, ours, folder)
         try:
+            for rank in range(1, self.num_ranks):
+                self._members.append(self._start(rank, theirs))
             self._fate.watch()
             for member in self._members:  # each says when it is there, before all of them meet
                 self._answer(member, EXCHANGE_S)
-            self._meet()
+            self._meet(Path(folder.name) / "store")
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(theirs)
+        return self
 
     def new_name(self) -> int:
         """For a model or an engine."""
@@ -138,29 +142,29 @@ class Crew:
         with self._lock:
             self._finalizer()
 
-    def _start(self, rank: int) -> "_Member":
+    def _start(self, rank: int, lifeline: int) -> "_Member":
         ours, theirs = socket.socketpair()
         with theirs:
             start = _START.format(
                 path=sys.path,
                 channel=theirs.fileno(),
-                lifeline=self._lifeline[0],
+                lifeline=lifeline,
                 grace_s=self._grace_s,
             )
             process = subprocess.Popen(
                 [sys.executable, "-c", start],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self._lifeline[0]),
+                pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
             )
         return _Member(rank, process, Connection(ours.detach()))
 
-    def _meet(self) -> None:
+    def _meet(self, store: Path) -> None:
         def message(rank: int) -> Join:
             return Join(
                 rank=rank,
                 num_ranks=self.num_ranks,
-                store=Path(self._folder.name) / "store",
+                store=store,
                 device_type=self.device_type,
                 timeout_s=EXCHANGE_S,
             )
@@ -309,8 +313,3 @@ def _end(
             member.process.wait()
         member.channel.close()
     folder.cleanup()
-
-
-def device_type_here() -> str:
-    """Where ranks would run: CUDA devices, if there are some."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

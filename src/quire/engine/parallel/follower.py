@@ -40,6 +40,7 @@ from quire.engine.runner import ModelRunner
 from quire.engine.swap_store import Mover, make_mover
 from quire.memory.by_device import machine_for, memory_for
 from quire.models.loader import LoadedModel
+from quire.models.placing import HostInputs
 
 
 @dataclass(slots=True)
@@ -160,8 +161,10 @@ class Follower:
             )
             for batch in step.batches
         ]
-        ids, positions = torch.from_numpy(step.token_ids), torch.from_numpy(step.positions)
-        runner.compute(batches, ids, positions, torch.from_numpy(step.logits_at))
+        given = HostInputs(
+            token_ids=step.token_ids, positions=step.positions, logits_at=step.logits_at
+        )
+        runner.compute(batches, given)
 
 
 def _there(part: Any) -> Any:

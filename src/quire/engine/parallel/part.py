@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from quire.config import EngineConfig
-from quire.engine.parallel.crew import Crew, device_type_here
+from quire.devices import choose_device
+from quire.engine.parallel.crew import Crew
 from quire.engine.parallel.group import meeting
 from quire.engine.parallel.messages import Assemble, Done, Load, Look, Unload
 from quire.engine.parallel.team import Team
@@ -74,11 +75,14 @@ def load_parts(
     name: str | Path | None,
     num_ranks: int,
     *,
+    device: str = "auto",
     dtype: str = "auto",
     show_progress: bool = False,
     crew: Crew | None = None,
 ) -> LoadedModel:
     """Rank 0's part of a folder or a hub name, the others loaded beside it.
+
+    ``device`` is as the engine's option: on CUDA each rank has the device of its number.
 
     ``crew``: ranks that are there already; without, they are started, and end with the model.
 
@@ -87,7 +91,7 @@ def load_parts(
     folder = find_folder(name)
     config, spec = read_config(str(folder or name), folder)
     part_spec(str(folder or name), config, spec, num_ranks)  # raises before anything is started
-    started = Crew(num_ranks, device_type_here()) if crew is None else None
+    started = None if crew else Crew(num_ranks, choose_device(device).type).start()
     ranks = started or crew
     assert ranks is not None
     try:
@@ -147,6 +151,11 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
         )
     if provider is not None:
         raise ConfigError(f"{option}: provider= is of one process: leave it out")
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"{option}: device={config.device} is one device, and each rank takes the one of its "
+            f"number: say cuda"
+        )
     if config.quantization is not None:
         raise ConfigError(
             f"{option}: quantization={config.quantization} quantizes whole layers, and a rank has "

@@ -6,9 +6,6 @@ Each asks for its own part and for the others' at once. ``crew`` carries the mes
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, final
 
-import numpy as np
-from torch import Tensor
-
 from quire.attention import AttentionBatch
 from quire.engine.parallel.crew import Crew
 from quire.engine.parallel.messages import (
@@ -29,6 +26,7 @@ from quire.engine.parallel.messages import (
 )
 from quire.engine.parallel.storage import RankedStorage
 from quire.engine.swap_store import Mover
+from quire.models.placing import HostInputs
 from quire.strategies import Change, Storage
 from quire.strategies.base import Slots
 
@@ -99,9 +97,7 @@ class Team:
     def compute(
         self,
         batches: Iterable[AttentionBatch],
-        token_ids: Sequence[int],
-        positions: Tensor,
-        logits_at: Sequence[int],
+        given: HostInputs,
         own: Callable[[], T],
     ) -> T:
         step = Compute(
@@ -116,9 +112,9 @@ class Team:
                 )
                 for batch in batches
             ],
-            token_ids=np.array(token_ids, np.int64),
-            positions=positions.numpy(),
-            logits_at=np.array(logits_at, np.int64),
+            token_ids=given.token_ids,
+            positions=given.positions,
+            logits_at=given.logits_at,
         )
         return self._crew.required(step, own)
 

@@ -53,8 +53,11 @@ class Sampler:
             choices = DeviceChoices(logits, work)
         for rows, found in zip(plan.prompt_rows, choices.prompt_logprobs, strict=True):
             rows.sequence.prompt_logprobs[rows.start :] = found
+        tokens, sound = choices.tokens, choices.sound
         results = [
-            _held(choices, first, draw, own)
+            Sampled(token_ids=(tokens[first],))  # of most rows there is nothing more to say
+            if not draw.drafts and own.matcher is None and sound[first]
+            else _held(choices, first, draw, own)
             for draw, own, first in zip(plan.draws, rules, firsts, strict=False)
         ]
         return _with_logprobs(choices, plan.draws, firsts, results) if work.wanted else results

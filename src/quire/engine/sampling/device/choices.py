@@ -22,7 +22,9 @@ from quire.engine.sampling.device.transfers import Results, to_device
 from quire.engine.sampling.work import Wanted, Work
 from quire.engine.sequence import TokenLogprobs
 
-_AT_ONCE = 2**23  # logits; some 30 bytes are held for each while its row is drawn or told
+# Logits. While its row is drawn or told of, up to 20 bytes are held for each, and what the device's
+# own sorting takes. The edited ones of all rows come on top.
+_AT_ONCE = 2**23
 _READ_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16)
 
 Sent = Mapping[str, Tensor]

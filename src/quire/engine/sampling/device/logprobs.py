@@ -50,7 +50,7 @@ def described(logits: Tensor, token_ids: Tensor, num_top: int, results: Results)
 
     Equal tokens have the same rank, and the lower id comes first.
     """
-    logits = logits.float() + 0.0  # which makes -0 and 0 the same bits
+    logits = (logits + 0.0).float()  # which makes -0 and 0 the same bits
     chosen = logits.gather(1, token_ids[:, None])[:, 0]
     peaks = logits.amax(-1)
     sums = (logits - peaks[:, None]).exp_().sum(-1, dtype=torch.float64)
@@ -74,6 +74,7 @@ def _likeliest(logits: Tensor, num_top: int) -> Tensor:
     size = logits.shape[-1]
     bits = logits.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # whole numbers in the order of floats
-    ids = torch.arange(size, device=logits.device)
-    largest = ((ordered << 32) | (_LOW_BITS - ids)).topk(num_top, -1).values
+    ordered <<= 32
+    ordered |= _LOW_BITS - torch.arange(size, device=logits.device)
+    largest = ordered.topk(num_top, -1).values
     return _LOW_BITS - (largest & _LOW_BITS)
