@@ -246,6 +246,17 @@ def test_foreign_packages_stay_in_their_rooms() -> None:
     report(problems, "Let the room that may import it offer what you need.")
 
 
+def test_only_ranks_exchange() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if re.match(r"torch\.(_C\._)?distributed\b", name)
+        and not module.name.startswith("engine.parallel")
+    ]
+    report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
+
+
 def test_only_config_reads_the_environment() -> None:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     problems = []
