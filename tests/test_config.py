@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 
 def test_defaults_work_and_there_are_few_options() -> None:
     EngineConfig()
-    assert len(fields(EngineConfig)) <= 25
+    assert len(fields(EngineConfig)) <= 27  # docs/decisions/0037
     assert all(option.metadata["help"].endswith(".") for option in fields(EngineConfig))
 
 
@@ -21,6 +21,8 @@ def test_defaults_work_and_there_are_few_options() -> None:
             {"cache": "magic"},
             "cache 'magic' is unknown; known: contiguous, growing, paged, virtual",
         ),
+        ({"device": "gpu"}, "device 'gpu' is unknown; known: auto, cpu, cuda, cuda:1"),
+        ({"device": "cuda:"}, "device 'cuda:' is unknown"),
         ({"dtype": "int3"}, "dtype 'int3' is unknown"),
         (
             {"kv_cache_dtype": "int8"},

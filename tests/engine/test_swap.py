@@ -131,7 +131,7 @@ def test_what_swap_cannot_do_is_computed_again(
     expected = undisturbed("llama", **CACHES[cache])
     with made(**CACHES[cache]) as llm:
         shelf = FailingShelf(verb)
-        llm.engine._swap._shelf = shelf  # type: ignore[union-attr]
+        llm.engine._swap._mover._shelf = shelf  # type: ignore[union-attr]
         assert outputs(llm) == expected
         stats = llm.engine.scheduler.stats
         assert shelf.num_calls > 0

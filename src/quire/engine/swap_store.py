@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from quire.engine.scheduling.swap import Clock, Costs
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.spec import Group, KeptWhole
+from quire.strategies.base import Slots
 
 log = logging.getLogger(__name__)
 
@@ -159,62 +161,69 @@ class FileShelf:
             os.ftruncate(self._file, self._end)
 
 
-@final
-class SwapStore:
-    """Moves entries between the cache and a shelf, and measures how long that takes."""
+class Mover(Protocol):
+    """Moves a sequence's entries between the cache and where they wait.
 
-    def __init__(self, kv: KVCache, shelf: Shelf, costs: Costs, clock: Clock) -> None:
-        self._kv, self._shelf, self._costs, self._clock = kv, shelf, costs, clock
-        self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
-        self._measure()
+    Raises: OSError, MemoryError, RuntimeError where it cannot.
+    """
 
-    def save(self, saves: Iterable[Save]) -> list[Sequence]:
-        """Copy these out, before storage changes anything. Returns those that were not saved."""
-        failed: list[Sequence] = []
-        for save in saves:
-            start_s = self._clock()
-            try:
-                layers = [
-                    parts
-                    for number, slots in enumerate(save.slots)
-                    for parts in self._taken_out(number, torch.from_numpy(slots))
-                ]
-                self._shelf.put(save.sequence.seq_id, layers)
-            except (OSError, MemoryError, RuntimeError) as error:
-                log.warning("sequence %d is not swapped out: %s", save.sequence.seq_id, error)
-                failed.append(save.sequence)
-                continue
-            self._costs.note_saved(save.num_bytes, self._clock() - start_s)
-            stop = save.sequence.num_saved_tokens
-            self._firsts[save.sequence.seq_id] = tuple(stop - len(slots) for slots in save.slots)
-        return failed
+    def save(self, seq_id: int, slots: Several[Slots]) -> None:
+        """Copy out what is in these slots of each group."""
+        ...
 
-    def load(self, chunk: Chunk) -> bool:
-        """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
-        seq_id, start_s, size = chunk.sequence.seq_id, self._clock(), 0
-        groups = self._kv.accounting.groups
-        wanted = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
-        try:
-            saved = iter(self._shelf.get(seq_id))
-            for number, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
-                slots = torch.from_numpy(slots_of(self._kv.accounting, number, seq_id, tokens))
-                skipped = tokens.start - self._firsts[seq_id][number]
-                for put_back in self._ways_back(number, group):
-                    parts = [part[skipped:] for part in next(saved)]
-                    put_back(slots, parts)
-                    size += sum(part.nbytes for part in parts)
-        except (OSError, MemoryError, RuntimeError) as error:
-            log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
-            return False
-        if size:
-            self._costs.note_loaded(size, self._clock() - start_s)
-        return True
+    def put_back(self, seq_id: int, slots: Several[Slots], num_skipped: Several[int]) -> int:
+        """Copy it back into these slots, but for the first ones of each group; how many bytes."""
+        ...
 
-    def forget(self, seq_ids: Iterable[int]) -> None:
+    def drop(self, seq_ids: Several[int]) -> None:
         """Nobody needs what was saved of these."""
+        ...
+
+    def try_out(self, num_bytes: int) -> tuple[float, float]:
+        """Seconds that it takes to save, and to bring back, so many bytes. Raises: OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@final
+class ShelfMover:
+    """Of one process."""
+
+    def __init__(self, kv: KVCache, shelf: Shelf, clock: Clock) -> None:
+        self._kv, self._shelf, self._clock = kv, shelf, clock
+
+    def save(self, seq_id: int, slots: Several[Slots]) -> None:
+        layers = [
+            parts
+            for number, own in enumerate(slots)
+            for parts in self._taken_out(number, torch.from_numpy(own))
+        ]
+        self._shelf.put(seq_id, layers)
+
+    def put_back(self, seq_id: int, slots: Several[Slots], num_skipped: Several[int]) -> int:
+        size, saved = 0, iter(self._shelf.get(seq_id))
+        for number, group in enumerate(self._kv.accounting.groups):
+            own = torch.from_numpy(slots[number])
+            for put_back in self._ways_back(number, group):
+                parts = [part[num_skipped[number] :] for part in next(saved)]
+                put_back(own, parts)
+                size += sum(part.nbytes for part in parts)
+        return size
+
+    def drop(self, seq_ids: Several[int]) -> None:
         for seq_id in seq_ids:
-            self._firsts.pop(seq_id, None)
             self._shelf.drop(seq_id)
+
+    def try_out(self, num_bytes: int) -> tuple[float, float]:
+        trial = torch.zeros(num_bytes, dtype=torch.uint8)
+        moments = [self._clock()]
+        self._shelf.put(-1, [[trial.clone()]])
+        moments.append(self._clock())
+        trial.copy_(self._shelf.get(-1)[0][0])
+        moments.append(self._clock())
+        self._shelf.drop(-1)
+        return moments[1] - moments[0], moments[2] - moments[1]
 
     def close(self) -> None:
         self._shelf.close()
@@ -238,26 +247,86 @@ class SwapStore:
         for layer in group.layers:
             yield partial(self._kv.storage.load, layer)
 
-    def _measure(self) -> None:
-        """A first guess at what a byte costs. Raises: OSError."""
-        trial = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8)
-        moments = [self._clock()]
-        self._shelf.put(-1, [[trial.clone()]])
-        moments.append(self._clock())
-        trial.copy_(self._shelf.get(-1)[0][0])
-        moments.append(self._clock())
-        self._shelf.drop(-1)
-        self._costs.note_saved(_TRIAL_BYTES, moments[1] - moments[0])
-        self._costs.note_loaded(_TRIAL_BYTES, moments[2] - moments[1])
+
+@final
+class SwapStore:
+    """Which entries are saved and brought back, and how long that takes."""
+
+    def __init__(self, kv: KVCache, mover: Mover, costs: Costs, clock: Clock) -> None:
+        self._kv, self._mover, self._costs, self._clock = kv, mover, costs, clock
+        self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
+        save_s, load_s = mover.try_out(_TRIAL_BYTES)  # a first guess at what a byte costs
+        self._costs.note_saved(_TRIAL_BYTES, save_s)
+        self._costs.note_loaded(_TRIAL_BYTES, load_s)
+
+    def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        """Copy these out, before storage changes anything. Returns those that were not saved."""
+        failed: list[Sequence] = []
+        for save in saves:
+            start_s = self._clock()
+            try:
+                self._mover.save(save.sequence.seq_id, save.slots)
+            except (OSError, MemoryError, RuntimeError) as error:
+                log.warning("sequence %d is not swapped out: %s", save.sequence.seq_id, error)
+                failed.append(save.sequence)
+                continue
+            self._costs.note_saved(save.num_bytes, self._clock() - start_s)
+            stop = save.sequence.num_saved_tokens
+            self._firsts[save.sequence.seq_id] = tuple(stop - len(slots) for slots in save.slots)
+        return failed
+
+    def load(self, chunk: Chunk) -> bool:
+        """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
+        seq_id, start_s = chunk.sequence.seq_id, self._clock()
+        accounting = self._kv.accounting
+        wanted = readable_tokens(accounting.groups, chunk.start - chunk.num_restored, chunk.start)
+        slots = [slots_of(accounting, number, seq_id, own) for number, own in enumerate(wanted)]
+        firsts = self._firsts[seq_id]
+        skipped = [own.start - first for own, first in zip(wanted, firsts, strict=True)]
+        try:
+            size = self._mover.put_back(seq_id, slots, skipped)
+        except (OSError, MemoryError, RuntimeError) as error:
+            log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
+            return False
+        if size:
+            self._costs.note_loaded(size, self._clock() - start_s)
+        return True
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Nobody needs what was saved of these."""
+        several = list(seq_ids)
+        for seq_id in several:
+            self._firsts.pop(seq_id, None)
+        self._mover.drop(several)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def make_mover(kv: KVCache, swap_path: str | None, clock: Clock = time.perf_counter) -> ShelfMover:
+    """Raises: ConfigError if there can be no file in the folder ``swap_path``."""
+    if swap_path is None:
+        return ShelfMover(kv, MemoryShelf(), clock)
+    try:
+        return ShelfMover(kv, FileShelf(Path(swap_path)), clock)
+    except OSError as error:
+        raise ConfigError(f"swap_path={swap_path!r}: {error}") from error
 
 
 def make_swap_store(
-    kv: KVCache, swap_path: str | None, costs: Costs, clock: Clock = time.perf_counter
+    kv: KVCache,
+    swap_path: str | None,
+    costs: Costs,
+    clock: Clock = time.perf_counter,
+    *,
+    around: Callable[[Mover], Mover] | None = None,
 ) -> SwapStore:
-    """Raises: ConfigError if there can be no file in the folder ``swap_path``."""
-    if swap_path is None:
-        return SwapStore(kv, MemoryShelf(), costs, clock)
+    """``around`` makes of what moves entries here something that moves those of other ranks too.
+
+    Raises: ConfigError if there can be no file in the folder ``swap_path``, or none is written.
+    """
+    mover: Mover = make_mover(kv, swap_path, clock)
     try:
-        return SwapStore(kv, FileShelf(Path(swap_path)), costs, clock)
+        return SwapStore(kv, mover if around is None else around(mover), costs, clock)
     except OSError as error:
         raise ConfigError(f"swap_path={swap_path!r}: {error}") from error
