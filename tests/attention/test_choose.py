@@ -27,13 +27,14 @@ def test_auto_takes_the_kernels_and_says_so(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "auto"])
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n not in ("auto", "triton")])
 def test_a_name_is_that_backend(name: str) -> None:
     assert choose_backend(name, [layer()], CPU).name == name
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'flash' is unknown; known: auto, cpu, sdpa, reference"):
+    known = ", ".join(BACKENDS)
+    with pytest.raises(ConfigError, match=f"'flash' is unknown; known: {known}"):
         choose_backend("flash", [layer()], CPU)
 
 
@@ -78,5 +79,5 @@ def test_an_engine_says_what_it_attends_with(
     assert list(tmp_path.glob("*.o"))
     with quire.LLM(attention_backend="sdpa", **options) as llm:
         assert llm.attention_backend == "sdpa"
-    with pytest.raises(ConfigError, match="known: auto, cpu, sdpa, reference"):
-        quire.LLM(attention_backend="flashinfer", **options)
+    with pytest.raises(ConfigError, match="known: auto, "):
+        quire.LLM(attention_backend="flash", **options)

@@ -7,6 +7,7 @@ it may be played with other contexts, tables and chunks. What is read lies on th
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -26,7 +27,9 @@ from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 from quire.units import ceil_div
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TRITON_DTYPES = MappingProxyType(
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+)
 _LOG2_E = 1.4426950408889634
 _JOINED_TOGETHER = 8  # splits
 
