@@ -92,7 +92,9 @@ def build(
         if drafter is not None:
             undo.callback(drafter.close)
         costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
-        swap = make_swap_store(kv, config.swap_path, costs) if config.swap_space else None
+        swap = None
+        if config.swap_space:
+            swap = make_swap_store(kv, config.swap_path, costs, loaded.device)
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,

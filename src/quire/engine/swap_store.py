@@ -1,4 +1,4 @@
-"""Where saved entries are while their sequences wait: host memory, or a file.
+"""Where saved entries are while their sequences wait: host memory, pinned of a GPU's, or a file.
 
 Entries are kept as they are stored, codes with their scales, so that they come back bit for bit.
 Who is saved, and how much there may be, the scheduler decides (``scheduling.swap``). What fails
@@ -13,31 +13,38 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from quire.devices.staging import to_device
 from quire.engine.kv_cache import KVCache
+from quire.engine.pinned_shelf import DeviceTimer, Parts, PinnedShelf
 from quire.engine.plan import Chunk, Save
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.scheduling.swap import Clock, Costs
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.spec import Group, KeptWhole
+from quire.strategies.base import Slots
 
 log = logging.getLogger(__name__)
 
 _TRIAL_BYTES = 2**20
-Parts: TypeAlias = list[Tensor]  # of one layer, tokens first
+_CPU = torch.device("cpu")
 
 
 class Shelf(Protocol):
     """Keeps the entries of a sequence. Raises: OSError, MemoryError where it cannot."""
 
-    def put(self, seq_id: int, layers: list[Parts]) -> None: ...
+    def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
+        """Keep these, which are taken out of the cache one by one as they are asked for."""
+        ...
 
-    def get(self, seq_id: int) -> list[Parts]: ...
+    def get(self, seq_id: int) -> Iterable[Parts]:
+        """The same, each to be used before the next is asked for."""
+        ...
 
     def drop(self, seq_id: int) -> None: ...
 
@@ -51,8 +58,8 @@ class MemoryShelf:
     def __init__(self) -> None:
         self._kept: dict[int, list[Parts]] = {}
 
-    def put(self, seq_id: int, layers: list[Parts]) -> None:
-        self._kept[seq_id] = layers
+    def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
+        self._kept[seq_id] = _on_host(layers)
 
     def get(self, seq_id: int) -> list[Parts]:
         return self._kept[seq_id]
@@ -92,7 +99,8 @@ class FileShelf:
         self._holes: list[range] = []
         self._end = 0
 
-    def put(self, seq_id: int, layers: list[Parts]) -> None:
+    def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
+        layers = _on_host(layers)
         size = sum(part.nbytes for parts in layers for part in parts)
         offset = place = self._reserve(size)
         kept: list[list[_Piece]] = []
@@ -159,12 +167,51 @@ class FileShelf:
             os.ftruncate(self._file, self._end)
 
 
+class Timer(Protocol):
+    """Measures what lies between two calls, and tells it when it is known."""
+
+    def begin(self) -> Any: ...
+
+    def end(self, begun: Any, note: Callable[[float], None]) -> None:
+        """``note`` gets the seconds, now or later."""
+        ...
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell what is known by now; with ``wait``, all."""
+        ...
+
+
+@final
+class HostTimer:
+    """By a clock: what it measures is done when the call returns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def begin(self) -> float:
+        return self._clock()
+
+    def end(self, begun: float, note: Callable[[float], None]) -> None:
+        note(self._clock() - begun)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """All is told already."""
+
+
 @final
 class SwapStore:
     """Moves entries between the cache and a shelf, and measures how long that takes."""
 
-    def __init__(self, kv: KVCache, shelf: Shelf, costs: Costs, clock: Clock) -> None:
-        self._kv, self._shelf, self._costs, self._clock = kv, shelf, costs, clock
+    def __init__(
+        self,
+        kv: KVCache,
+        shelf: Shelf,
+        costs: Costs,
+        timer: Timer,
+        device: torch.device = _CPU,  # of the cache
+    ) -> None:
+        self._kv, self._shelf, self._costs = kv, shelf, costs
+        self._timer, self._device = timer, device
         self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
         self._measure()
 
@@ -172,42 +219,43 @@ class SwapStore:
         """Copy these out, before storage changes anything. Returns those that were not saved."""
         failed: list[Sequence] = []
         for save in saves:
-            start_s = self._clock()
+            begun = self._timer.begin()
             try:
-                layers = [
+                layers = (
                     parts
                     for number, slots in enumerate(save.slots)
-                    for parts in self._taken_out(number, torch.from_numpy(slots))
-                ]
+                    for parts in self._taken_out(number, self._on_device(slots))
+                )
                 self._shelf.put(save.sequence.seq_id, layers)
             except (OSError, MemoryError, RuntimeError) as error:
                 log.warning("sequence %d is not swapped out: %s", save.sequence.seq_id, error)
                 failed.append(save.sequence)
                 continue
-            self._costs.note_saved(save.num_bytes, self._clock() - start_s)
+            self._timer.end(begun, partial(self._costs.note_saved, save.num_bytes))
             stop = save.sequence.num_saved_tokens
             self._firsts[save.sequence.seq_id] = tuple(stop - len(slots) for slots in save.slots)
         return failed
 
     def load(self, chunk: Chunk) -> bool:
         """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
-        seq_id, start_s, size = chunk.sequence.seq_id, self._clock(), 0
+        seq_id, begun, size = chunk.sequence.seq_id, self._timer.begin(), 0
         groups = self._kv.accounting.groups
         wanted = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
         try:
             saved = iter(self._shelf.get(seq_id))
             for number, (group, tokens) in enumerate(zip(groups, wanted, strict=True)):
-                slots = torch.from_numpy(slots_of(self._kv.accounting, number, seq_id, tokens))
+                slots = self._on_device(slots_of(self._kv.accounting, number, seq_id, tokens))
                 skipped = tokens.start - self._firsts[seq_id][number]
                 for put_back in self._ways_back(number, group):
                     parts = [part[skipped:] for part in next(saved)]
                     put_back(slots, parts)
                     size += sum(part.nbytes for part in parts)
+            next(saved, None)  # the last ones are used, too
         except (OSError, MemoryError, RuntimeError) as error:
             log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
             return False
         if size:
-            self._costs.note_loaded(size, self._clock() - start_s)
+            self._timer.end(begun, partial(self._costs.note_loaded, size))
         return True
 
     def forget(self, seq_ids: Iterable[int]) -> None:
@@ -218,6 +266,10 @@ class SwapStore:
 
     def close(self) -> None:
         self._shelf.close()
+
+    def _on_device(self, slots: Slots) -> Tensor:
+        (there,) = to_device([slots], self._device)
+        return there
 
     def _taken_out(self, number: int, slots: Tensor) -> Iterator[Parts]:
         """What a group has in these slots: of each layer, or of all of them where it is states."""
@@ -240,24 +292,36 @@ class SwapStore:
 
     def _measure(self) -> None:
         """A first guess at what a byte costs. Raises: OSError."""
-        trial = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8)
-        moments = [self._clock()]
+        trial = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=self._device)
+        begun = self._timer.begin()
         self._shelf.put(-1, [[trial.clone()]])
-        moments.append(self._clock())
-        trial.copy_(self._shelf.get(-1)[0][0])
-        moments.append(self._clock())
+        self._timer.end(begun, partial(self._costs.note_saved, _TRIAL_BYTES))
+        begun = self._timer.begin()
+        for (part,) in self._shelf.get(-1):
+            trial.copy_(part)
+        self._timer.end(begun, partial(self._costs.note_loaded, _TRIAL_BYTES))
+        self._timer.settle(wait=True)
         self._shelf.drop(-1)
-        self._costs.note_saved(_TRIAL_BYTES, moments[1] - moments[0])
-        self._costs.note_loaded(_TRIAL_BYTES, moments[2] - moments[1])
 
 
 def make_swap_store(
-    kv: KVCache, swap_path: str | None, costs: Costs, clock: Clock = time.perf_counter
+    kv: KVCache, swap_path: str | None, costs: Costs, device: torch.device = _CPU
 ) -> SwapStore:
-    """Raises: ConfigError if there can be no file in the folder ``swap_path``."""
+    """``device``: where the cache is.
+
+    Raises: ConfigError if there can be no file in the folder ``swap_path``.
+    """
+    timer = HostTimer(time.perf_counter)
+    if swap_path is None and device.type == "cuda":
+        pinned = PinnedShelf(device)
+        return SwapStore(kv, pinned, costs, DeviceTimer(device, pinned.copying), device)
     if swap_path is None:
-        return SwapStore(kv, MemoryShelf(), costs, clock)
+        return SwapStore(kv, MemoryShelf(), costs, timer, device)
     try:
-        return SwapStore(kv, FileShelf(Path(swap_path)), costs, clock)
+        return SwapStore(kv, FileShelf(Path(swap_path)), costs, timer, device)
     except OSError as error:
         raise ConfigError(f"swap_path={swap_path!r}: {error}") from error
+
+
+def _on_host(layers: Iterable[Parts]) -> list[Parts]:
+    return [[part.cpu() for part in parts] for parts in layers]
