@@ -43,7 +43,7 @@ MAY_IMPORT = {
     " engine.statistics",
     "engine.scheduler": "errors units spec blocks strategies engine.sequence engine.plan"
     " engine.statistics engine.scheduling",
-    "engine.sampling": "errors units engine.params engine.sequence engine.plan",
+    "engine.sampling": "errors units devices engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
     "engine.needs": "errors units config spec memory strategies",
     "engine.kv_cache": "errors memory strategies",
