@@ -19,9 +19,23 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Kernels in Triton: on a GPU where there is one, else in the interpreter, which is chosen for good
+# when Triton is imported. That is not before a test asks for it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels run in its interpreter, but for the tests that are asked to use a GPU.
+
+    The choice is made for good when Triton is imported, which no test does that does not need it.
+    """
+    if not str(config.getoption("--device", "cpu")).startswith("cuda"):
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

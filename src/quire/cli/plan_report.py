@@ -13,7 +13,6 @@ from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
 from quire.planner.capacity.fit import Change
 from quire.planner.capacity.plan import Cell, Plan
-from quire.planner.capacity.ranks import is_replicated
 from quire.planner.capacity.vllm_log import start_up
 from quire.planner.subjects.published import Table as Models
 from quire.spec import (
@@ -27,6 +26,7 @@ from quire.spec import (
     SlidingWindow,
 )
 from quire.spec.layers import LayerSpec
+from quire.spec.ranks import is_replicated
 from quire.units import format_bytes, format_count
 
 

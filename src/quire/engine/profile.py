@@ -8,6 +8,7 @@ Source: vLLM's profile run
 """
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Protocol
@@ -73,15 +74,18 @@ def _peak_bytes(
     meter: PeakMeter,
 ) -> int:
     sizes = _sizes(config, loaded, spec, provider)
-    model = assemble(loaded, spec, "paged", sizes, provider, config)
-    try:
+    with ExitStack() as undo:
+        team = None
+        if loaded.ranks is not None:
+            team = loaded.ranks.team(spec, "paged", sizes, config)
+            undo.callback(team.close)
+        model = assemble(loaded, spec, "paged", sizes, provider, config, team)
+        undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
         _make_room(model, plan)
         meter.begin()
         Sampler(config.seed).sample(model.runner.run(plan), plan)
         return meter.peak_bytes()
-    finally:
-        model.kv.close()
 
 
 def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPlan:
