@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attention.machines import cpu_backend
+from attention.pretend_flashinfer import pretended_backend
 from conformance.attention_cases import (
     CHUNKS,
     STORED,
@@ -27,7 +28,8 @@ from conformance.attention_cases import (
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
 from quire.attention.gather import read_sequence, readable
 
-BACKENDS = ("reference", "sdpa", "cpu")
+# FlashInfer's kernels are pretended here, and without their limits on widths and dtypes.
+BACKENDS = ("reference", "sdpa", "cpu", "flashinfer")
 KINDS = ("full", "sliding", "chunked", "latent")
 # (heads that share a key-value head, key-value heads, widths)
 SHAPES = ((1, 2, (16, 16)), (3, 2, (16, 16)), (4, 1, (8, 8)), (2, 2, (24, 16)))
@@ -41,6 +43,8 @@ def make_backend(name: str) -> AttentionBackend:
             return ReferenceAttention()
         case "sdpa":
             return SdpaAttention()
+        case "flashinfer":
+            return pretended_backend(real=False)
         case _:
             return cpu_backend("native")
 
@@ -114,7 +118,9 @@ def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str)
         assert error(got, together[begin:end]) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])  # torch refuses it; the engine gives none
+@pytest.mark.parametrize(
+    "name", ["reference", "cpu", "flashinfer"]
+)  # torch refuses it; the engine gives none
 def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> None:
     case = shaped_case("paged", "full", 1, "float32")
     want = case.attend(make_backend(name), scale=2.0)
