@@ -49,6 +49,11 @@ def make_backend(name: str) -> AttentionBackend:
             return cpu_backend("native")
 
 
+def dtype_for(name: str) -> str:
+    """float32, but for those who know 16 bits only."""
+    return "bfloat16" if name == "flashinfer" else "float32"
+
+
 def shaped_case(strategy: str, kind: str, shape: int, dtype: str, seed: int = 0) -> Case:
     sharing, kv_heads, dims = SHAPES[shape]
     spec = make_spec(kind, kv_heads=kv_heads, dims=dims, dtype=dtype)
@@ -103,7 +108,7 @@ def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
 def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str) -> None:
     """The chunks of the packed batch, each given alone, bring the same."""
     backend = make_backend(name)
-    case = shaped_case(strategy, "sliding", 1, "float32")
+    case = shaped_case(strategy, "sliding", 1, dtype_for(name))
     together = case.attend(backend, scale=2.0)
     starts = case.batch.query_starts.tolist()
     for index, (begin, end) in enumerate(pairwise(starts)):
@@ -115,14 +120,14 @@ def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str)
             block_size=case.batch.block_size,
         )
         got = backend.attend(case.q[begin:end], case.view, alone, spec=case.spec, scale=2.0)
-        assert error(got, together[begin:end]) <= TOLERANCE[torch.float32]
+        assert error(got, together[begin:end]) <= TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.parametrize(
     "name", ["reference", "cpu", "flashinfer"]
 )  # torch refuses it; the engine gives none
 def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> None:
-    case = shaped_case("paged", "full", 1, "float32")
+    case = shaped_case("paged", "full", 1, dtype_for(name))
     want = case.attend(make_backend(name), scale=2.0)
     starts = case.batch.query_starts
     idle = replace(
@@ -132,7 +137,7 @@ def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> Non
         tables=torch.cat([case.batch.tables[:3], case.batch.tables[2:]]),
     )
     got = make_backend(name).attend(case.q, case.view, idle, spec=case.spec, scale=2.0)
-    assert error(got, want) <= TOLERANCE[torch.float32]
+    assert error(got, want) <= TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.parametrize("name", ["sdpa", "cpu"])
@@ -162,7 +167,7 @@ def test_a_query_may_lie_anywhere(name: str) -> None:
 def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
     """A broken entry must not look like a good one, and stays in its sequence and head."""
     backend = make_backend(name)
-    case = shaped_case("paged", kind, 1, "float32")
+    case = shaped_case("paged", kind, 1, dtype_for(name))
     clean = case.attend(backend, scale=2.0)
     broken = 0  # the first of sequence 4's tokens that this step reads, in head 0
     history, length = CHUNKS[4]
@@ -177,7 +182,7 @@ def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
         entry.copy_(before)
         assert got[begin : begin + length, :3][readers].isnan().all()
         got[begin : begin + length, :3] = clean[begin : begin + length, :3]
-        assert error(got, clean) <= TOLERANCE[torch.float32]
+        assert error(got, clean) <= TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.parametrize("strategy", STORED)
