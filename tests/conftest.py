@@ -19,9 +19,42 @@ import pytest
 import torch
 from hypothesis import settings
 
+import devices
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[devices.OPTION] = config.getoption("--device")
+    if devices.on_gpu() and (why := devices.why_no_gpu()) is not None:
+        raise pytest.UsageError(f"--device {devices.device()}: {why}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if devices.on_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: make test-gpu, where there is one")
+    for item in items:
+        needs = item.get_closest_marker("gpu")
+        emulated = devices.name() == devices.EMULATED
+        if needs and not (emulated and needs.kwargs.get("emulated")):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _waited_for() -> Iterator[None]:
+    with devices.waited_for():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import devices
 from attention.machines import cpu_backend
 from attention.pretend_flashinfer import pretended_backend
 from conformance.attention_cases import (
@@ -28,8 +29,8 @@ from conformance.attention_cases import (
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
 from quire.attention.gather import read_sequence, readable
 
-# FlashInfer's kernels are pretended here, and without their limits on widths and dtypes.
-BACKENDS = ("reference", "sdpa", "cpu", "flashinfer")
+pytestmark = pytest.mark.device
+BACKENDS = ("reference", "sdpa", "cpu", "flashinfer", "triton")
 KINDS = ("full", "sliding", "chunked", "latent")
 # (heads that share a key-value head, key-value heads, widths)
 SHAPES = ((1, 2, (16, 16)), (3, 2, (16, 16)), (4, 1, (8, 8)), (2, 2, (24, 16)))
@@ -44,8 +45,19 @@ def make_backend(name: str) -> AttentionBackend:
         case "sdpa":
             return SdpaAttention()
         case "flashinfer":
+            if devices.on_gpu():
+                pytest.skip("its kernels know other widths: test_attention_gpu asks for those")
+            # Pretended, and without its limits on widths and dtypes.
             return pretended_backend(real=False)
+        case "triton":
+            if not devices.on_gpu():
+                pytest.skip("needs a GPU; in Triton's interpreter: tests/attention/triton")
+            from quire.attention.triton import TritonAttention
+
+            return TritonAttention()
         case _:
+            if devices.on_gpu():
+                pytest.skip("its kernels run on a CPU")
             return cpu_backend("native")
 
 
@@ -88,7 +100,7 @@ def test_torch_gives_what_the_formula_gives(strategy: str, kind: str, dtype: tor
             assert error(got, want) <= TOLERANCE[dtype], (shape, softcap, has_sinks)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
     """Scores in the tens, as a trained model has them: products must not be rounded early."""
@@ -140,7 +152,7 @@ def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> Non
     assert error(got, want) <= TOLERANCE[case.q.dtype]
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
 def test_a_query_may_lie_anywhere(name: str) -> None:
     """Queries cut out of a wider tensor, as a fused projection leaves them; any sinks."""
     backend = make_backend(name)

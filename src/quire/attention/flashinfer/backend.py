@@ -62,6 +62,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     plays = None
+    replays = None  # a plan is made by the host
 
     def __init__(
         self,
