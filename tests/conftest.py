@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 # Before torch and Transformers are imported, and inherited by processes that tests start. Tiny
 # models lose on two threads: where both cores were busy, generate() took 19-23 s against 0.7-1.2 s.
@@ -52,8 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _waited_for() -> Iterator[None]:
-    with devices.waited_for():
+def _waited_for(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``device(default=True)``: what a test makes without saying where, it makes there."""
+    marked = request.node.get_closest_marker("device")
+    by_default = devices.on_gpu() and marked and marked.kwargs.get("default")
+    with devices.waited_for(), devices.device() if by_default else nullcontext():
         yield
 
 
