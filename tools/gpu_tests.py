@@ -2,8 +2,8 @@
 
     python tools/gpu_tests.py [OPTIONS OF PYTEST]
 
-It runs the tests that are marked ``gpu`` and those marked ``device``, which follow ``--device``: the
-conformance suites with the real driver's memory and the real kernels, and the engine against
+It runs the tests that are marked ``gpu``, and those marked ``device``, which follow ``--device``:
+the conformance suites with the real driver's memory and the real kernels, and the engine against
 ``generate()`` with each strategy. It needs torch for CUDA, Transformers, pytest and hypothesis, in
 any environment; no other test is so much as imported.
 """
@@ -22,8 +22,9 @@ DEVICE = "cuda"
 def main(options: list[str]) -> int:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     try:
-        import devices
         import torch
+
+        import devices
     except ImportError as error:
         print(f"test-gpu: {error}, so nothing was run. Python: {sys.executable}", file=sys.stderr)
         return 1
