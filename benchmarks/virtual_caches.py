@@ -31,8 +31,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "contiguous": ("contiguous", {"reserve": "request"}),
     "virtual, private": ("virtual", {}),
     "virtual, shared": ("virtual", {"shares_pages": True}),
-    "virtual, shared, stacks of 4": ("virtual", {"shares_pages": True, "stack_layers": 4}),
-    "virtual, shared, stacks of 1": ("virtual", {"shares_pages": True, "stack_layers": 1}),
+    "virtual, shared, stacks of 4": ("virtual", {"shares_pages": True, "layers_per_page": 4}),
+    "virtual, shared, stacks of 1": ("virtual", {"shares_pages": True, "layers_per_page": 1}),
     "paged": ("paged", {}),
 }
 

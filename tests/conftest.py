@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-import devices
+import target
 
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -36,18 +36,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ[devices.OPTION] = config.getoption("--device")
-    if devices.on_gpu() and (why := devices.why_no_gpu()) is not None:
-        raise pytest.UsageError(f"--device {devices.device()}: {why}")
+    """Triton's kernels run in its interpreter, but for the tests that are asked to use a GPU.
+
+    The choice is made for good when Triton is imported, which no test does that does not need it.
+    """
+    os.environ[target.OPTION] = config.getoption("--device")
+    if not target.on_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"
+    if target.on_gpu() and (why := target.why_no_gpu()) is not None:
+        raise pytest.UsageError(f"--device {target.device()}: {why}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if devices.on_gpu():
+    if target.on_gpu():
         return
     skip = pytest.mark.skip(reason="needs a GPU: make test-gpu, where there is one")
     for item in items:
         needs = item.get_closest_marker("gpu")
-        emulated = devices.name() == devices.EMULATED
+        emulated = target.name() == target.EMULATED
         if needs and not (emulated and needs.kwargs.get("emulated")):
             item.add_marker(skip)
 
@@ -56,8 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _waited_for(request: pytest.FixtureRequest) -> Iterator[None]:
     """``device(default=True)``: what a test makes without saying where, it makes there."""
     marked = request.node.get_closest_marker("device")
-    by_default = devices.on_gpu() and marked and marked.kwargs.get("default")
-    with devices.waited_for(), devices.device() if by_default else nullcontext():
+    by_default = target.on_gpu() and marked and marked.kwargs.get("default")
+    with target.waited_for(), target.device() if by_default else nullcontext():
         yield
 
 

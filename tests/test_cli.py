@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from memory.cuda.emulator import EmulatedDriver
+from memory.cuda.fake_torch import fake_cuda
 from quire.cli import main
+from quire.memory import by_device
+from quire.memory.budget import BUDGETS
+from quire.memory.cuda import CudaMemory
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +175,29 @@ def test_doctor_as_json_adds_up(
         assert ledger["kv_bytes"] == sum(term["num_bytes"] for term in ledger["terms"])
     assert found["rules"]["llamacpp"]["kv_tokens"] == 1024
     assert found["machine"]["bounds"][0]["limit_bytes"] > 0
+
+
+def test_doctor_tells_the_gpus_and_what_each_rule_would_give_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_cuda(monkeypatch)
+    drivers = {0: EmulatedDriver(), 1: EmulatedDriver(can_map=False)}
+
+    def memory_of(*, device: int, stream: int) -> CudaMemory:
+        return CudaMemory(device=0, stream=stream, driver=drivers[device])
+
+    monkeypatch.setattr(by_device, "CudaMemory", memory_of)
+    assert quire(monkeypatch, "doctor", "--json") == 0
+    able, unable = json.loads(capsys.readouterr().out)["accelerators"]
+    assert able["memory"]["total_bytes"] == unable["memory"]["total_bytes"] == 8 * 2**30
+    assert (able["why_not"], sorted(able["rules"])) == (None, sorted(BUDGETS))
+    terms = {term["label"]: term["num_bytes"] for term in able["rules"]["auto"]["terms"]}
+    assert (terms["limit"], terms["used"]) == (8 * 2**30, -3 * 2**30)
+    assert "cannot map memory" in unable["why_not"]
+    assert quire(monkeypatch, "doctor") == 0
+    said = capsys.readouterr().out
+    assert "would give on GPU 0" in said
+    assert "would give on GPU 1" not in said
 
 
 def test_doctor_says_what_would_fit_instead_of_failing(

@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "figures": "",
     "config": "errors units spec memory blocks strategies",
     "kernels": "errors units",
+    "devices": "errors units memory",
     "attention": "errors units spec strategies kernels",
     "layers": "errors units kernels",
-    "models": "errors units spec memory strategies kernels attention layers",
+    "models": "errors units spec memory strategies kernels attention layers devices",
     "engine.params": "errors",
     "engine.structured": "errors units engine.params",
     "engine.sequence": "errors units blocks engine.params engine.structured",
@@ -42,17 +43,18 @@ MAY_IMPORT = {
     " engine.statistics",
     "engine.scheduler": "errors units spec blocks strategies engine.sequence engine.plan"
     " engine.statistics engine.scheduling",
-    "engine.sampling": "errors units engine.params engine.sequence engine.plan",
+    "engine.sampling": "errors units devices engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
     "engine.needs": "errors units config spec memory strategies",
     "engine.kv_cache": "errors memory strategies",
     "engine.parts": "strategies engine.sequence engine.plan engine.scheduling",
     "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
     " engine.parts",
-    "engine.runner": "errors units spec strategies attention layers models engine.sequence"
+    "engine.runner": "errors units spec strategies attention layers models devices engine.sequence"
     " engine.plan"
     " engine.kv_cache engine.sequence",
-    "engine": "errors units config spec memory blocks strategies attention models engine.params"
+    "engine": "errors units config spec memory blocks strategies attention models devices"
+    " engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.detokenizer engine.needs engine.kv_cache engine.runner"
     " engine.sampling engine.structured",
@@ -242,6 +244,17 @@ def test_foreign_packages_stay_in_their_rooms() -> None:
             if rooms and module.name.split(".")[0] not in rooms:
                 problems.append(f"{module.where(node)} imports {name}: only {' and '.join(rooms)}")
     report(problems, "Let the room that may import it offer what you need.")
+
+
+def test_only_ranks_exchange() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if re.match(r"torch\.(_C\._)?distributed\b", name)
+        and not module.name.startswith("engine.parallel")
+    ]
+    report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -24,11 +24,11 @@ def main(options: list[str]) -> int:
     try:
         import torch
 
-        import devices
+        import target
     except ImportError as error:
         print(f"test-gpu: {error}, so nothing was run. Python: {sys.executable}", file=sys.stderr)
         return 1
-    if (why := devices.why_no_gpu()) is not None:
+    if (why := target.why_no_gpu()) is not None:
         print(f"test-gpu: NOTHING WAS RUN: {why}.")
         return 0
     print(f"test-gpu: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import devices
+import target
 from quire.attention import AttentionBackend, AttentionBatch, make_batch
 from quire.memory import CheckedMemory, MemoryProvider
 from quire.memory.checked import CheckedRegion
@@ -121,10 +121,10 @@ def make_case(
     kept_as = getattr(torch, spec.dtype)
     q_dtype = q_dtype or kept_as
 
-    memory = _InView(devices.memory())
+    memory = _InView(target.memory())
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(devices.device(), q_dtype)
+        return torch.randn(*size, generator=generator).to(target.device(), q_dtype)
 
     longest = max(map(sum, chunks))
     max_model_len = max(64, -(-longest // 64) * 64)
@@ -189,11 +189,11 @@ def make_case(
 
 
 def placed_slots(accounting: Accounting, seq_id: int, start: int, stop: int) -> Tensor:
-    return torch.from_numpy(accounting.slots(0, seq_id, start, stop)).to(devices.device())
+    return torch.from_numpy(accounting.slots(0, seq_id, start, stop)).to(target.device())
 
 
 def _capacity_bytes(strategy: str, used_bytes: int) -> int:
-    if devices.has_cuda_memory():
+    if target.has_cuda_memory():
         return 2**31 if strategy == "paged" else 2**33  # of address space, in large pages
     match strategy:
         case "paged":
@@ -231,7 +231,7 @@ def _pages(
 ) -> list[Tensor]:
     view = storage.view(0)
     if not isinstance(accounting, SharedVirtualAccounting):
-        if devices.has_cuda_memory():
+        if target.has_cuda_memory():
             return memory.committed()
         return [region.tensor(torch.uint8) for region in memory.regions]
     region = view.k.new_empty(0, dtype=torch.uint8).set_(view.k.untyped_storage())
@@ -249,7 +249,7 @@ def _pages(
 
 def make_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1))
-    return sinks.to(devices.device(), dtype)
+    return sinks.to(target.device(), dtype)
 
 
 def formula(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import devices
+import target
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.memory import (
     CheckedMemory,
@@ -71,7 +71,7 @@ def cuda_case(wrapped: Callable[[MemoryProvider], MemoryProvider]) -> MemoryCase
 
 def gpu_case(wrapped: Callable[[MemoryProvider], MemoryProvider]) -> MemoryCase:
     """On the real driver, which is asked page by page whether something is mapped there."""
-    memory = devices.memory()
+    memory = target.memory()
     assert isinstance(memory, CudaMemory)
     return MemoryCase(
         provider=wrapped(memory),
@@ -121,7 +121,7 @@ CASES: dict[str, Callable[[], MemoryCase]] = {
         lambda memory: CheckedMemory(CountedMemory(LimitedMemory(memory, limit_bytes=GIB)))
     ),
 }
-if devices.on_gpu():
+if target.on_gpu():
     CASES = ON_A_GPU
 SHARING_CASES = tuple(name for name in CASES if "portable" not in name)
 

@@ -44,7 +44,7 @@ class SharingMachine(RuleBasedStateMachine):
                 max_num_seqs=draw(st.sampled_from([MAX_SEQS, 3, MAX_SEQS, 1])),
                 max_mappings=draw(st.none() | st.integers(4, 80)),
                 heap_bytes=draw(st.sampled_from([2**14, 1, 2**28])),
-                stack_layers=draw(st.sampled_from([None, 1])),
+                layers_per_page=draw(st.sampled_from([None, 1])),
             )
         config = CacheConfig(
             max_model_len=longest,

@@ -19,8 +19,8 @@ from conformance.sharing_model import Contents, Held, Prefixes, Step
 from quire.spec import Group, RecurrentState
 from quire.strategies import CacheConfig, Fits
 from quire.strategies.base import Slots
-from quire.strategies.layout import stacks
 from quire.strategies.paged import PagedAccounting
+from quire.strategies.stacking import stacking
 from quire.strategies.virtual_shared import SharedVirtualAccounting
 from quire.units import ceil_div
 
@@ -47,7 +47,9 @@ class World:
         self.held: dict[int, Held] = {}
         self.windowed: set[int] = set()  # sequences that have had a block
         seen = [g for g, state in enumerate(self.states) if not state]
-        self.num_stacks = max(len(stacks(groups[g], config.stack_layers)) for g in seen)
+        self.num_stacks = max(
+            stacking(groups[g], config.page_bytes, config.layers_per_page).num_stacks for g in seen
+        )
         self._seen = seen  # groups that windows show
         self._peaks, self._alone = [0], self.alone(PLENTY)
         self._longest: dict[int, int] = {}  # by capacity

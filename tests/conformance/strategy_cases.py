@@ -33,6 +33,17 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         for growth in ("uniform", "doubling", "staggered")
         for keep_old in (False, True)
     },
+    "contiguous-stacks": ("contiguous", {"layers_per_page": 2, "reserve": "request"}),
+    "growing-stacks": (
+        "growing",
+        {"layers_per_page": "auto", "growth": "staggered", "growth_tokens": 8},
+    ),
+    "virtual-stacks": ("virtual", {"layers_per_page": "auto"}),
+    "virtual-stacks-2": ("virtual", {"layers_per_page": 2}),
+    "virtual-shared-auto": (
+        "virtual",
+        {"shares_pages": True, "layers_per_page": "auto", "heap_bytes": 2**14},
+    ),
     "paged-1": ("paged", {"block_size": 1}),
     "paged-4": ("paged", {"block_size": 4}),
     "paged-16": ("paged", {"block_size": 16}),
@@ -40,7 +51,7 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "virtual-shared": ("virtual", {"shares_pages": True, "heap_bytes": 2**14}),
     "virtual-shared-stacks": (
         "virtual",
-        {"shares_pages": True, "block_size": 1, "stack_layers": 1, "heap_bytes": 1},
+        {"shares_pages": True, "block_size": 1, "layers_per_page": 1, "heap_bytes": 1},
     ),
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import devices
+import target
 from attention.machines import cpu_backend
 from attention.pretend_flashinfer import pretended_backend
 from conformance.attention_cases import (
@@ -45,18 +45,18 @@ def make_backend(name: str) -> AttentionBackend:
         case "sdpa":
             return SdpaAttention()
         case "flashinfer":
-            if devices.on_gpu():
+            if target.on_gpu():
                 pytest.skip("its kernels know other widths: test_attention_gpu asks for those")
             # Pretended, and without its limits on widths and dtypes.
             return pretended_backend(real=False)
         case "triton":
-            if not devices.on_gpu():
+            if not target.on_gpu():
                 pytest.skip("needs a GPU; in Triton's interpreter: tests/attention/triton")
             from quire.attention.triton import TritonAttention
 
             return TritonAttention()
         case _:
-            if devices.on_gpu():
+            if target.on_gpu():
                 pytest.skip("its kernels run on a CPU")
             return cpu_backend("native")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import devices
+import target
 from attention.pretend_flashinfer import pretended_backend
 from conformance.attention_cases import (
     STORED,
@@ -51,7 +51,7 @@ GPU_TOLERANCE = {**TOLERANCE, torch.float32: 2e-5}
 @cache
 def backend(name: str) -> AttentionBackend:
     if name == "flashinfer":
-        return FlashInferAttention() if devices.on_gpu() else pretended_backend()
+        return FlashInferAttention() if target.on_gpu() else pretended_backend()
     from quire.attention.triton import TritonAttention  # comes with torch for CUDA alone
 
     return TritonAttention()
@@ -107,16 +107,16 @@ def test_the_same_call_gives_the_same_bits(name: str, strategy: str) -> None:
 
 
 def unsupported(name: str, case: Case) -> str | None:
-    return backend(name).unsupported(case.spec, devices.device())
+    return backend(name).unsupported(case.spec, target.device())
 
 
 @cache
 def missing(name: str) -> str | None:
     """Why a backend cannot be tried at all."""
     if name == "flashinfer":
-        return cannot_run(devices.device()) if devices.on_gpu() else None
+        return cannot_run(target.device()) if target.on_gpu() else None
     try:
         import triton  # noqa: F401
     except ImportError as error:
         return str(error)
-    return None if devices.on_gpu() else "its interpreter has its own suite"
+    return None if target.on_gpu() else "its interpreter has its own suite"

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
-import devices
+import target
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore, StrategyMachine, is_state
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
@@ -96,7 +96,7 @@ def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor
 
 def there(x: Ids) -> Tensor:
     """On the device of this run."""
-    return torch.from_numpy(x).to(devices.device())
+    return torch.from_numpy(x).to(target.device())
 
 
 class TensorStore:
@@ -238,10 +238,10 @@ def test_random_use_on_emulated_cuda(option: str) -> None:
 def test_random_use_on_a_gpu(option: str) -> None:
     """The real driver's pages, which the storage takes and gives back; canaries on the device."""
     strategy, _ = OPTIONS[option]
-    page_bytes = devices.memory().page_bytes
+    page_bytes = target.memory().page_bytes
 
     def store(accounting: Accounting, config: CacheConfig) -> TensorStore:
-        return TensorStore(strategy, accounting, config, devices.memory())
+        return TensorStore(strategy, accounting, config, target.memory())
 
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=page_bytes, wide=True),

@@ -8,6 +8,7 @@ itself all but tossed a coin: where its two largest logits are closer than ``GAP
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Sequence
+from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel, load
 from quire.strategies import STRATEGIES
 
@@ -87,7 +89,12 @@ class Result:
 class Schedule:
     """One engine and what comes to it, from a seed."""
 
-    def __init__(self, seed: int, cache: str | None = None) -> None:
+    def __init__(
+        self, seed: int, cache: str | None = None, provider: MemoryProvider | None = None
+    ) -> None:
+        self.provider = provider
+        self.began: Callable[[LLM], object] = bool  # is shown the engine, before anything comes
+        self.stepped: Callable[[LLM], object] = bool  # … and after each step
         self.rng = rng = random.Random(seed)
         self.seed = seed
         strategy = cache or rng.choice([*STRATEGIES, "virtual-shared"])
@@ -107,7 +114,8 @@ class Schedule:
 
     def run(self) -> Result:
         result, rng = Result(), self.rng
-        with LLM(demo(), **self.options) as llm:
+        with LLM(demo(), provider=self.provider, **self.options) as llm:
+            self.began(llm)
             coming = [rng.randrange(len(prompts())) for _ in range(rng.randint(4, 12))]
             started: list[tuple[int, list[Sequence], deque[TextDelta]]] = []
             while coming or llm.engine.scheduler.has_unfinished:
@@ -126,6 +134,7 @@ class Schedule:
                 if rng.random() < 0.15:  # as an operator or a machine short of memory would have it
                     llm.engine.scheduler.preempt_youngest(spare_oldest=rng.random() < 0.5)
                 llm.step()
+                self.stepped(llm)
             for which, sequences, _ in started:
                 for sequence in sequences:
                     self.compare(which, sequence, result)

@@ -30,12 +30,15 @@ from quire.engine.scheduler import Drafts, Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import Request, Sequence
-from quire.engine.swap_store import MemoryShelf, SwapStore
+from quire.engine.swap.mover import ShelfMover
+from quire.engine.swap.shelves import MemoryShelf
+from quire.engine.swap.store import SwapStore
+from quire.engine.swap.timers import HostTimer
 from quire.errors import RequestTooLong
 from quire.memory import FailingMemory, HostMemory
 from quire.memory.governor import Governor
 from quire.memory.machine.readings import MemoryReading
-from quire.memory.residency import Resident
+from quire.memory.residency import HostResident
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 
@@ -192,7 +195,7 @@ class World:
             **changed,
         )
         memory = FailingMemory(self.host, failing=self.refused)
-        self.resident = Resident(memory, "on-demand", self.capacity)
+        self.resident = HostResident(memory, "on-demand", self.capacity)
 
         def make_pair() -> tuple[Accounting, Storage]:
             accounting = build_accounting(strategy, spec, config)
@@ -214,7 +217,8 @@ class World:
         self.scheduler = Scheduler(
             self.kv.accounting, limits, swap=SwapSpace(swap_bytes), costs=costs
         )
-        swap = SwapStore(self.kv, MemoryShelf(), costs, self.stage.now_s)
+        mover = ShelfMover(self.kv, MemoryShelf(), HostTimer(self.stage.now_s))
+        swap = SwapStore(self.kv, mover, costs)
         self.fault_share = rng.choice([0.0, 0.0, 0.02, 0.1])
         runner = ReadingRunner(self.kv, lambda: rng.random() < self.fault_share)
         self.sampler = Sampler(0)

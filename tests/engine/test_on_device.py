@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import devices
+import target
 import tiny
 from quire import LLM, SamplingParams
 from quire.memory.cuda import CudaMemory
@@ -31,7 +31,7 @@ LENGTHS = (3, 17, 40, 1, 29)
 
 @cache
 def model(name: str) -> PreTrainedModel:
-    return tiny.tiny_model(name).to(devices.device())
+    return tiny.tiny_model(name).to(target.device())
 
 
 @cache
@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
 @cache
 def alone(name: str, which: int) -> tuple[list[int], list[float]]:
     """What generate() continues a prompt with, and how far ahead each of these tokens was."""
-    prompt = torch.tensor([prompts()[which]], device=devices.device())
+    prompt = torch.tensor([prompts()[which]], device=target.device())
     out = model(name).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -60,7 +60,7 @@ def alone(name: str, which: int) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_strategy_gives_the_tokens_of_generate(name: str, cache: str) -> None:
-    provider = devices.memory()
+    provider = target.memory()
     with LLM(model(name), provider=provider, **_options(cache)) as llm:
         assert tokens_of(llm) == wanted(name, tokens_of(llm))
     if isinstance(provider, CudaMemory):
@@ -78,18 +78,18 @@ def test_every_backend_of_a_gpu_gives_them_in_16_bits(backend: str) -> None:
 
     spec = FullAttention(num_kv_heads=2, head_dim=64, dtype="bfloat16")
     try:
-        choose_backend(backend, [spec], devices.device())
+        choose_backend(backend, [spec], target.device())
     except ConfigError as error:
         pytest.skip(str(error))
     config = tiny.CONFIGS["qwen3"]()
     config.head_dim, config.hidden_size = 64, 256
-    wide = tiny.random_model(config).bfloat16().to(devices.device())
+    wide = tiny.random_model(config).bfloat16().to(target.device())
     with torch.inference_mode(), LLM(wide, attention_backend=backend, **_options("paged")) as llm:
         assert llm.attention_backend == backend
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         outputs = llm.generate(prompts(), params)
         for prompt, output in zip(prompts(), outputs, strict=True):
-            logits = wide(torch.tensor([prompt], device=devices.device())).logits[0, -1].float()
+            logits = wide(torch.tensor([prompt], device=target.device())).logits[0, -1].float()
             best = logits.max()
             assert best - logits[output.token_ids[0]] <= 0.05 * best.abs()
 
@@ -117,5 +117,5 @@ def _options(cache: str) -> dict[str, Any]:
         "max_model_len": 96,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
-        "kv_cache_memory_bytes": "768MiB" if devices.has_cuda_memory() else "64MiB",
+        "kv_cache_memory_bytes": "768MiB" if target.has_cuda_memory() else "64MiB",
     }

@@ -220,7 +220,10 @@ def test_cuda_says_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (5 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"fake {index}")
-    assert cuda_memory(1) == DeviceMemory(name="fake 1", total_bytes=8 * GIB, free_bytes=5 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
+    assert cuda_memory(1) == DeviceMemory(
+        name="fake 1", total_bytes=8 * GIB, free_bytes=5 * GIB, index=1, own_bytes=GIB
+    )
 
 
 def test_a_mac_recommends_a_working_set() -> None:

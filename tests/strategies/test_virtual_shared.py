@@ -115,7 +115,7 @@ def prompt(num_tokens: int, *, own: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "stack_layers", "num_tokens", "num_bytes"),
+    ("page_bytes", "layers_per_page", "num_tokens", "num_bytes"),
     [
         (4096, None, 16, 16 * 147_456),
         (4096, 1, 16, 16 * 147_456),
@@ -125,10 +125,10 @@ def prompt(num_tokens: int, *, own: int = 0) -> list[int]:
     ],
 )
 def test_a_block_is_whole_pages(
-    page_bytes: int, stack_layers: int | None, num_tokens: int, num_bytes: int
+    page_bytes: int, layers_per_page: int | None, num_tokens: int, num_bytes: int
 ) -> None:
     """Qwen3-4B, and granules as a GPU has them."""
-    size = stacked_block_size(QWEN3_4B.groups, 16, page_bytes, stack_layers)
+    size = stacked_block_size(QWEN3_4B.groups, 16, page_bytes, layers_per_page)
     assert size == num_tokens
     assert size * QWEN3_4B.bytes_per_token == num_bytes
 
@@ -137,8 +137,8 @@ def test_a_block_suits_every_group_and_a_shorter_last_stack() -> None:
     wide = FullAttention(num_kv_heads=3, head_dim=80, dtype="bfloat16")  # 960 bytes: 64 tokens
     assert stacked_block_size(spec_of(wide).groups, 1, PAGE, None) == 64
     assert stacked_block_size(spec_of(wide, WINDOW).groups, 24, PAGE, None) == 192
-    # Stacks of 4 and of 1: 1,024 bytes a token, and 256.
-    assert stacked_block_size(spec_of(*[FULL] * 5).groups, 1, PAGE, 4) == 16
+    # Stacks of 4 and of 1: 1,024 bytes a token, and as many, of which 256 are used.
+    assert stacked_block_size(spec_of(*[FULL] * 5).groups, 1, PAGE, 4) == 4
 
 
 def test_scales_across_their_own_size_are_refused() -> None:
@@ -151,10 +151,10 @@ def test_scales_across_their_own_size_are_refused() -> None:
 # -- one copy ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stack_layers", [None, 1])
-def test_a_common_prefix_is_one_copy(stack_layers: int | None) -> None:
+@pytest.mark.parametrize("layers_per_page", [None, 1])
+def test_a_common_prefix_is_one_copy(layers_per_page: int | None) -> None:
     before = memfd_bytes()
-    cache = Cache(FULL, FULL, stack_layers=stack_layers)
+    cache = Cache(FULL, FULL, layers_per_page=layers_per_page)
     cache.begin(0, prompt(512, own=1))
     found, changes = cache.begin(1, prompt(512, own=2))
     assert found == 512

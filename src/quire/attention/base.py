@@ -11,7 +11,7 @@ The letters of every shape comment in Quire:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,14 @@ class AttentionBatch:
             )
         return placed
 
+    def slots_on(self, device: torch.device) -> Tensor:
+        """Where tensors of a device are written to by torch."""
+        return self.slots if device.type == "cpu" else self.on(device).slots
+
+    def tables_on(self, device: torch.device) -> Tensor:
+        """What tensors of a device are read with by torch."""
+        return self.tables if device.type == "cpu" else self.on(device).tables
+
 
 # A step's words for a call, and on how many threads it is made.
 FindWords: TypeAlias = Callable[[AttentionBatch], tuple[tuple[int, ...], int]]
@@ -121,6 +129,26 @@ class Plays(Protocol):
         ...
 
 
+class Replays(Protocol):
+    """What a backend does for a step that was captured, as a CUDA graph, before it is replayed.
+
+    Who has it reads nothing in ``attend`` but what lies on the device, and the sizes that a
+    ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
+    """
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """The host's part. The batch is padded; its placed numbers lie where the captured did."""
+        ...
+
+
+@final
+class NoHostPart:
+    """Kernels that need nothing of the host's."""
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """There is nothing to be done."""
+
+
 class AttentionBackend(Protocol):
     """One way to attend. Implementations differ in speed, not in results beyond rounding."""
 
@@ -135,6 +163,11 @@ class AttentionBackend(Protocol):
     @property
     def plays(self) -> Plays | None:
         """The same as calls of kernels; None: it has none."""
+        ...
+
+    @property
+    def replays(self) -> Replays | None:
+        """For steps that are captured as graphs; None: what it does depends on the host."""
         ...
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -173,7 +206,7 @@ def make_batch(
     )
 
 
-def packed_tokens(chunks: list[tuple[int, int, int]]) -> Tensor:
+def packed_tokens(chunks: list[tuple[int, int, int]]) -> Counts:
     """The positions (i64[T]) of a step's tokens, each in its own sequence."""
     _, starts, stops = zip(*chunks, strict=True)
-    return torch.from_numpy(packed_positions(starts, stops)[1])
+    return packed_positions(starts, stops)[1]

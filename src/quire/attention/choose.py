@@ -15,12 +15,9 @@ from quire.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "flashinfer", "cpu", "sdpa", "reference")
+BACKENDS = ("auto", "flashinfer", "triton", "cpu", "sdpa", "reference")
 _FASTEST_FIRST = MappingProxyType(
-    {
-        "cuda": ("flashinfer", "sdpa"),
-        "cpu": ("cpu", "sdpa"),
-    }
+    {"cpu": ("cpu", "sdpa"), "cuda": ("flashinfer", "triton", "sdpa")}
 )
 
 
@@ -71,6 +68,12 @@ def _find(
         from quire.attention.flashinfer import FlashInferAttention
 
         backend = FlashInferAttention()
+    elif name == "triton":
+        try:
+            from quire.attention.triton import TritonAttention
+        except (ImportError, OSError) as error:  # torch for CUDA brings it, one for the CPU not
+            return f"Triton cannot be imported ({error})"
+        backend = TritonAttention()
     else:
         backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)

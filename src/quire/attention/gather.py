@@ -22,12 +22,15 @@ def read_sequence(
     stop, size = int(batch.context_lens[index]), batch.block_size
     first, last = start // size, (stop - 1) // size
     inside = slice(start - first * size, stop - first * size)
-    blocks = batch.tables[index, first : last + 1]
+    if first == last:
+        block = int(batch.tables[index, first])
+    else:
+        blocks = batch.tables_on(view.k.device)[index, first : last + 1]
 
     def read(rows: Tensor) -> Tensor:
         """[N, K, B, …] → [K, L, …]"""
         if first == last:
-            return rows[int(blocks), :, inside]
+            return rows[block, :, inside]
         return rows[blocks].transpose(0, 1).flatten(1, 2)[:, inside]
 
     k_scale = None if view.k_scale is None else read(view.k_scale)

@@ -15,6 +15,7 @@ class ReferenceAttention:
     name = "reference"
     make_writer = None
     plays = None
+    replays = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

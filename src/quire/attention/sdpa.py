@@ -21,6 +21,7 @@ class SdpaAttention:
     name = "sdpa"
     make_writer = None
     plays = None
+    replays = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

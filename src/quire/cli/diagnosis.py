@@ -1,12 +1,23 @@
-"""What ``quire doctor`` finds: a model's needs, this machine, and every rule's ledger."""
+"""What ``quire doctor`` finds: a model's needs, this machine and its GPUs, every rule's ledger."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig
+from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.budget import BUDGETS, Ledger, Needs
 from quire.memory.host.locked import why_no_locks
-from quire.memory.machine import DeviceMemory, Machine, cuda_memory, read_machine
+from quire.memory.machine import DeviceMemory, Machine, cuda_devices, read_machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """A GPU that this process sees."""
+
+    memory: DeviceMemory | None  # None: it does not say
+    why_not: str | None  # KV memory cannot lie there
+    rules: tuple[Ledger, ...] = ()  # each rule's, were the model there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +28,7 @@ class Diagnosis:
     needs: Needs
     sequence_bytes: int  # of KV, at the longest
     machine: Machine
-    accelerator: DeviceMemory | None  # named, and not used yet
+    accelerators: tuple[Accelerator, ...]
     ledger: Ledger  # of the options
     rules: tuple[Ledger, ...]  # each rule's, with the same options otherwise
     mechanisms: tuple[tuple[str, str | None], ...]  # what it is for, why not (None: it works)
@@ -40,17 +51,39 @@ def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
     host = HostMemory()
     needs = kv_needs(config, name, spec, own, host.page_bytes)
     machine = read_machine()
-    rules = (replace(config, budget=rule, kv_cache_memory_bytes=None) for rule in BUDGETS)
+    rules = [replace(config, budget=rule, kv_cache_memory_bytes=None) for rule in BUDGETS]
+
+    def on_device(device: DeviceMemory, page_bytes: int) -> tuple[Ledger, ...]:
+        there = read_machine(device=device)
+        needs = kv_needs(config, name, spec, own, page_bytes, records_graphs=True)
+        return tuple(ledger_for(rule, needs, there) for rule in rules)
+
     return Diagnosis(
         name=name,
         needs=needs,
         sequence_bytes=stored_spec(config, spec).bytes_for(needs.context_tokens),
         machine=machine,
-        accelerator=cuda_memory(),
+        accelerators=tuple(_accelerator(found, on_device) for found in cuda_devices()),
         ledger=ledger_for(config, needs, machine),
         rules=tuple(ledger_for(rule, needs, machine) for rule in rules),
         mechanisms=_mechanisms(host),
     )
+
+
+def _accelerator(
+    found: DeviceMemory | str, rules_on: Callable[[DeviceMemory, int], tuple[Ledger, ...]]
+) -> Accelerator:
+    import torch
+
+    from quire.memory.by_device import memory_for
+
+    if isinstance(found, str):
+        return Accelerator(memory=None, why_not=found)
+    try:
+        provider = memory_for(torch.device("cuda", found.index), "on-demand")
+    except QuireError as error:
+        return Accelerator(memory=found, why_not=str(error))
+    return Accelerator(memory=found, why_not=None, rules=rules_on(found, provider.page_bytes))
 
 
 def _mechanisms(host: HostMemory) -> tuple[tuple[str, str | None], ...]:

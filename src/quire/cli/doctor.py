@@ -54,7 +54,14 @@ def _as_dict(found: Diagnosis) -> dict[str, Any]:
         "model": found.name,
         "needs": asdict(found.needs),
         "machine": asdict(found.machine),
-        "accelerator": found.accelerator and asdict(found.accelerator),
+        "accelerators": [
+            {
+                "memory": each.memory and asdict(each.memory),
+                "why_not": each.why_not,
+                "rules": {ledger.rule: described(ledger) for ledger in each.rules},
+            }
+            for each in found.accelerators
+        ],
         "ledger": described(found.ledger),
         "rules": {ledger.rule: described(ledger) for ledger in found.rules},
         "mechanisms": {what: why_not or "yes" for what, why_not in found.mechanisms},

@@ -34,15 +34,20 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
     """Give a command a flag for each field of these configs, in panels of their own.
 
     It receives those that were given as ``engine``, ``server``, …; what was not, the environment
-    may say. If it wants the ``context``, it gets that too.
+    may say. If it wants the ``context``, it gets that too. A flag that it has itself is its own.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command).parameters.values()
         takes_context = any(parameter.name == "context" for parameter in signature)
         own = [p for p in signature if p.name not in configs and p.name != "context"]
+        taken = {parameter.name for parameter in own}
         flags = {
-            name: [_flag(option, panel=name.capitalize()) for option in fields(config)]
+            name: [
+                _flag(option, panel=name.capitalize())
+                for option in fields(config)
+                if option.name not in taken
+            ]
             for name, config in configs.items()
         }
 
@@ -92,11 +97,23 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
     """A model, its tokenizer and its spec."""
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
+    # Transformers draws its own bars for what takes long: files from the hub, and many weights.
+    if (num_ranks := config.tensor_parallel_size) > 1:
+        from quire.engine.parallel.part import load_parts, refuse_options
+
+        refuse_options(config, model)
+        return load_parts(
+            model,
+            num_ranks,
+            device=config.device,
+            dtype=config.dtype,
+            show_progress=model is not None,
+        )
     from quire.models.loader import load
 
-    # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     return load(
         model,
+        device=config.device,
         dtype=config.dtype,
         quantization=config.quantization,
         show_progress=model is not None,
@@ -105,7 +122,7 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
     """The options of an engine around a model that ``load_model`` has loaded as they say."""
-    return {**loaded_options, "quantization": None}
+    return {**loaded_options, "quantization": None, "device": "auto"}
 
 
 def load_llm(model: str | None, engine: dict[str, Any]) -> Any:

@@ -7,17 +7,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire.cli.diagnosis import Diagnosis
+from quire.cli.diagnosis import Accelerator, Diagnosis
 from quire.memory.budget.ledger import Ledger
 from quire.memory.machine import Machine, Pressure
 from quire.units import format_bytes, format_count
 
 
 def print_report(found: Diagnosis) -> None:
-    """Four tables: the machine, the ledger, the other rules, what the system can do."""
+    """The machine, the ledger, the other rules here and on GPUs, what the system can do."""
     console = Console(highlight=False)
-    for table in (_bounds(found.machine), _facts(found), _ledger(found), _rules(found)):
+    for table in (_bounds(found.machine), _facts(found), _ledger(found)):
         console.print(table)
+    console.print(_rules(found, found.rules, "here"))
+    for each in found.accelerators:
+        if each.rules and each.memory is not None:
+            console.print(_rules(found, each.rules, f"on GPU {each.memory.index}"))
     flags = list(_would_fit(found))
     if flags:
         console.print("[bold]What was refused would fit with[/]", *flags, "", sep="\n")
@@ -80,10 +84,20 @@ def _facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
         "huge pages",
         f"{huge.anonymous or 'unknown'}, shared: {huge.shared or 'unknown'}{pool}",
     )
-    if found.accelerator is not None:
-        device = found.accelerator
-        free, total = format_bytes(device.free_bytes), format_bytes(device.total_bytes)
-        yield device.name, f"{free} free of {total}; models run on the CPU so far"
+    for number, each in enumerate(found.accelerators):
+        yield _accelerator(number, each)
+
+
+def _accelerator(number: int, each: Accelerator) -> tuple[str, str]:
+    if each.memory is None:
+        return f"GPU {number}", each.why_not or ""
+    device = each.memory
+    free, total, own, others = map(
+        format_bytes, (device.free_bytes, device.total_bytes, device.own_bytes, device.others_bytes)
+    )
+    used = f"{others} by others and the driver, {own} by this process"
+    why_not = "" if each.why_not is None else f"; not for KV memory: {each.why_not}"
+    return f"GPU {number}", f"{device.name}, {free} free of {total}, {used}{why_not}"
 
 
 def _pressure(pressure: Pressure | None) -> str:
@@ -125,13 +139,13 @@ def _in_tokens(found: Diagnosis, ledger: Ledger) -> str:
     return f"{tokens} tokens, or {sequences:,.1f} sequences of {longest}; {whole}"
 
 
-def _rules(found: Diagnosis) -> Table:
-    table = _titled("What each rule would give here  (--budget)")
+def _rules(found: Diagnosis, ledgers: tuple[Ledger, ...], where: str) -> Table:
+    table = _titled(f"What each rule would give {where}  (--budget)")
     table.add_column("rule")
     for column in ("allows", "KV", "tokens", f"× {format_count(found.needs.context_tokens)}"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("bound by", style="dim")
-    for ledger in found.rules:
+    for ledger in ledgers:
         chosen = ledger.rule == found.ledger.rule
         name = f"[cyan]{ledger.rule}[/]" if chosen else ledger.rule
         if ledger.refusal is None:

@@ -22,6 +22,7 @@ from quire.strategies import STRATEGIES
 from quire.units import format_count
 
 if TYPE_CHECKING:
+    from quire.memory import MemoryProvider
     from quire.memory.budget import Ledger
     from quire.models.loader import LoadedModel
     from quire.strategies import Usage
@@ -53,6 +54,7 @@ def validate(
     request: Request,
     *,
     strategies: Iterable[str] = STRATEGIES,
+    provider: "MemoryProvider | None" = None,  # of the place; None: this machine's
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:
     """Plan and run, without prefix caching: what a prompt leaves for others is not planned.
@@ -65,7 +67,7 @@ def validate(
     for strategy in strategies:
         report(f"running {strategy} …")
         own = replace(config, cache=strategy)
-        checks += _runs(subject, loaded, own, place, request)
+        checks += _runs(subject, loaded, own, place, request, provider)
     return checks
 
 
@@ -148,7 +150,12 @@ def _in_no_file(model: Any) -> int:
 
 
 def _runs(
-    subject: Subject, loaded: "LoadedModel", config: EngineConfig, place: Place, request: Request
+    subject: Subject,
+    loaded: "LoadedModel",
+    config: EngineConfig,
+    place: Place,
+    request: Request,
+    provider: "MemoryProvider | None",
 ) -> Iterator[Check]:
     """The budget, and bytes after each step of one sequence."""
     from quire.engine.llm import LLM
@@ -156,7 +163,7 @@ def _runs(
 
     strategy = config.cache
     found = plan(subject, config, place, request=request, compare=False)
-    with LLM(loaded, **_options(config)) as llm:
+    with LLM(loaded, provider=provider, **_options(config)) as llm:
         yield Check(
             what=f"{strategy}: KV memory",
             planned=found.ledger.kv_bytes,

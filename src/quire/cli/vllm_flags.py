@@ -25,38 +25,41 @@ class Foreign:
 ANY = None
 
 FOREIGN: tuple[Foreign, ...] = (
-    # -- one device, one process
+    # -- one model, on one machine
     *(
-        Foreign(flag=flag, harmless=("1",), here="there is one device", short=short)
+        Foreign(flag=flag, harmless=("1",), here="heads are divided, and nothing else", short=short)
         for flag, short in (
-            ("--tensor-parallel-size", ("-tp",)),
             ("--pipeline-parallel-size", ("-pp",)),
             ("--data-parallel-size", ("-dp",)),
             ("--decode-context-parallel-size", ("-dcp",)),
             ("--nnodes", ("-n",)),
         )
     ),
-    Foreign(flag="--enable-expert-parallel", switch=True, here="there is one device"),
-    Foreign(flag="--device", harmless=("auto", "cpu"), here="models run on the CPU so far"),
+    Foreign(
+        flag="--enable-expert-parallel", switch=True, here="heads are divided, and nothing else"
+    ),
     Foreign(
         flag="--distributed-executor-backend",
         harmless=("mp", "uni"),
-        here="one process runs the model",
+        here="ranks are processes of this machine",
     ),
     Foreign(
         flag="--api-server-count", harmless=("1",), short=("-asc",), here="one process answers"
     ),
     Foreign(flag="--headless", switch=True, here="the engine and its API are one process"),
-    Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="one device"),
+    Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="there is none"),
     Foreign(
-        flag="--cpu-offload-gb", harmless=("0", "0.0"), here="weights are in CPU memory already"
+        flag="--cpu-offload-gb",
+        harmless=("0", "0.0"),
+        here="what a GPU has no room for stays in CPU memory",
     ),
     # -- how a step is computed
     Foreign(
         flag="--enforce-eager",
         switch=True,
         harmless=ANY,
-        here="there are no CUDA graphs; a pass is recorded where that gives the same numbers",
+        here="decode steps are captured as CUDA graphs, and recorded on a CPU, where that gives "
+        "the same numbers",
     ),
     Foreign(
         flag="--compilation-config",
@@ -65,7 +68,7 @@ FOREIGN: tuple[Foreign, ...] = (
         here="torch compiles nothing here",
     ),
     *(
-        Foreign(flag=flag, harmless=ANY, here="there are no CUDA graphs")
+        Foreign(flag=flag, harmless=ANY, here="CUDA graphs are captured up to --max-num-seqs")
         for flag in ("--max-seq-len-to-capture", "--cuda-graph-sizes")
     ),
     Foreign(

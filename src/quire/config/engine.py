@@ -1,6 +1,7 @@
 """``EngineConfig``: the options of an engine. Command-line flags are made from its fields."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
 
 log = logging.getLogger(__name__)
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
@@ -36,6 +39,11 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
 class EngineConfig:
     """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
 
+    device: str = option(
+        "auto",
+        "Where the model runs: auto (where it lies; else a GPU if one can be used), cpu, cuda, "
+        "cuda:1.",
+    )
     dtype: str = option(
         "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
     )
@@ -123,6 +131,11 @@ class EngineConfig:
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that have a part of each layer and of the KV memory (ranks; on CUDA one a "
+        "device). Bytes are of each of them. Needs quire[tp].",
+    )
     seed: int = option(0, "Seed of requests that bring none.")
 
     def __post_init__(self) -> None:
@@ -150,9 +163,12 @@ class EngineConfig:
         one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
+        in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         one_of("cache", self.cache, tuple(STRATEGIES))
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device {self.device!r} is unknown; known: auto, cpu, cuda, cuda:1")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.quantization is not None:
             one_of("quantization", self.quantization, ("int8",))

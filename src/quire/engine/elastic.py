@@ -16,7 +16,6 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
 from quire.memory.governor import Decision, Governor, Reading
-from quire.memory.host.allocator import trim_allocator
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Resident
 
@@ -130,9 +129,9 @@ class Elastic:
         if decision.drop_cached:
             self._kv.accounting.resize(0, for_now=True)
         self._lower(decision.ceiling_bytes, preempt=decision.event == "pressure")
-        if decision.event == "idle":
-            trim_allocator()
         self._count(before, decision.reason)
+        if decision.event:
+            self._resident.rest(short=decision.event == "pressure")
 
     def _obey(self) -> None:
         """Set the capacity that an operator asked for, if one did."""

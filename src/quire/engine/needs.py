@@ -10,7 +10,8 @@ from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import KeptWhole, ModelSpec
 from quire.strategies import CacheConfig
-from quire.strategies.layout import slot_bytes
+from quire.strategies.layout import attention_groups, slot_bytes
+from quire.strategies.stacking import stacking, suited_to
 from quire.units import format_count
 
 _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
@@ -32,9 +33,19 @@ def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
 
 
 def kv_needs(
-    config: EngineConfig, name: str, spec: ModelSpec, own: Footprint, page_bytes: int
+    config: EngineConfig,
+    name: str,
+    spec: ModelSpec,
+    own: Footprint,
+    page_bytes: int,
+    *,
+    records_graphs: bool = False,
+    measured_bytes: int | None = None,
 ) -> Needs:
     """What a model needs under these options.
+
+    ``records_graphs``: steps of decoding are recorded, and what they compute with stays taken.
+    ``measured_bytes``: what a step takes at its peak, if it is known; else it is estimated.
 
     Raises: ConfigError for longer sequences than the model's.
     """
@@ -52,12 +63,19 @@ def kv_needs(
     )
     state_bytes = config.max_num_seqs * one_state
     num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
+    activation_bytes = own.activation_bytes(
+        max(config.max_num_batched_tokens, spec.source_tokens), num_logits
+    )
+    source = "estimate for max_num_batched_tokens"
+    if measured_bytes is not None:
+        activation_bytes = measured_bytes
+        source = "measured, max_num_batched_tokens of max_num_seqs"
     return Needs(
         weights_bytes=own.weights_bytes,
         counted_weights_bytes=own.counted_bytes,
-        activation_bytes=own.activation_bytes(
-            max(config.max_num_batched_tokens, spec.source_tokens), num_logits
-        ),
+        activation_bytes=activation_bytes,
+        activation_source=source,
+        graph_bytes=own.graph_bytes(num_logits) if records_graphs else 0,
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
@@ -90,6 +108,7 @@ def cache_sizes(
         capacity_bytes=capacity_bytes,
         block_size=config.block_size,
         page_bytes=page_bytes,
+        layers_per_page=suited_to(page_bytes),
         reserve=config.reserve,
         shares_pages=shares_pages,
         max_mappings=max_mappings if shares_pages else None,
@@ -118,8 +137,8 @@ def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:
 def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes: int) -> int:
     """More than all sequences at their longest is never used, prefixes of ended ones apart.
 
-    A sequence's last block or, head by head, its last page is not full; while a buffer grows, the
-    old one is there too.
+    A sequence's last block or, head by head or stack by stack, its last page is not full; while a
+    buffer grows, the old one is there too.
     """
     copies = 2 if config.cache == "growing" else 1
     slack = config.block_size * spec.bytes_per_token + page_bytes * sum(
@@ -130,4 +149,8 @@ def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes:
         for heads, _ in kept.entry_shapes[:1]
     )
     sequence = copies * spec.bytes_per_token * longest + slack
+    if suited_to(page_bytes) is not None:
+        stacked = [stacking(group, page_bytes, "auto") for group in attention_groups(spec.groups)]
+        in_stacks = (s.slot_bytes * (longest + s.page_tokens(page_bytes)) for s in stacked)
+        sequence = max(sequence, copies * sum(in_stacks))
     return int(config.max_num_seqs * sequence / (1 - config.watermark))

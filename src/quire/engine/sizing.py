@@ -10,7 +10,7 @@ from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.build import needs_with_draft
 from quire.memory import MemoryProvider
 from quire.memory.budget import Ledger
-from quire.memory.machine import read_machine
+from quire.memory.by_device import machine_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel
@@ -20,18 +20,35 @@ log = logging.getLogger(__name__)
 
 
 def kv_ledger(
-    config: EngineConfig, loaded: LoadedModel, page_bytes: int, draft: LoadedModel | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    page_bytes: int,
+    draft: LoadedModel | None = None,
+    *,
+    measured_bytes: int | None = None,
 ) -> Ledger:
-    """What the chosen rule allows on this machine, now that the model is loaded.
+    """What the chosen rule allows where the model is, now that it is loaded.
 
-    With a ``draft`` model it is for the KV memory of both.
+    With a ``draft`` model it is for the KV memory of both. ``measured_bytes``: of a step.
 
-    Raises: ConfigError for longer sequences than the model's.
+    Raises: ConfigError for longer sequences than the model's. MemoryUnavailable.
     """
-    needs = kv_needs(config, loaded.name, loaded.spec, footprint(loaded.model), page_bytes)
+    device = loaded.device
+    needs = kv_needs(
+        config,
+        loaded.name,
+        loaded.spec,
+        footprint(loaded.model),
+        page_bytes,
+        records_graphs=device.type == "cuda",
+        measured_bytes=measured_bytes,
+    )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
-    return ledger_for(config, needs, read_machine())
+    machine = machine_for(device)
+    if loaded.ranks is not None:
+        machine = loaded.ranks.share_of(machine)
+    return ledger_for(config, needs, machine)
 
 
 def cache_config(
@@ -43,11 +60,12 @@ def cache_config(
         log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
     if config.enable_prefix_caching and loaded.spec.source_tokens:
         log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
+    limited = would_share and loaded.device.type == "cpu"  # a GPU's driver has no such limit
     return cache_sizes(
         config,
         loaded.spec,
         page_bytes=provider.page_bytes,
         capacity_bytes=capacity_bytes,
         can_share=provider.cannot_share is None,
-        max_mappings=spare_mappings() if would_share else None,
+        max_mappings=spare_mappings() if limited else None,
     )

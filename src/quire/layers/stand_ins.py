@@ -75,9 +75,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def random_like(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """Of its dtype, about one in size."""
+    """Of its dtype and where it lies, about one in size."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(like.dtype)
+    return torch.randn(shape, generator=generator).to(like)
 
 
 def answer(part: Callable[..., Any], *given: Tensor) -> Any:

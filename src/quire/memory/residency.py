@@ -1,16 +1,18 @@
 """How KV pages stay where they are: taken as tokens come, all at the start, or locked too.
 
-``prefault`` is ``KeptMemory``, over huge pages where it pays; ``lock`` is the same over pages that
-cannot be swapped out. ``KeepAlive`` is for pages that may be, but should not look idle.
+On the host ``prefault`` is ``KeptMemory``, over huge pages where it pays; ``lock`` is the same
+over pages that cannot be swapped out. ``KeepAlive`` is for pages that may be, but should not look
+idle. A GPU's pages are ``memory.cuda.resident``'s.
 """
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias, final
+from typing import Literal, Protocol, TypeAlias, final
 
 from quire.memory.base import MemoryProvider
 from quire.memory.host import HostMemory
+from quire.memory.host.allocator import trim_allocator
 from quire.memory.host.locked import check_lockable
 from quire.memory.kept import KeptMemory
 from quire.units import format_bytes
@@ -44,40 +46,86 @@ def resident_memory(
     return KeptMemory(upstream, limit_bytes=capacity_bytes)
 
 
-@final
-class Resident:
-    """One cache's memory with the residency that was asked for; ``on-demand`` asks for nothing.
+class Resident(Protocol):
+    """One cache's memory with the residency that was asked for; ``on-demand`` asks for nothing."""
 
-    ``provider`` is what the cache reserves from. Once it has, ``prefault`` backs the capacity.
+    @property
+    def provider(self) -> MemoryProvider:
+        """What the cache reserves from. Once it has, ``prefault`` backs the capacity."""
+        ...
+
+    def prefault(self) -> None:
+        """Back the capacity. Raises: MemoryUnavailable."""
+        ...
+
+    @property
+    def prepares(self) -> bool:
+        """Whether there is anything to ``prepare``."""
+        ...
+
+    def prepare(self) -> None:
+        """Have pages ready for what is committed next, if the memory is there."""
+        ...
+
+    def watch(self) -> None:
+        """Keep pages from looking idle, where they may be swapped out, from now on."""
+        ...
+
+    def follow(self, ceiling_bytes: int) -> None:
+        """Keep nothing beyond the ceiling. Raises: MemoryUnavailable if it cannot be given back."""
+        ...
+
+    def rest(self, *, short: bool) -> None:
+        """Give back what is kept around the cache: nothing is to do, or memory is short."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of pages that nobody has committed and that are not given back."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@final
+class HostResident:
+    """In memory of the CPU.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
 
     def __init__(self, upstream: MemoryProvider, residency: Residency, capacity_bytes: int) -> None:
         self._kept = resident_memory(upstream, residency, capacity_bytes)
-        self.provider = upstream if self._kept is None else self._kept
+        self.provider: MemoryProvider = upstream if self._kept is None else self._kept
         self._keep_alive: KeepAlive | None = None
         if self._kept is not None and residency == "prefault":
             self._keep_alive = KeepAlive(self._kept.touch)
 
     def prefault(self) -> None:
-        """Back the capacity. Raises: MemoryUnavailable."""
         if self._kept is not None:
             self._kept.prefault(Milestones("KV memory backed at the start"))
 
+    @property
+    def prepares(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        """Pages come at once here."""
+
     def watch(self) -> None:
-        """Keep pages from looking idle, where they may be swapped out, from now on."""
         if self._keep_alive is not None:
             self._keep_alive.start()
 
     def follow(self, ceiling_bytes: int) -> None:
-        """Keep nothing beyond the ceiling. Raises: MemoryUnavailable if it cannot be given back."""
         if self._kept is not None and self._kept.limit_bytes != ceiling_bytes:
             self._kept.move_limit(ceiling_bytes)
 
+    def rest(self, *, short: bool) -> None:
+        if not short:  # it takes its time
+            trim_allocator()
+
     @property
     def kept_bytes(self) -> int:
-        """Bytes of pages that nobody has committed and that are not given back."""
         return 0 if self._kept is None else self._kept.kept_bytes
 
     def close(self) -> None:

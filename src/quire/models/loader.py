@@ -25,7 +25,9 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from quire.devices import choose_device
 from quire.errors import ConfigError, ModelNotLoadable, QuireError
+from quire.models.placed import device_map, device_of, move_to, weights_bytes
 from quire.models.weights import hold_in_memory
 from quire.spec import ModelSpec
 
@@ -45,12 +47,18 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
+    ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
 
     @property
     def vocab_size(self) -> int:
         """Rows of the table of tokens, of which a tokenizer may use fewer."""
         size: int = self.model.get_input_embeddings().weight.shape[0]
         return size
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return device_of(self.model)
 
     @property
     def dtype(self) -> str:
@@ -61,18 +69,24 @@ class LoadedModel:
 def load(
     name: str | Path | None = None,
     *,
+    device: str = "cpu",
     dtype: str = "auto",
     quantization: str | None = None,
     copy_weights: bool = True,
     show_progress: bool = False,
+    num_ranks: int = 1,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
+    ``device`` is as the engine's option: ``auto``, ``cpu``, ``cuda``, ``cuda:1``. What a GPU has no
+    room for stays in host memory (``placed``).
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
     ``quantization`` "int8" keeps the weights of linear layers in eight bits (torchao).
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
     ``show_progress`` lets Transformers draw its bars on standard error.
+    ``num_ranks`` that torch.distributed knows of load a part each, as Transformers' plan says; the
+    spec is that of the whole.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -81,10 +95,15 @@ def load(
     source = str(folder or name)
     if folder is not None:
         check_weights(folder)
+    place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
     quantized = _quantized(quantization)
     config, spec = read_config(source, folder)
+    if place is None:
+        placed = _divided(num_ranks)
+    else:
+        placed = {} if place.type == "cpu" else _placed(source, config, spec, place, dtype)
     try:
         model, found = auto_class(config).from_pretrained(
             source,
@@ -94,11 +113,14 @@ def load(
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
             **quantized,
+            **placed,
         )
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
     _refuse_random_weights(source, found)
-    if copy_weights:
+    if place is not None and place.type != "cpu":
+        model = move_to(model, place)
+    elif place is not None and copy_weights:
         hold_in_memory(model)
     return LoadedModel(
         name=DEMO_MODEL if name is None else source,
@@ -106,6 +128,16 @@ def load(
         tokenizer=_tokenizer(source),
         spec=spec.computed_in(_dtype_name(model)),
     )
+
+
+def _placed(
+    source: str, config: Any, spec: ModelSpec, place: torch.device, dtype: str
+) -> dict[str, Any]:
+    """Where weights go, which Transformers is told if they do not all fit. Raises: ConfigError."""
+    with torch.device("meta"):
+        wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
+        outline = auto_class(config).from_config(config, dtype=wanted, trust_remote_code=False)
+    return device_map(source, weights_bytes(outline), place)
 
 
 def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
@@ -142,13 +174,25 @@ def _quantized(quantization: str | None) -> dict[str, Any]:
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
 
 
+def _divided(num_ranks: int) -> dict[str, Any]:
+    """What Transformers is told of ranks. Raises: ConfigError for a release that knows none."""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs a newer release of Transformers ({error})"
+        ) from error
+    return {"distributed_config": DistributedConfig(tp_size=num_ranks)}
+
+
 def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
     """Take a model that is in memory already. Raises: ConfigError, UnsupportedModel."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model is a folder, a hub name or a Transformers model, not {name}")
-    if model.device.type != "cpu":
-        raise ConfigError(f"{name} is on {model.device}; only models on the CPU run so far")
+    device = device_of(model)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name} is on {device}: move it to the CPU or to a GPU (CUDA)")
     if model.training:
         raise ConfigError(f"{name} is in training mode, with dropout: call model.eval()")
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")

@@ -38,6 +38,8 @@ from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.growing import GrowingAccounting
 from quire.strategies.layout import states_last
 from quire.strategies.paged import PagedAccounting
+from quire.strategies.stacked_storage import StackedStorage
+from quire.strategies.stacking import LayersPerPage
 from quire.strategies.storage import BlockStorage, RangeStorage
 from quire.strategies.view import EntryWriter, LayerView, MakeWriter
 from quire.strategies.virtual import VirtualAccounting
@@ -64,13 +66,21 @@ def _virtual_storage(
 ) -> Storage:
     if isinstance(accounting, SharedVirtualAccounting):
         return WindowStorage(accounting, provider, make_writer)
-    return RangeStorage(accounting, provider, make_writer)
+    return _range_storage(accounting, provider, make_writer)
+
+
+def _range_storage(
+    accounting: Accounting, provider: MemoryProvider, make_writer: MakeWriter | None
+) -> Storage:
+    assert isinstance(accounting, ContiguousAccounting | GrowingAccounting | VirtualAccounting)
+    stacked = any(accounting.stacking(group) for group in range(len(accounting.groups)))
+    return (StackedStorage if stacked else RangeStorage)(accounting, provider, make_writer)
 
 
 STRATEGIES: Mapping[str, tuple[_MakeAccounting, _MakeStorage]] = MappingProxyType(
     {
-        "contiguous": (ContiguousAccounting, RangeStorage),
-        "growing": (GrowingAccounting, RangeStorage),
+        "contiguous": (ContiguousAccounting, _range_storage),
+        "growing": (GrowingAccounting, _range_storage),
         "paged": (PagedAccounting, BlockStorage),
         "virtual": (_virtual_accounting, _virtual_storage),
     }
@@ -111,6 +121,7 @@ __all__ = [
     "Growth",
     "Image",
     "LayerView",
+    "LayersPerPage",
     "MakeWriter",
     "Map",
     "Never",

@@ -31,6 +31,7 @@ from quire.blocks import (
 from quire.memory import CountedMemory
 from quire.spec import Group
 from quire.strategies.census import Census
+from quire.strategies.stacking import LayersPerPage
 from quire.strategies.view import LayerView
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class CacheConfig:
     reserve: Literal["max_model_len", "request"] = "max_model_len"  # contiguous
     defrag: bool = False  # contiguous: close the holes when a range fits in none of them
     shares_pages: bool = False  # virtual: one copy of what is alike, in a layout slower to read
-    stack_layers: int | None = None  # … layers that lie together in it; None: all of a group
+    layers_per_page: LayersPerPage = None  # that lie together, in ranges and what shares pages
     heap_bytes: int = 2**28  # … physical memory comes and goes in about these
     max_mappings: int | None = None  # … of addresses to pages, in this process; None: no limit
     growth: Growth = "uniform"  # growing
@@ -375,7 +376,7 @@ class Storage(Protocol):
         ...
 
     def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
-        """Copy entries out as they are stored, codes and scales, to host memory.
+        """Copy entries out as they are stored, codes and scales.
 
         Shapes: slots i64[T]; ``bytes_per_token`` of the layer for each, in a few tensors.
         """

@@ -33,6 +33,7 @@ from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import attention_groups, common_page_tokens, slot_bytes
 from quire.strategies.packed import one_by_one, packed_ranges
+from quire.strategies.stacking import Stacking, stacking_of_ranges
 from quire.units import align_down, align_up
 
 
@@ -58,8 +59,11 @@ class ContiguousAccounting:
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._num_arenas = len(attention_groups(groups))  # those groups come first
-        self._align = common_page_tokens(groups, config.page_bytes)
-        self._token_bytes = sum(group.bytes_per_token for group in groups)
+        together = config.layers_per_page
+        self._align = common_page_tokens(groups, config.page_bytes, together)
+        self._token_bytes = sum(
+            slot_bytes(group, config.page_bytes, together) for group in attention_groups(groups)
+        )
         self._state_bytes = sum(
             slot_bytes(group, config.page_bytes) for group in groups[self._num_arenas :]
         )
@@ -89,7 +93,13 @@ class ContiguousAccounting:
         return self._num_slots if group < self._num_arenas else self._config.max_num_seqs
 
     def slot_bytes(self, group: int) -> int:
-        return slot_bytes(self.groups[group], self._config.page_bytes)
+        config = self._config
+        return slot_bytes(self.groups[group], config.page_bytes, config.layers_per_page)
+
+    def stacking(self, group: int) -> Stacking | None:
+        """How a group's layers lie together; None: head by head."""
+        config = self._config
+        return stacking_of_ranges(self.groups[group], config.page_bytes, config.layers_per_page)
 
     def block_size(self, group: int) -> int:
         return self._config.max_model_len if group < self._num_arenas else 1

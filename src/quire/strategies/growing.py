@@ -3,7 +3,7 @@
 Old and new live together while tokens are copied. Two things decide how high that peak is: whether
 all layers grow at the same step (``staggered`` spreads them, as OpenVINO's GPU plugin does), and
 whether an old buffer is given back right after its copy or, where the graph still reads it, only in
-the next step (``keep_old``). Each layer is a group of its own, since no two need be of one size.
+the next step (``keep_old``). Each layer, or stack of layers, is a group of its own.
 
 By how much buffers grow is decided in ``growth``.
 """
@@ -34,8 +34,9 @@ from quire.spec import Group, KeptWhole
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.growth import GROWTH
-from quire.strategies.layout import page_tokens, range_slots, slot_bytes
+from quire.strategies.layout import page_tokens, slot_bytes
 from quire.strategies.packed import one_by_one, packed_ranges
+from quire.strategies.stacking import Stacking, apart
 from quire.units import align_up
 
 
@@ -58,17 +59,20 @@ class GrowingAccounting:
     state_block_size = 0
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
-        self.groups = tuple(
-            Group(spec=group.spec, layers=(layer,)) for group in groups for layer in group.layers
-        )
+        longest, page = config.max_model_len, config.page_bytes
+        parts = apart(groups, page, config.layers_per_page)
+        self.groups = tuple(group for group, _ in parts)
+        self._stackings = [stacked for _, stacked in parts]
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
         self._grow = GROWTH[config.growth]
-        self._slot_bytes = [slot_bytes(group, config.page_bytes) for group in self.groups]
+        self._slot_bytes = [s.slot_bytes if s else slot_bytes(g, page) for g, s in parts]
         self._is_state = [isinstance(group.spec, KeptWhole) for group in self.groups]
-        self._page_tokens = [page_tokens(group, config.page_bytes) for group in self.groups]
-        longest, page = config.max_model_len, config.page_bytes
-        self._place_slots = [range_slots(group, longest, page) for group in self.groups]
+        self._page_tokens = [s.page_tokens(page) if s else page_tokens(g, page) for g, s in parts]
+        self._place_slots = [
+            1 if state else align_up(longest, step)
+            for state, step in zip(self._is_state, self._page_tokens, strict=True)
+        ]
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._sequences: dict[int, _Buffers] = {}
         self._committed_bytes = 0
@@ -84,6 +88,10 @@ class GrowingAccounting:
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
         return self._bytes_at[np.searchsorted(self._lengths, num_tokens)]
+
+    def stacking(self, group: int) -> Stacking | None:
+        """How a group's layers lie together; None: head by head, one layer."""
+        return self._stackings[group]
 
     def num_slots(self, group: int) -> int:
         return 2 * self._config.max_num_seqs * self._place_slots[group]
@@ -104,10 +112,8 @@ class GrowingAccounting:
     ) -> None:
         if seq_id in self._sequences:
             raise KeyError(f"sequence {seq_id} is already here")
-        empty = [0] * len(self.groups)
-        self._sequences[seq_id] = _Buffers(
-            row=-1, num_tokens=0, capacities=empty, sides=empty.copy()
-        )
+        none = [0] * len(self.groups)
+        self._sequences[seq_id] = _Buffers(row=-1, num_tokens=0, capacities=none, sides=none.copy())
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         longest, capacity_bytes = self._config.max_model_len, self.ceiling.capacity_bytes
@@ -326,9 +332,8 @@ class GrowingAccounting:
         return peak
 
     def _replace(self, held: _Buffers, wanted: list[int]) -> None:
-        sizes = zip(held.capacities, wanted, strict=True)
-        held.capacities = held.capacities.copy()
-        for group, (old_capacity, capacity) in enumerate(sizes):
+        before, held.capacities = held.capacities, held.capacities.copy()
+        for group, (old_capacity, capacity) in enumerate(zip(before, wanted, strict=True)):
             if capacity == old_capacity:
                 continue
             old = self._buffer(group, held)
@@ -356,12 +361,8 @@ class GrowingAccounting:
         self._changes.append(release)
 
     def _cells(self, group: int) -> RangeCells:
-        return RangeCells(
-            self.groups[group],
-            self._slot_bytes[group],
-            self._page_tokens[group],
-            self._config.block_size,
-        )
+        sizes = self._slot_bytes[group], self._page_tokens[group], self._config.block_size
+        return RangeCells(self.groups[group], *sizes)
 
     def _pieces(self, group: int) -> Iterator[Piece]:
         """Every buffer of a group, and the outgrown ones, of which nothing is read any more."""
@@ -374,10 +375,8 @@ class GrowingAccounting:
 
     def _buffer(self, group: int, held: _Buffers) -> Release:
         """The pages of a buffer, as what would give them back."""
-        start = self._first_slot(group, held)
-        return Release(
-            group, start, start + align_up(held.capacities[group], self._page_tokens[group])
-        )
+        start, step = self._first_slot(group, held), self._page_tokens[group]
+        return Release(group, start, start + align_up(held.capacities[group], step))
 
     def _release_bytes(self, release: Release) -> int:
         return (release.stop - release.start) * self._slot_bytes[release.group]

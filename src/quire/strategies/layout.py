@@ -5,8 +5,8 @@ which is how attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: 
 piece of memory. Where such a block is no whole pages, as a latent's or with scales, those of all
 the group's layers lie side by side in a row that is.
 
-Blocks that are seen through windows are ``[B, layers, K, {key, value, …}]``: all that a token has
-in a *stack* of layers lies together: a block is one piece, and tokens are equally far apart.
+Blocks that are seen through windows, and ranges on large pages, have their layers in stacks
+(``stacking``): a block is one piece there, and tokens are equally far apart.
 
 A recurrent state has one slot, whatever the strategy: a row of whole pages with the states of all
 the group's layers side by side. So has a source, whose keys and values are kept as such states are.
@@ -21,17 +21,12 @@ from math import lcm
 from quire.errors import ConfigError
 from quire.spec import AttentionSpec, Group, KeptWhole
 from quire.spec.layers import dtype_bytes, scale_bytes
-from quire.units import align_up
-
-
-def stacks(group: Group, stack_layers: int | None) -> list[tuple[int, ...]]:
-    """The group's layers, so many together; None: all of them."""
-    count = stack_layers or group.num_layers
-    return [group.layers[first : first + count] for first in range(0, group.num_layers, count)]
+from quire.strategies.stacking import LayersPerPage, stacking, stacking_of_ranges
+from quire.units import align_up, ceil_div
 
 
 def stacked_block_size(
-    groups: Iterable[Group], block_size: int, page_bytes: int, stack_layers: int | None
+    groups: Iterable[Group], block_size: int, page_bytes: int, layers_per_page: LayersPerPage
 ) -> int:
     """The fewest tokens, ``block_size`` or a multiple of it, that fill whole pages in every stack.
 
@@ -46,9 +41,7 @@ def stacked_block_size(
                 f"a token has {width} bytes of {spec.dtype} keys and values in a layer; for the "
                 f"scales behind them it must be a multiple of {scale}: keep another kv_cache_dtype"
             )
-        for layers in stacks(group, stack_layers):
-            token = len(layers) * spec.bytes_per_token
-            steps.append(lcm(token, page_bytes) // token)
+        steps.append(stacking(group, page_bytes, layers_per_page).page_tokens(page_bytes))
     return lcm(*steps)
 
 
@@ -71,8 +64,13 @@ def state_offsets(spec: KeptWhole) -> tuple[list[int], int]:
     return offsets, align_up(end, max((dtype_bytes(s.dtype) for s in spec.states), default=1))
 
 
-def slot_bytes(group: Group, page_bytes: int) -> int:
-    """Bytes of a slot in all the group's layers: of a token, or of a whole state or source."""
+def slot_bytes(group: Group, page_bytes: int, layers_per_page: LayersPerPage = None) -> int:
+    """Bytes of a slot in all the group's layers: of a token, or of a whole state or source.
+
+    ``layers_per_page``: of ranges.
+    """
+    if (stacked := stacking_of_ranges(group, page_bytes, layers_per_page)) is not None:
+        return stacked.slot_bytes
     if isinstance(group.spec, KeptWhole):
         _, state_bytes = state_offsets(group.spec)
         return align_up(group.num_layers * state_bytes, page_bytes)
@@ -93,24 +91,30 @@ def range_rows(spec: AttentionSpec) -> list[tuple[int, int]]:
     return rows
 
 
-def page_tokens(group: Group, page_bytes: int) -> int:
+def page_tokens(group: Group, page_bytes: int, layers_per_page: LayersPerPage = None) -> int:
     """The fewest slots of a range whose rows fill whole pages wherever they lie."""
+    if (stacked := stacking_of_ranges(group, page_bytes, layers_per_page)) is not None:
+        return stacked.page_tokens(page_bytes)
     if isinstance(group.spec, KeptWhole):
         return 1
     rows = range_rows(attention_spec(group))
     return lcm(*(lcm(row, page_bytes) // row for _, row in rows))
 
 
-def range_slots(group: Group, max_tokens: int, page_bytes: int) -> int:
+def range_slots(
+    group: Group, max_tokens: int, page_bytes: int, layers_per_page: LayersPerPage = None
+) -> int:
     """Slots of the longest range; a state has one."""
     if isinstance(group.spec, KeptWhole):
         return 1
-    return align_up(max_tokens, page_tokens(group, page_bytes))
+    return align_up(max_tokens, page_tokens(group, page_bytes, layers_per_page))
 
 
-def common_page_tokens(groups: Iterable[Group], page_bytes: int) -> int:
+def common_page_tokens(
+    groups: Iterable[Group], page_bytes: int, layers_per_page: LayersPerPage = None
+) -> int:
     """``page_tokens`` that suits every group, for ranges that are equal in all of them."""
-    return lcm(*(page_tokens(group, page_bytes) for group in groups))
+    return lcm(*(page_tokens(group, page_bytes, layers_per_page) for group in groups))
 
 
 def row_bytes(group: Group, block_size: int, page_bytes: int) -> int | None:
@@ -142,3 +146,18 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
         return 1
     block = spec.block_bytes(block_size)
     return lcm(block, page_bytes) // block
+
+
+def whole_bytes(
+    group: Group, num_tokens: int, num_sequences: int, block_size: int, page_bytes: int
+) -> int:
+    """What blocks for so many tokens take, or states for so many sequences, in whole granules.
+
+    ``num_tokens``: each sequence's last block counted in full.
+    """
+    if isinstance(group.spec, KeptWhole):
+        return num_sequences * slot_bytes(group, page_bytes)
+    blocks = ceil_div(num_tokens, block_size)
+    granule = granule_blocks(group, block_size, page_bytes)
+    row = row_bytes(group, block_size, page_bytes)
+    return align_up(blocks, granule) * (row or block_size * group.bytes_per_token)

@@ -44,6 +44,7 @@ from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, block_census
 from quire.strategies.layout import granule_blocks, row_bytes, slot_bytes
 from quire.strategies.packed import packed_positions
+from quire.strategies.stacking import stacking
 from quire.units import align_down, align_up, ceil_div
 
 
@@ -267,13 +268,16 @@ class PagedAccounting:
 
     def _size(self, group: Group, whole_pages: bool) -> PoolSize:
         config = self._config
-        granule, slots, row = 1, 1, None
+        granule, slots, row, page = 1, 1, None, config.page_bytes
+        size = slot_bytes(group, page)
         if not isinstance(group.spec, KeptWhole):
             slots = config.block_size
-            if not whole_pages:
-                granule = granule_blocks(group, slots, config.page_bytes)
-                row = row_bytes(group, slots, config.page_bytes)
-        block_bytes = row or slots * slot_bytes(group, config.page_bytes)
+            if whole_pages:
+                size = stacking(group, page, config.layers_per_page).slot_bytes
+            else:
+                granule = granule_blocks(group, slots, page)
+                row = row_bytes(group, slots, page)
+        block_bytes = row or slots * size
         # Any group may come to hold the whole capacity.
         num_blocks = max(align_down(config.most_bytes // block_bytes, granule), granule)
         # Where nothing is cached a block is committed anew wherever it lies, so that neighbours

@@ -37,6 +37,7 @@ from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census, Piece, RangeCells
 from quire.strategies.layout import page_tokens, range_slots, slot_bytes
 from quire.strategies.packed import one_by_one, packed_ranges
+from quire.strategies.stacking import Stacking, stacking_of_ranges
 from quire.units import align_down, align_up
 
 
@@ -62,11 +63,14 @@ class VirtualAccounting:
         self.groups = groups
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
-        self._page_tokens = [page_tokens(group, config.page_bytes) for group in groups]
-        self._slot_bytes = [slot_bytes(group, config.page_bytes) for group in groups]
+        together = config.layers_per_page
+        self._page_tokens = [page_tokens(group, config.page_bytes, together) for group in groups]
+        self._slot_bytes = [slot_bytes(group, config.page_bytes, together) for group in groups]
         self._is_state = [isinstance(group.spec, KeptWhole) for group in groups]
         longest, page_bytes = config.max_model_len, config.page_bytes
-        self._row_slots = [range_slots(group, longest, page_bytes) for group in self.groups]
+        self._row_slots = [
+            range_slots(group, longest, page_bytes, together) for group in self.groups
+        ]
         sizes = [n * size for n, size in zip(self._page_tokens, self._slot_bytes, strict=True)]
         self._peaks = peak_bytes(groups, self._page_tokens, sizes, longest)
         self._nothing = [range(0)] * len(groups)
@@ -81,6 +85,11 @@ class VirtualAccounting:
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
         return self._peaks[num_tokens]
+
+    def stacking(self, group: int) -> Stacking | None:
+        """How a group's layers lie together; None: head by head."""
+        config = self._config
+        return stacking_of_ranges(self.groups[group], config.page_bytes, config.layers_per_page)
 
     def num_slots(self, group: int) -> int:
         return self._config.max_num_seqs * self._row_slots[group]

@@ -30,9 +30,10 @@ from quire.blocks import (
 from quire.spec import Group
 from quire.strategies.base import CacheConfig, Counts, Slots, Usage
 from quire.strategies.census import Census
-from quire.strategies.layout import attention_groups, stacked_block_size, stacks
+from quire.strategies.layout import attention_groups, stacked_block_size
 from quire.strategies.packed import packed_ranges
 from quire.strategies.paged import PagedAccounting
+from quire.strategies.stacking import Stacking, stacking
 from quire.strategies.windows import NUM_GAPS, Table, Windows
 from quire.units import align_up, ceil_div
 
@@ -46,15 +47,17 @@ class SharedVirtualAccounting:
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         seen = attention_groups(groups)  # they come first; a state needs no window
-        size = stacked_block_size(seen, config.block_size, config.page_bytes, config.stack_layers)
+        page, together = config.page_bytes, config.layers_per_page
+        size = stacked_block_size(seen, config.block_size, page, together)
+        self._stackings = [stacking(group, page, together) for group in seen]
         self.groups = groups
         self.pool = PagedAccounting(groups, replace(config, block_size=size), whole_pages=True)
         self.ceiling = self.pool.ceiling
         self._config = config
         self._num_seen = len(seen)
-        num_stacks = max((len(stacks(group, config.stack_layers)) for group in seen), default=1)
+        num_stacks = max((each.num_stacks for each in self._stackings), default=1)
         self._heap_blocks = [
-            max(1, config.heap_bytes // (size * group.bytes_per_token)) for group in seen
+            max(1, config.heap_bytes // (size * each.slot_bytes)) for each in self._stackings
         ]
         self._row_blocks = ceil_div(config.max_model_len, size)
         self._windows = Windows(
@@ -82,9 +85,9 @@ class SharedVirtualAccounting:
 
     # -- what storage asks -----------------------------------------------------------------------
 
-    @property
-    def stack_layers(self) -> int | None:
-        return self._config.stack_layers
+    def stacking(self, group: int) -> Stacking:
+        """How a group's layers lie together."""
+        return self._stackings[group]
 
     def num_slots(self, group: int) -> int:
         if group >= self._num_seen:

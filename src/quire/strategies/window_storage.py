@@ -1,8 +1,7 @@
 """Where the bytes lie that sequences see through windows: ``virtual`` with sharing.
 
 A stack of layers has one region of blocks, in heaps, and one range of addresses with a window for
-each sequence. A token's entries lie together, ``[layers, K, {key, value}, D]`` (scales last), so
-that in a window layer l of all tokens is a range ``[K, slots, D]`` with equal strides.
+each sequence, in which each layer of all tokens is a range (``stacking``).
 """
 
 from collections.abc import Iterable
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING
 from quire.blocks import Change, Commit, Copy, Map, Release, Unmap
 from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
-from quire.spec import AttentionSpec
-from quire.spec.layers import dtype_bytes, scale_bytes
-from quire.strategies.entries import Entries, RangeLayer
-from quire.strategies.layout import attention_spec, stacks
+from quire.strategies.entries import RangeLayer
+from quire.strategies.layout import attention_spec
 from quire.strategies.pages import Pages, back
+from quire.strategies.stacked_storage import copy_tokens, stacked_layers, token_rows
 from quire.strategies.states import StateRows, make_states
 from quire.strategies.view import LayerView, MakeWriter
 from quire.strategies.virtual_shared import SharedVirtualAccounting
@@ -61,13 +59,12 @@ class WindowStorage:
             spec, slots = attention_spec(group), accounting.num_slots(index)
             longest = accounting.block_size(index)
             self._stacks.append([])
-            for layers in stacks(group, accounting.stack_layers):
-                stack = self._stack(accounting, index, len(layers) * spec.bytes_per_token)
+            layout = accounting.stacking(index)
+            for layers in layout.stacks(group):
+                stack = self._stack(accounting, index, layout.token_bytes)
                 self._stacks[-1].append(stack)
-                seen = _rows(stack.window, slots, stack.token_bytes)
-                for number, layer in enumerate(layers):
-                    keys, values = _entries(seen, spec, number * spec.bytes_per_token)
-                    self._layers[layer] = RangeLayer(keys, values, longest, make_writer)
+                seen = token_rows(stack.window, slots, stack.token_bytes)
+                self._layers |= stacked_layers(seen, spec, layers, longest, make_writer)
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
@@ -82,7 +79,7 @@ class WindowStorage:
                     stack.hide(change.start, change.stop)
             elif isinstance(change, Copy):
                 for stack in stacks_:
-                    _copy(stack.blocks, change)
+                    copy_tokens(stack.blocks, change)
             else:
                 back(change, [_pages(stack, change) for stack in stacks_])
 
@@ -120,43 +117,13 @@ class WindowStorage:
             token_bytes=token_bytes,
             region=region,
             window=region.window(accounting.num_slots(group) * token_bytes),
-            blocks=_rows(region, slots, token_bytes),
+            blocks=token_rows(region, slots, token_bytes),
         )
-
-
-def _rows(memory: Region | Window, slots: int, token_bytes: int) -> "Tensor":
-    import torch
-
-    return memory.tensor(torch.uint8)[: slots * token_bytes].view(slots, token_bytes)
-
-
-def _entries(rows: "Tensor", spec: AttentionSpec, start: int) -> tuple[Entries, Entries]:
-    """One layer's keys and values among the bytes of tokens: rows u8[slots, token_bytes]."""
-    import torch
-
-    (heads, key_dim), (_, value_dim) = spec.entry_shapes
-    size, scale, slots = dtype_bytes(spec.dtype), scale_bytes(spec.dtype), len(rows)
-    width = (key_dim + value_dim) * size
-    codes = rows[:, start : start + heads * width].view(getattr(torch, spec.dtype))
-    both = codes.view(slots, heads, key_dim + value_dim).transpose(0, 1)  # [K, slots, D + Dv]
-    k, v = both[..., :key_dim], both[..., key_dim:]
-    if not scale:
-        return Entries(k), Entries(v)
-    first = start + heads * width
-    scales = rows[:, first : first + 2 * heads * scale].view(torch.float32)
-    of_each = scales.view(slots, heads, 2).permute(2, 1, 0)  # [{key, value}, K, slots]
-    return Entries(k, of_each[0]), Entries(v, of_each[1])
 
 
 def _pages(stack: _Stack, change: Commit | Release) -> Pages:
     size = stack.token_bytes
     return Pages(stack.region, change.start * size, (change.stop - change.start) * size)
-
-
-def _copy(blocks: "Tensor", change: Copy) -> None:
-    """Between two blocks: this is copy-on-write."""
-    source = blocks[change.source : change.source + change.num_slots]
-    blocks[change.target : change.target + change.num_slots] = source
 
 
 def _show(several: list[_Stack], change: Map) -> None:

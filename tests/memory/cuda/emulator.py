@@ -82,11 +82,21 @@ class EmulatedDriver:
     CUmemLocationType = names.CUmemLocationType
 
     def __init__(
-        self, *, total_bytes: int = 2**30, granularity: int = 2**16, can_map: bool = True
+        self,
+        *,
+        total_bytes: int = 2**30,
+        granularity: int = 2**16,
+        can_map: bool = True,
+        fills_at_once: bool = False,
     ) -> None:
+        """``fills_at_once``: memory that nothing uses is filled before the host goes on.
+
+        For tensors of the CPU, whose operations do not wait in a stream.
+        """
         self.total_bytes = total_bytes
         self.granularity = granularity
         self.can_map = can_map
+        self.fills_at_once = fills_at_once
         self.calls: Counter[str] = Counter()
         self.num_calls = 0
         self.refused: list[str] = []
@@ -286,6 +296,9 @@ class EmulatedDriver:
         if not self._contexts:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         fill = functools.partial(ctypes.memset, dstDevice, uc, N)
+        if self.fills_at_once and not self._streams.uses(dstDevice, N):
+            fill()
+            return (OK,)
         self._enqueue(Work(ranges=[(dstDevice, N)], run=fill), hStream)
         return (OK,)
 

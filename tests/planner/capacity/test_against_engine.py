@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.cli.validation import Check, validate
 from quire.config import EngineConfig
 from quire.memory import HostMemory
+from quire.memory.cuda import CudaMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.loader import adopt
@@ -67,6 +70,25 @@ def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> No
     assert [check for check in checks if not check.holds] == []
     exact = [check for check in checks if check.planned == check.actual > 0]
     assert len(exact) >= len(checks) - 1  # of the weights, tables that no file holds
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
+def test_on_the_large_pages_of_a_gpu(strategy: str, name: str, tmp_path: Path) -> None:
+    """What ``quire plan --device`` says, against an engine on an emulated driver."""
+    driver = EmulatedDriver(granularity=2**21)
+    memory = CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE, keep_bytes=0)
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    options = {**OPTIONS, "kv_cache_memory_bytes": "64MiB"}
+    config = EngineConfig.from_options(**options, growth_tokens=8, reserve="request")
+    place = replace(here(), page_bytes=memory.page_bytes, can_share=True, max_mappings=None)
+    subject = find_subject(str(tmp_path))
+    checks = validate(
+        adopt(model), subject, config, place, ASKED, strategies=[strategy], provider=memory
+    )
+    assert [check for check in checks if not check.holds] == []
+    assert driver.physical_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore")

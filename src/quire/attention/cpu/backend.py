@@ -27,6 +27,7 @@ class CpuAttention:
     """Kernels compiled for this machine on their first use, and kept for the next process."""
 
     name = "cpu"
+    replays = None
 
     def __init__(self, isa: Isa | None = None, cache_dir: Path | None = None) -> None:
         found = native_isa() if isa is None else isa

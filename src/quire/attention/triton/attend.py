@@ -13,7 +13,7 @@ read has none. What a call says is ``call``'s to know, and which tokens are walk
 import triton
 import triton.language as tl
 
-from quire.attention.triton.elements import factor, rounded, stored_factor
+from quire.attention.triton.elements import factor, rounded, stored_factor, wide
 from quire.attention.triton.walk import live_start, queries_of, walk_of
 
 
@@ -73,10 +73,11 @@ def attend(  # noqa: PLR0913, PLR0915
 
     from_q = q + (token * q_token + head * q_head)[:, None]
     mask = exists[:, None] & (key_at < KEY)[None, :]
-    queries = factor(tl.load(from_q + key_at[None, :], mask, 0.0).to(tl.float32), DTYPE, EMULATED)
+    queries = wide(tl.load(from_q + key_at[None, :], mask, 0.0), EMULATED)
+    queries = factor(queries, DTYPE, EMULATED)
     if LATENT:  # what meets the rotary key
         mask = exists[:, None] & (value_at < VALUE)[None, :]
-        turned = tl.load(from_q + KEY + value_at[None, :], mask, 0.0).to(tl.float32)
+        turned = wide(tl.load(from_q + KEY + value_at[None, :], mask, 0.0), EMULATED)
         turned = factor(turned, DTYPE, EMULATED)
 
     k += kv_head.to(tl.int64) * k_head
@@ -85,6 +86,8 @@ def attend(  # noqa: PLR0913, PLR0915
         k_scale += kv_head.to(tl.int64) * scale_head
         v_scale += kv_head.to(tl.int64) * scale_head
     table = tables + seq.to(tl.int64) * table_seq
+    if BLOCK == 0:  # a range: the table's one entry is where it begins
+        range_start = tl.load(table).to(tl.int64)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -92,8 +95,8 @@ def attend(  # noqa: PLR0913, PLR0915
     for at in range(walk, end, TOKENS):
         t = at + tl.arange(0, TOKENS)
         live = (t >= start) & (t < end)
-        if BLOCK == 0:  # a range: the table's one entry is where it begins
-            place = tl.load(table).to(tl.int64) + t * 0
+        if BLOCK == 0:
+            place = range_start + t * 0
             inside = t.to(tl.int64)
         else:
             place = tl.load(table + t // BLOCK, live, 0).to(tl.int64)
@@ -135,11 +138,19 @@ def attend(  # noqa: PLR0913, PLR0915
         by = tl.exp2(best - base)
         total = total * by + tl.sum(weights, 1)
         best = now
-        if KEPT == "int8":
-            weights = tl.where(reads, weights * value_scale[None, :], 0.0)
-        weights = factor(weights, DTYPE, EMULATED)
         result = result * by[:, None]
-        result = tl.dot(weights, values, result, input_precision="ieee")
+        if KEPT == "int8" and DTYPE == tl.float16:
+            # Scales are small, and float16's range is short: relative to the step's largest.
+            top = tl.max(value_scale, 0)
+            top = tl.where(top > 0.0, top, 1.0)
+            weights = tl.where(reads, weights * (value_scale / top)[None, :], 0.0)
+            weights = factor(weights, DTYPE, EMULATED)
+            result += tl.dot(weights, values, input_precision="ieee") * top
+        else:
+            if KEPT == "int8":
+                weights = tl.where(reads, weights * value_scale[None, :], 0.0)
+            weights = factor(weights, DTYPE, EMULATED)
+            result = tl.dot(weights, values, result, input_precision="ieee")
 
     # A sequence of no tokens is padding, whose result is zeros.
     total = tl.where(context > 0, total, 1.0)
@@ -152,7 +163,7 @@ def attend(  # noqa: PLR0913, PLR0915
         tl.store(part_out + at[:, None] * OUT + out_at[None, :], result, mask)
     else:
         if SINKS:
-            sink = tl.load(sinks + head, exists, 0.0).to(tl.float32) * 1.4426950408889634
+            sink = wide(tl.load(sinks + head, exists, 0.0), EMULATED) * 1.4426950408889634
             top = tl.maximum(best, sink)
             by = tl.exp2(best - top)
             total = total * by + tl.exp2(sink - top)

@@ -15,19 +15,12 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch, PlacedBatch
 from quire.attention.triton.attend import attend
+from quire.attention.triton import tiles
 from quire.attention.triton.gpu import Gpu, find_gpu
 from quire.attention.triton.join import join
 from quire.attention.triton.shape import AttendShape, kept_as, shape_of
-from quire.attention.triton.tiles import (
-    LEAST_STEPS,
-    MOST_SPLITS,
-    MOST_WIDTH,
-    Tile,
-    few_queries,
-    many_queries,
-    num_splits,
-    room,
-)
+from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
+from quire.attention.triton.write import TritonWriter
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 from quire.units import ceil_div
@@ -54,7 +47,6 @@ class TritonAttention:
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
 
     name = "triton"
-    make_writer = None
     plays = None
 
     def __init__(self) -> None:
@@ -73,6 +65,10 @@ class TritonAttention:
             return f"it has no kernel for entries of {widest} elements, {MOST_WIDTH} at most"
         return None
 
+    def make_writer(self, view: LayerView) -> TritonWriter:
+        """What writes a layer's entries, for its storage. Raises: ValueError as ``attend`` does."""
+        return TritonWriter(view, self._known_gpu(view.k.device))
+
     def attend(
         self,
         q: Tensor,  # [T, H, D]
@@ -84,9 +80,7 @@ class TritonAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        gpu = self._gpu(q.device)
-        if isinstance(gpu, str):
-            raise ValueError(gpu)
+        gpu = self._known_gpu(q.device)
         shape = shape_of(q, view, spec)
         placed = batch.on(q.device)
         # Tokens beyond the last sequence's are padding, whose results are zeros.
@@ -95,6 +89,8 @@ class TritonAttention:
         out = make(len(q), shape.num_heads, shape.output_width)
         if q.stride(-1) != 1:
             q = q.contiguous()
+        if sinks is not None:
+            sinks = sinks.contiguous()
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
         with torch.cuda.device_of(q):
             for call in self._calls(shape, placed, gpu, len(q)):
@@ -105,6 +101,12 @@ class TritonAttention:
         if device not in self._gpus:
             self._gpus[device] = find_gpu(device)
         return self._gpus[device]
+
+    def _known_gpu(self, device: torch.device) -> Gpu:
+        gpu = self._gpu(device)
+        if isinstance(gpu, str):
+            raise ValueError(f"attention by Triton: {gpu}")
+        return gpu
 
     def _calls(
         self, shape: AttendShape, placed: PlacedBatch, gpu: Gpu, num_tokens: int
@@ -118,13 +120,13 @@ class TritonAttention:
             value=shape.value,
             entry_bytes=shape.kept_bytes,
             plain=plain,
-            shared_bytes=gpu.shared_bytes,
+            gpu=gpu,
         )
-        few = few_queries(**sizes, sharing=shape.sharing)
+        few = tiles.few_queries(**sizes, sharing=shape.sharing)
         most = few.queries(shape.sharing)
         calls = [self._call(shape, placed, gpu, few, num_seqs, (0, most))]
         if placed.max_query_len > most:
-            many = many_queries(**sizes)
+            many = tiles.many_queries(**sizes)
             num_tiles = num_tokens // many.queries(shape.sharing) + num_seqs
             everybody = 2**31 - 1
             calls.append(self._call(shape, placed, gpu, many, num_tiles, (most, everybody)))
@@ -151,7 +153,7 @@ class TritonAttention:
             above=serves[0],
             upto=serves[1],
             num_tiles=num_tiles,
-            num_splits=num_splits(programs, num_tokens, tile, gpu.num_processors),
+            num_splits=tiles.num_splits(programs, num_tokens, tile, gpu.num_processors),
             num_queries=min(queries, placed.max_query_len),
         )
 
@@ -171,6 +173,7 @@ def _launch(  # noqa: PLR0913
     sinks: Tensor | None,
 ) -> None:
     tile = call.tile
+    looked_up = placed.tables.shape[1] > 1
     parts = ceil_div(shape.sharing, tile.rows)
     split = call.num_splits > 1
     part_out = part_max = part_sum = None
@@ -193,8 +196,9 @@ def _launch(  # noqa: PLR0913
         SINKS=sinks is not None,
         SEVERAL=call.several,
         TOKENS=tile.tokens,
-        LEAST=LEAST_STEPS,
+        LEAST=tiles.LEAST_STEPS,
         EMULATED=gpu.emulated,
+        enable_fp_fusion=True,  # whatever a release of Triton thinks best
     )
     attend[(call.num_tiles * shape.kv_heads * parts, call.num_splits)](
         out, part_out, part_max, part_sum, q, k, v, view.k_scale, view.v_scale, sinks,
@@ -203,7 +207,7 @@ def _launch(  # noqa: PLR0913
         *v.stride()[:2], *v.stride()[2:], *scale_strides,
         placed.tables.stride(0), num_seqs, num_tokens, call.num_splits, call.above, call.upto,
         shape.reach, factor, cap_in, cap_out,
-        BLOCK=0 if placed.tables.shape[1] == 1 else block_size,
+        BLOCK=block_size if looked_up else 0,
         KV_HEADS=shape.kv_heads,
         SHARING=shape.sharing,
         KEY=shape.key,
@@ -218,7 +222,7 @@ def _launch(  # noqa: PLR0913
         DTYPE=_TRITON_DTYPES[shape.dtype],
         FP8_CONVERTS=gpu.fp8_converts,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages(looked_up=looked_up),
         **common,
     )  # fmt: skip
     if split:

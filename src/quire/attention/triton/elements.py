@@ -1,8 +1,8 @@
 """What the kernels multiply: elements as they are kept, made factors of a product, and rounded.
 
-Triton's interpreter has no products of bfloat16 and cuts its bits off where a GPU rounds; with
-``EMULATED`` the same numbers travel in float32. float8 is converted by the GPU where it can
-(``FP8_CONVERTS``: compute capability 8.9), else bit by bit.
+Triton's interpreter has no products of bfloat16, cuts its bits off where a GPU rounds, and mistakes
+its smallest numbers. With ``EMULATED`` the bits are moved by hand, and the same factors travel in
+float32. float8 is converted by the GPU where it can (``FP8_CONVERTS``), else bit by bit.
 """
 
 import triton
@@ -11,13 +11,24 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
-    """float32 that a dtype has: to nearest, ties to even."""
-    if EMULATED:
-        if DTYPE == tl.bfloat16:
-            bits = x.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
+    """float32 in another dtype: to nearest, ties to even."""
+    if EMULATED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+        y = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y
+
+
+@triton.jit
+def wide(x, EMULATED: tl.constexpr):
+    """Any float in float32."""
+    if EMULATED and x.dtype == tl.bfloat16:
+        y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -25,7 +36,7 @@ def factor(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
     """float32 as one side of a product in a dtype."""
     y = rounded(x, DTYPE, EMULATED)
     if EMULATED:
-        y = y.to(tl.float32)
+        y = wide(y, EMULATED)
     return y
 
 
@@ -36,24 +47,26 @@ def stored_factor(
     """What is kept, as one side of a product. All codes are exact in all dtypes."""
     if KIND == "fp8":
         if FP8_CONVERTS:
-            y = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            y = x.to(tl.float8e4nv, bitcast=True)
         else:
             y = from_fp8(x)
     else:
         y = x
     if EMULATED:
-        return y.to(tl.float32)
+        y = wide(y, EMULATED)
     else:
-        return y.to(DTYPE)
+        y = y.to(DTYPE)
+    return y
 
 
 @triton.jit
 def from_fp8(codes):
-    """u8 → float16. The same sign, exponent and mantissa, with another bias: 15 against 7."""
-    codes = codes.to(tl.uint16)
+    """u8 → float32. The same exponent and mantissa, with another bias: 127 against 7."""
+    codes = codes.to(tl.uint32)
     magnitude = codes & 0x7F
-    bits = ((codes & 0x80) << 8) | (magnitude << 7)
-    x = bits.to(tl.float16, bitcast=True) * 256.0
+    bits = ((codes & 0x80) << 24) | (magnitude << 20)
+    # A code's smallest numbers are float32's smallest here, which a GPU multiplies exactly.
+    x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return tl.where(magnitude == 0x7F, float("nan"), x)
 
 

@@ -15,6 +15,7 @@ class Gpu:
     num_processors: int  # streaming multiprocessors
     shared_bytes: int  # that one program may have
     fp8_converts: bool  # float8_e4m3fn, in an instruction
+    products_from_shared: bool  # tensor cores of Hopper and the large Blackwells: wgmma, tcgen05
     emulated: bool  # Triton's interpreter runs the kernels, on the CPU
 
 
@@ -26,8 +27,13 @@ def interpreted() -> bool:
 def find_gpu(device: torch.device) -> Gpu | str:
     """A device's facts, or why the kernels cannot run there."""
     if interpreted() and device.type in ("cpu", "cuda"):
-        # Of an H200, so that what is split there is split here.
-        return Gpu(num_processors=132, shared_bytes=227 * 1024, fp8_converts=False, emulated=True)
+        return Gpu(  # an H200's figures, so that what is split there is split here
+            num_processors=132,
+            shared_bytes=227 * 1024,
+            fp8_converts=False,
+            products_from_shared=True,
+            emulated=True,
+        )
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device} (but in Triton's interpreter: TRITON_INTERPRET=1)"
     if torch.version.hip is not None:
@@ -47,5 +53,6 @@ def find_gpu(device: torch.device) -> Gpu | str:
         num_processors=facts.multi_processor_count,
         shared_bytes=limits["max_shared_mem"],
         fp8_converts=capability >= (8, 9),
+        products_from_shared=facts.major in (9, 10),
         emulated=False,
     )

@@ -8,7 +8,7 @@ The parts are joined in their order, and a part that nobody had to walk over is 
 import triton
 import triton.language as tl
 
-from quire.attention.triton.elements import rounded
+from quire.attention.triton.elements import rounded, wide
 from quire.attention.triton.walk import queries_of, walk_of
 
 
@@ -39,15 +39,13 @@ def join(  # noqa: PLR0913
     each = num_tokens.to(tl.int64) * NUM_HEADS
     own = token * NUM_HEADS + head
 
-    split = tl.arange(0, MOST)
-    maxima = tl.load(part_max + split * each + own, split < used, float("-inf"))
-    top = tl.max(maxima, 0)
+    every = tl.arange(0, MOST)
+    top = tl.max(tl.load(part_max + every * each + own, every < used, float("-inf")), 0)
     total = 0.0
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = wide(tl.load(sinks + head), EMULATED) * 1.4426950408889634
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)
-    top = tl.where(top == float("-inf"), 0.0, top)
     out_at = tl.arange(0, OUT_ROOM)
     result = tl.zeros([OUT_ROOM], tl.float32)
     for at in range(0, used, TOGETHER):

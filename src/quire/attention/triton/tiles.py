@@ -5,6 +5,7 @@ Reasons, rather than measurements, stand behind it: decision 38.
 
 from dataclasses import dataclass, replace
 
+from quire.attention.triton.gpu import Gpu
 from quire.units import ceil_div
 
 
@@ -15,7 +16,12 @@ class Tile:
     rows: int  # queries × the heads that share a key-value head
     tokens: int  # of a step
     num_warps: int
-    num_stages: int  # steps whose entries are on their way at once, the current one included
+    buffers: int  # steps whose entries are on their way while one is worked on
+
+    def num_stages(self, *, looked_up: bool) -> int:
+        """Triton's word. Where each step's entries are found through a table, that is on its way
+        first, and Triton divides the stages evenly between the two."""
+        return 1 + self.buffers * (2 if looked_up else 1)
 
     def heads(self, sharing: int) -> int:
         """Of those that share one, in a tile: all of them, or an equal part."""
@@ -27,23 +33,28 @@ class Tile:
 
 # By the wider of an entry's two parts, in elements: it decides what lies in registers.
 _FEW = (
-    (128, Tile(rows=16, tokens=64, num_warps=4, num_stages=3)),
-    (256, Tile(rows=16, tokens=32, num_warps=4, num_stages=3)),
-    (512, Tile(rows=16, tokens=32, num_warps=4, num_stages=2)),
+    (128, Tile(rows=16, tokens=64, num_warps=4, buffers=2)),
+    (256, Tile(rows=16, tokens=32, num_warps=4, buffers=2)),
+    (512, Tile(rows=16, tokens=32, num_warps=4, buffers=2)),
 )
 _MANY = (
-    (128, Tile(rows=128, tokens=64, num_warps=8, num_stages=3)),
-    (256, Tile(rows=64, tokens=32, num_warps=8, num_stages=2)),
-    (512, Tile(rows=64, tokens=32, num_warps=8, num_stages=2)),
+    (128, Tile(rows=128, tokens=64, num_warps=8, buffers=2)),
+    (256, Tile(rows=64, tokens=32, num_warps=8, buffers=2)),
+    (512, Tile(rows=32, tokens=32, num_warps=8, buffers=2)),
+)
+# Where products take both sides from registers, or codes pass through them on their way.
+_MANY_IN_REGISTERS = (
+    (128, Tile(rows=128, tokens=32, num_warps=8, buffers=2)),
+    *_MANY[1:],
 )
 # Products of float32 are no tensor core's work: every factor passes through registers.
 _PLAIN_FEW = (
-    (128, Tile(rows=16, tokens=32, num_warps=4, num_stages=2)),
-    (512, Tile(rows=16, tokens=16, num_warps=4, num_stages=1)),
+    (128, Tile(rows=16, tokens=32, num_warps=8, buffers=1)),
+    (512, Tile(rows=16, tokens=16, num_warps=8, buffers=0)),
 )
 _PLAIN_MANY = (
-    (128, Tile(rows=32, tokens=32, num_warps=8, num_stages=2)),
-    (512, Tile(rows=16, tokens=16, num_warps=8, num_stages=1)),
+    (128, Tile(rows=32, tokens=16, num_warps=8, buffers=1)),
+    (512, Tile(rows=16, tokens=16, num_warps=8, buffers=0)),
 )
 MOST_WIDTH = 512
 LEAST_STEPS = 4  # of a split: joining costs about as much as a step or two
@@ -56,21 +67,24 @@ def room(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def few_queries(*, key: int, value: int, entry_bytes: int, plain: bool, sharing: int,
-                shared_bytes: int) -> Tile:  # fmt: skip
+def few_queries(
+    *, key: int, value: int, entry_bytes: int, plain: bool, sharing: int, gpu: Gpu
+) -> Tile:
     """For sequences with a tile of queries at most, as in decoding: the memory decides."""
     width = max(room(key), room(value))
     tile = _first(_PLAIN_FEW if plain else _FEW, width)
-    rows = min(room(sharing), 64 if not plain else 16)
-    if rows * width > 16 * 512:  # the result's registers
-        tile = replace(tile, num_warps=8)
-    return _fitting(replace(tile, rows=rows), room(key) + room(value), entry_bytes, shared_bytes)
+    if not plain:
+        rows = min(room(sharing), 64 if width <= 256 else 32)
+        tile = replace(tile, rows=rows, num_warps=8 if rows * width > 32 * 128 else 4)
+    return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
 
-def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, shared_bytes: int) -> Tile:
+def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gpu) -> Tile:
     """For longer chunks: arithmetic decides."""
-    tile = _first(_PLAIN_MANY if plain else _MANY, max(room(key), room(value)))
-    return _fitting(tile, room(key) + room(value), entry_bytes, shared_bytes)
+    from_shared = gpu.products_from_shared and entry_bytes > 1
+    table = _MANY if from_shared else _MANY_IN_REGISTERS
+    tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
+    return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
 
 def num_splits(num_programs: int, num_tokens: int, tile: Tile, num_processors: int) -> int:
@@ -84,9 +98,9 @@ def _first(table: tuple[tuple[int, Tile], ...], width: int) -> Tile:
     return next(tile for most, tile in table if width <= most)
 
 
-def _fitting(tile: Tile, width: int, entry_bytes: int, shared_bytes: int) -> Tile:
+def _fitting(tile: Tile, width: int, entry_bytes: int, gpu: Gpu) -> Tile:
     """With fewer steps on their way where they would not fit beside the queries."""
     own = tile.rows * width * max(entry_bytes, 2)
     step = tile.tokens * width * entry_bytes
-    fits = max(1, (shared_bytes - own) // step)
-    return replace(tile, num_stages=min(tile.num_stages, fits))
+    fits = (gpu.shared_bytes - own) // step - 1  # Hopper's products read a step that stays
+    return replace(tile, buffers=max(0, min(tile.buffers, fits)))

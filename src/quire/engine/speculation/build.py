@@ -30,8 +30,9 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
         return None
     given: Any = speculative.model
     if isinstance(given, str | Path):
-        given = load(given, dtype=config.dtype)
+        given = load(given, device=str(target.device), dtype=config.dtype)
     draft = given if isinstance(given, LoadedModel) else adopt(given)
+    _refuse_other_device(draft, target)
     refuse_recurrent_draft(draft)
     _refuse_other_vocabulary(draft, target)
     return draft
@@ -91,6 +92,7 @@ def make_drafter(
         enable_prefix_caching=False,
     )
     model = assemble(draft, draft.spec, "paged", sizes, provider, config)
+    model.runner.capture(max_model_len=sizes.max_model_len, max_num_seqs=config.max_num_seqs)
     return DraftModel(
         model.kv,
         model.runner,
@@ -99,6 +101,16 @@ def make_drafter(
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=min(draft.vocab_size, target.vocab_size),
     )
+
+
+def _refuse_other_device(draft: LoadedModel, target: LoadedModel) -> None:
+    """Raises: ConfigError for a model in memory that is elsewhere."""
+    here, there = target.device, draft.device
+    if here != there:
+        raise ConfigError(
+            f"speculative_config: the draft model is on {there}, {target.name} on {here}: move it "
+            f"(model.to({str(here)!r})), or give its folder"
+        )
 
 
 def _refuse_other_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:

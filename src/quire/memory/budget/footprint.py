@@ -26,9 +26,18 @@ class Footprint:
         float32 for a norm, and three results of the widest product (gate, up, and both multiplied).
         After the layers: logits twice, and ten float32 copies where top-p sorts and filters them.
         """
-        layer = num_tokens * (
+        head = num_logits * self.vocab_size * (2 * self.item_bytes + 10 * _FLOAT32_BYTES)
+        return max(self._layer_bytes(num_tokens), head)
+
+    def graph_bytes(self, num_tokens: int) -> int:
+        """An estimate of what recorded steps of up to so many tokens keep, logits for each.
+
+        They share what they compute with, so that the largest counts. Tokens are chosen outside.
+        """
+        return self._layer_bytes(num_tokens) + num_tokens * self.vocab_size * self.item_bytes
+
+    def _layer_bytes(self, num_tokens: int) -> int:
+        return num_tokens * (
             3 * self.widest_rows * self.item_bytes
             + self.hidden_size * (3 * self.item_bytes + 3 * _FLOAT32_BYTES)
         )
-        head = num_logits * self.vocab_size * (2 * self.item_bytes + 10 * _FLOAT32_BYTES)
-        return max(layer, head)

@@ -18,6 +18,8 @@ class Needs:
     # file are not: the kernel calls such pages available, since it could read them again.
     counted_weights_bytes: int = 0
     activation_bytes: int = 0  # at their peak, in one step
+    activation_source: str = "estimate for max_num_batched_tokens"
+    graph_bytes: int = 0  # of recorded steps, which keep what they compute with
     bytes_per_token: int
     context_tokens: int  # the longest sequence
     address_bytes: int = 0  # of address space besides: windows, libraries, stacks of threads
@@ -29,6 +31,11 @@ class Needs:
     @property
     def weights_to_come_bytes(self) -> int:
         return self.weights_bytes - self.counted_weights_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """What steps need besides weights and KV."""
+        return self.activation_bytes + self.graph_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class _Case:
     def room_in(self, bound: MemoryBound) -> int:
         """The most, were this the only limit."""
         needs = self.needs
-        left = bound.available_bytes - needs.weights_to_come_bytes - needs.activation_bytes
+        left = bound.available_bytes - needs.weights_to_come_bytes - needs.step_bytes
         if bound.counts_addresses:
             return (left - needs.address_bytes) // needs.addresses_per_byte
         return left
@@ -154,7 +154,7 @@ def _auto(case: _Case) -> _Offer:
         Term(
             label="used",
             num_bytes=bound.available_bytes - bound.limit_bytes,
-            source="by this process" if bound.counts_addresses else "by all, this process too",
+            source=_used_words(case.machine, bound),
         ),
         *_still_to_come(needs),
     ]
@@ -194,7 +194,7 @@ def _mistralrs(case: _Case) -> _Offer:
         hint, source = cap, "ram cap (2/3 or 3/4 of RAM)"
     offer = _claim(case, hint, source)
     # Weights come first, into what this process has not allocated of the hint.
-    others_aside = case.machine.process_bytes - case.needs.counted_weights_bytes
+    others_aside = case.machine.own_bytes - case.needs.counted_weights_bytes
     free = case.machine.hint[0] - max(0, others_aside)
     spare = max(free * 2 // 100, 512 * _MIB)
     if case.needs.weights_bytes + spare <= free:
@@ -210,7 +210,7 @@ def _llamacpp(case: _Case) -> _Offer:
     """the context that was asked for, whole, if hint − allocated has it"""
     needs, (hint, source) = case.needs, case.machine.hint
     asked = needs.context_tokens * needs.bytes_per_token + needs.state_bytes
-    allocated = max(case.machine.process_bytes, needs.counted_weights_bytes)
+    allocated = max(case.machine.own_bytes, needs.counted_weights_bytes)
     terms = (
         Term(label="hint", num_bytes=hint, source=source),
         Term(label="allocated", num_bytes=-allocated, source="by this process"),
@@ -259,27 +259,40 @@ def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:
         Term(label="hint", num_bytes=total_bytes, source=source),
         Term(label="not claimed", num_bytes=claimed - total_bytes, source=words),
         Term(label="weights", num_bytes=-needs.weights_bytes, source="loaded or to come"),
-        _activations(needs),
+        *_of_steps(needs),
     )
-    besides = needs.weights_bytes + needs.activation_bytes
+    besides = needs.weights_bytes + needs.step_bytes
     low, high = besides + needs.least_bytes, besides + case.lasting_bytes
     shares = _shares(low, high, total_bytes, greatest=claimed > high)
     remedies = tuple(Remedy(option="memory_utilization", value=share) for share in shares)
     return _Offer(terms=terms, bound=f"{words} of {source}", remedies=remedies)
 
 
-def _still_to_come(needs: Needs) -> tuple[Term, Term]:
+def _still_to_come(needs: Needs) -> tuple[Term, ...]:
     loaded = needs.counted_weights_bytes
     source = f"{format_bytes(loaded)} more are among what is used" if loaded else "not counted yet"
     return (
         Term(label="weights", num_bytes=-needs.weights_to_come_bytes, source=source),
-        _activations(needs),
+        *_of_steps(needs),
     )
 
 
-def _activations(needs: Needs) -> Term:
-    source = "estimate for max_num_batched_tokens"
-    return Term(label="activations", num_bytes=-needs.activation_bytes, source=source)
+def _of_steps(needs: Needs) -> tuple[Term, ...]:
+    source = needs.activation_source
+    terms = [Term(label="activations", num_bytes=-needs.activation_bytes, source=source)]
+    if needs.graph_bytes:
+        source = "estimate for steps of max_num_seqs tokens"
+        terms.append(Term(label="CUDA graphs", num_bytes=-needs.graph_bytes, source=source))
+    return tuple(terms)
+
+
+def _used_words(machine: Machine, bound: MemoryBound) -> str:
+    if bound.counts_addresses:
+        return "by this process"
+    if machine.device is None:
+        return "by all, this process too"
+    own, others = machine.device.own_bytes, machine.device.others_bytes
+    return f"{format_bytes(others)} by others and the driver, {format_bytes(own)} by this process"
 
 
 def _headroom_words(mode: Mode) -> str:

@@ -64,6 +64,7 @@ class Granules:
     def __init__(self, driver: Driver, page_bytes: int, keep_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.keep_bytes = keep_bytes
+        self.hold_bytes = 0  # created, below which nothing goes back either
         self.num_created = 0  # handles that exist
         self._driver = driver
         self._kept: list[Granule] = []
@@ -130,21 +131,23 @@ class Granules:
         self._kept.extend(granules)
 
     def trim(self, keep_bytes: int) -> None:
-        """Give kept granules back to the device until ``keep_bytes`` are left.
+        """Give kept granules back to the device until ``keep_bytes`` are left, or all are held.
 
         Raises: DriverError; what is left then is kept.
         """
-        while self.kept_bytes > keep_bytes:
+        while self.kept_bytes > keep_bytes and self.num_created * self.page_bytes > self.hold_bytes:
             self._driver.release(self._kept[-1].handle)
             self._kept.pop()
             self.num_created -= 1
 
     def prepare(self, nbytes: int) -> None:
-        """Create granules until ``nbytes``, but no more than ``keep_bytes``, are kept.
+        """Create granules until ``nbytes``, but no more than would stay, are kept.
 
         Raises: MemoryUnavailable; then none is created.
         """
-        self.put(self.take(min(nbytes, self.keep_bytes) // self.page_bytes))
+        in_use = self.num_created * self.page_bytes - self.kept_bytes
+        most = max(self.keep_bytes, self.hold_bytes - in_use)
+        self.put(self.take(min(nbytes, most) // self.page_bytes))
 
     # -- addresses -------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class Granules:
         # Nobody has addresses here any more, so this is the last occasion. At the end of the
         # process, or in a forked one, the driver refuses, and does not need to be asked.
         with suppress(Exception):
-            self.keep_bytes = 0
+            self.keep_bytes = self.hold_bytes = 0
             self.settle(wait=True)
             for event in self._events:
                 self._driver.destroy_event(event)

@@ -49,7 +49,7 @@ class CudaMemory:
         device: int = 0,
         stream: int = 0,
         page_bytes: int | None = None,
-        keep_bytes: int = 64 * 2**20,
+        keep_bytes: int = 128 * 2**20,
         driver: DriverFunctions | None = None,
         tensor_device: tuple[int, int] | None = None,
     ) -> None:
@@ -76,6 +76,11 @@ class CudaMemory:
         return self._granules.num_created * self.page_bytes
 
     @property
+    def keep_bytes(self) -> int:
+        """How many of those that are given back are kept, if none are held."""
+        return self._granules.keep_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that are ready to be committed again."""
         return self._granules.kept_bytes
@@ -84,6 +89,16 @@ class CudaMemory:
     def hidden_bytes(self) -> int:
         """Bytes of addresses that are given back once the device has done its work so far."""
         return self._granules.hidden_bytes
+
+    @property
+    def hold_bytes(self) -> int:
+        """Of ``physical_bytes``, below which pages that are given back are all kept."""
+        return self._granules.hold_bytes
+
+    @hold_bytes.setter
+    def hold_bytes(self, nbytes: int) -> None:
+        self._granules.hold_bytes = nbytes
+        self._granules.settle()
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
         """See ``MemoryProvider``.
@@ -101,7 +116,7 @@ class CudaMemory:
         return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
 
     def prepare(self, nbytes: int) -> None:
-        """Create pages ahead, so that ``nbytes`` (at most ``keep_bytes``) are kept.
+        """Create pages ahead, so that ``nbytes`` are kept: at most those that would stay.
 
         Raises: MemoryUnavailable.
         """
@@ -115,7 +130,7 @@ class CudaMemory:
         self._granules.settle(wait=wait)
 
     def trim(self, keep_bytes: int = 0) -> None:
-        """Give kept pages back to the device until ``keep_bytes`` are left.
+        """Give kept pages back to the device until ``keep_bytes`` are left, or all are held.
 
         Raises: MemoryUnavailable if the driver refuses; what is left then is kept.
         """

@@ -1,14 +1,13 @@
 """What the operating system says about memory: it is read here, and judged elsewhere."""
 
+from quire.memory.machine.cuda import CudaGauge, CudaPeak, DeviceMemory, cuda_devices, cuda_memory
 from quire.memory.machine.probe import MemoryBound
 from quire.memory.machine.snapshot import (
     CgroupVersion,
-    DeviceMemory,
     HugePages,
     Machine,
     Pressure,
     cgroup_version,
-    cuda_memory,
     read_machine,
     read_pressure,
     unified_memory_cap,
@@ -17,12 +16,15 @@ from quire.memory.machine.snapshot import (
 
 __all__ = [
     "CgroupVersion",
+    "CudaGauge",
+    "CudaPeak",
     "DeviceMemory",
     "HugePages",
     "Machine",
     "MemoryBound",
     "Pressure",
     "cgroup_version",
+    "cuda_devices",
     "cuda_memory",
     "read_machine",
     "read_pressure",

@@ -8,10 +8,11 @@ single files are read is in ``probe``, ``numa`` and ``procfs``; what may be take
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from quire.memory.machine.cuda import DeviceMemory
 from quire.memory.machine.numa import NumaNode, numa_nodes
 from quire.memory.machine.probe import (
     MemoryBound,
@@ -23,6 +24,7 @@ from quire.memory.machine.probe import (
     soft_limit,
 )
 from quire.memory.machine.procfs import read_number, read_table, read_text
+from quire.units import ceil_div
 
 _ROOT = Path("/")
 
@@ -46,15 +48,6 @@ class HugePages:
     anonymous: str = ""
     shared: str = ""  # memfd
     pool_bytes: int = 0  # set aside for MAP_HUGETLB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """An accelerator's own memory."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +94,35 @@ class Machine:
             return self.working_set_bytes, "recommended working set"
         least = min(self.bounds, key=lambda bound: bound.limit_bytes)
         return least.limit_bytes, "RAM" if least.source == "MemAvailable" else least.source
+
+    def share(self, num_processes: int) -> "Machine":
+        """The part of one of several processes alike: of what limits them all together.
+
+        A limit on addresses is each one's own.
+        """
+        if num_processes == 1:
+            return self
+        bounds = (
+            bound
+            if bound.counts_addresses
+            else MemoryBound(
+                source=f"1/{num_processes} of {bound.source}",
+                limit_bytes=bound.limit_bytes // num_processes,
+                used_bytes=ceil_div(bound.used_bytes, num_processes),
+            )
+            for bound in self.bounds
+        )
+        return replace(
+            self,
+            bounds=tuple(sorted(bounds, key=lambda bound: bound.available_bytes)),
+            ram_bytes=self.ram_bytes // num_processes,
+            ram_used_bytes=ceil_div(self.ram_used_bytes, num_processes),
+        )
+
+    @property
+    def own_bytes(self) -> int:
+        """What this process has, where KV goes."""
+        return self.process_bytes if self.device is None else self.device.own_bytes
 
     @property
     def others_bytes(self) -> int:
@@ -155,17 +177,6 @@ def cgroup_version(root: Path = _ROOT) -> CgroupVersion:
     if v1 and v2:
         return "hybrid"
     return "v1" if v1 else "v2" if v2 else "none"
-
-
-def cuda_memory(index: int = 0) -> DeviceMemory | None:
-    """A CUDA device's memory; None without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    return DeviceMemory(name=name, total_bytes=total, free_bytes=free)
 
 
 def unified_memory_cap(ram_bytes: int) -> int:

@@ -21,10 +21,10 @@ from transformers.cache_utils import (
 )
 
 from quire.errors import ConfigError, MemoryUnavailable
-from quire.memory import CountedMemory, HostMemory, MemoryProvider
+from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
-from quire.memory.machine import read_machine
+from quire.memory.by_device import machine_for, memory_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, StateLayer
 from quire.models.drop_in.rows import Rows
@@ -41,6 +41,7 @@ from quire.spec import (
     SlidingWindow,
 )
 from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
+from quire.strategies.stacking import suited_to
 from quire.units import format_count, parse_bytes
 
 # Whose attention calls ``view`` on keys, which works for tensors without gaps only.
@@ -291,7 +292,8 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
-    memory = CountedMemory(HostMemory() if provider is None else provider)
+    device = model.device
+    memory = CountedMemory(memory_for(device, "on-demand") if provider is None else provider)
     if shares_pages and memory.cannot_share is not None:
         raise ConfigError(f"shares_pages cannot be had: {memory.cannot_share}; leave it out")
     spec = _with_source(model, spec, max_source_tokens)
@@ -305,11 +307,12 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             capacity_bytes=ceiling,
             block_size=block_size,
             page_bytes=memory.page_bytes,
+            layers_per_page=suited_to(memory.page_bytes),
             growth=growth,
             growth_tokens=growth_tokens,
             keep_old=keep_old,
             shares_pages=shares_pages,
-            max_mappings=spare_mappings() if shares_pages else None,
+            max_mappings=spare_mappings() if shares_pages and device.type == "cpu" else None,
         )
         return Rows(strategy, spec, config, memory, num_rows)
 
@@ -333,7 +336,7 @@ def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int |
         context_tokens=longest,
         least_bytes=spec.bytes_per_token + spec.state_bytes,
     )
-    return make_ledger(read_machine(), needs, kv_cache_memory_bytes=asked).require()
+    return make_ledger(machine_for(model.device), needs, kv_cache_memory_bytes=asked).require()
 
 
 def _with_source(

@@ -14,7 +14,7 @@ from quire.layers.cpu import CpuLinear
 from quire.models.recorded.pieces import Pieces
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.models.recorded.recording import Recording
-from quire.models.recorded.unchanged import Unchanged
+from quire.models.unchanged import Unchanged
 from quire.models.ways.hooks import Step
 from quire.spec import AttentionSpec
 
@@ -104,3 +104,6 @@ class _NoBatch:
     """Of a step that is made up."""
 
     slots = None
+
+    def slots_on(self, _: torch.device) -> None:
+        """Nowhere."""

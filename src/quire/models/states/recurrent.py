@@ -16,16 +16,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from quire.devices.staging import Array, to_device
 from quire.errors import UnsupportedModel
+from quire.models.placed import device_of
 from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
 from quire.models.states.settling import settle
 from quire.spec import RecurrentState
 from quire.strategies import Accounting, Storage
+from quire.strategies.base import Slots
 from quire.strategies.states import place_of
 
 _Chunks = Sequence[tuple[int, int, int]]  # (sequence, start, stop) of each
@@ -37,7 +41,24 @@ class KeptStates:
 
     convolutions: tuple[Tensor, ...]  # [slots, channels, width], each
     scans: tuple[Tensor, ...]  # [slots, …], each
-    slots: Tensor  # i64[S]
+    slots: Slots  # i64[S]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Chunks of one length that are computed as rows of one batch."""
+
+    members: list[int]  # which of the step's chunks
+    places: Tensor  # i64[rows, tokens]: in the packed row
+    goes_on: bool  # from states that are there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowSlots:
+    """Where one layer's states of some rows are."""
+
+    first: int
+    all: Tensor  # i64[rows]
 
 
 class RecurrentLayers:
@@ -48,7 +69,7 @@ class RecurrentLayers:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        self._model = model
+        self._model, self._device = model, device_of(model)
         self._mixers = find_mixers(model)
         found = sorted({mixer.layer for mixer in self._mixers})
         if found != list(layers):
@@ -70,16 +91,21 @@ class RecurrentLayers:
 
     def of_step(self, accounting: Accounting, storage: Storage, chunks: _Chunks) -> "StepStates":
         """For the passes of one step."""
-        return StepStates(self._mixers, chunks, _kept_states(accounting, storage, chunks))
+        kept = _kept_states(accounting, storage, chunks)
+        return StepStates(self._mixers, chunks, kept, self._device)
 
 
 class StepStates:
     """The states that a step goes on from, and leaves."""
 
     def __init__(
-        self, mixers: Sequence[Mixer], chunks: _Chunks, kept: Mapping[int, KeptStates]
+        self,
+        mixers: Sequence[Mixer],
+        chunks: _Chunks,
+        kept: Mapping[int, KeptStates],
+        device: torch.device,
     ) -> None:
-        self._mixers, self._chunks, self._kept = mixers, chunks, kept
+        self._mixers, self._chunks, self._kept, self._device = mixers, chunks, kept, device
 
     @property
     def layers(self) -> frozenset[int]:
@@ -95,17 +121,22 @@ class StepStates:
         chunks, kept = self._chunks, self._kept
         if number is not None:
             chunks = chunks[number : number + 1]
-            kept = {
-                layer: replace(own, slots=own.slots[number : number + 1])
-                for layer, own in kept.items()
-            }
-        several, computed = _batches(chunks), set[nn.Module]()
+            one = {id(own.slots): own.slots[number : number + 1] for own in kept.values()}
+            kept = {layer: replace(own, slots=one[id(own.slots)]) for layer, own in kept.items()}
+        several, places = _batches(chunks, kept, self._device)
+        computed: set[nn.Module] = set()
         modules = [mixer.module.__dict__ for mixer in self._mixers]
         own_forwards = [module.get("forward") for module in modules]
         try:
             for mixer in self._mixers:
                 mixer.module.__dict__["forward"] = partial(
-                    _forward, mixer, mixer.module.forward, several, kept[mixer.layer], computed
+                    _forward,
+                    mixer,
+                    mixer.module.forward,
+                    several,
+                    places[mixer.layer],
+                    kept[mixer.layer],
+                    computed,
                 )
             yield
         finally:
@@ -126,7 +157,7 @@ def _kept_states(
         if not isinstance(group.spec, RecurrentState):
             continue
         rows, states = storage.states(number), group.spec.states
-        slots = torch.tensor([place_of(accounting, number, seq_id) for seq_id, _, _ in chunks])
+        slots = np.array([place_of(accounting, number, seq_id) for seq_id, _, _ in chunks])
         for layer in group.layers:
             held = list(zip(states, rows.layer(layer), strict=True))
             kept[layer] = KeptStates(
@@ -137,40 +168,51 @@ def _kept_states(
     return kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Chunks of one length that are computed as rows of one batch."""
+def _batches(
+    chunks: _Chunks, kept: Mapping[int, KeptStates], device: torch.device
+) -> tuple[list[_Rows], dict[int, list[_RowSlots]]]:
+    """Tokens that go on from a state are rows of one batch; every other chunk is by itself.
 
-    members: Tensor  # i64[rows]: which of the step's chunks
-    places: Tensor  # i64[rows, tokens]: in the packed row
-    goes_on: bool  # from states that are there
-
-
-def _batches(chunks: _Chunks) -> list[_Rows]:
-    """Tokens that go on from a state are rows of one batch; every other chunk is by itself."""
-    several: list[_Rows] = []
-    members: list[int] = []
-    places: list[int] = []
+    Returns: the batches, and where each layer has their states.
+    """
+    batches: list[tuple[list[int], Array, bool]] = []  # members, places, whether it goes on
+    alike: list[tuple[int, int]] = []
     first = 0
     for number, (_, start, stop) in enumerate(chunks):
-        own = torch.arange(first, first + stop - start)
-        first += stop - start
         if start and stop - start == 1:
-            members.append(number)
-            places.append(first - 1)
+            alike.append((number, first))
         else:
-            alone = torch.tensor([number])
-            several.append(_Rows(members=alone, places=own[None], goes_on=start > 0))
-    if members:
-        together = torch.tensor(places)[:, None]
-        several.append(_Rows(members=torch.tensor(members), places=together, goes_on=True))
-    return several
+            batches.append(([number], np.arange(first, first + stop - start)[None], start > 0))
+        first += stop - start
+    if alike:
+        numbers, places = zip(*alike, strict=True)
+        batches.append(([*numbers], np.array(places)[:, None], True))
+    groups = {id(own.slots): own.slots for own in kept.values()}
+    arrays: list[Array] = [places for _, places, _ in batches]
+    arrays += [slots[members] for slots in groups.values() for members, _, _ in batches]
+    found = iter(_placed(arrays, device))
+    rows = [
+        _Rows(members=members, places=next(found), goes_on=goes_on)
+        for members, _, goes_on in batches
+    ]
+    of_group = {
+        group: [_RowSlots(first=int(slots[each.members[0]]), all=next(found)) for each in rows]
+        for group, slots in groups.items()
+    }
+    return rows, {layer: of_group[id(own.slots)] for layer, own in kept.items()}
+
+
+def _placed(arrays: list[Array], device: torch.device) -> list[Tensor]:
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return to_device(arrays, device)
 
 
 def _forward(
     mixer: Mixer,
     forward: Forward,
     several: list[_Rows],
+    places: list[_RowSlots],
     kept: KeptStates,
     computed: set[nn.Module],
     *args: Any,
@@ -180,8 +222,7 @@ def _forward(
     bound = mixer.bind(args, kwargs)
     packed: Tensor = bound.arguments[mixer.hidden_name]  # [1, T, hidden]
     out: Parts = ()
-    for rows in several:
-        slots = kept.slots[rows.members]
+    for rows, slots in zip(several, places, strict=True):
         state = _load(mixer, kept, slots) if rows.goes_on else mixer.no_state()
         parts = mixer.compute(forward, bound, rows.places, state, goes_on=rows.goes_on)
         if not out:
@@ -198,7 +239,7 @@ def _forward(
     return out[0] if len(out) == 1 and out[0] is not None else out
 
 
-def _load(mixer: Mixer, kept: KeptStates, slots: Tensor) -> LinearAttentionLayer:
+def _load(mixer: Mixer, kept: KeptStates, slots: _RowSlots) -> LinearAttentionLayer:
     """A layer's states of these slots, in one batch: of a single one themselves, else copies."""
     state = mixer.no_state()
     for at, held in enumerate(kept.convolutions):
@@ -214,14 +255,11 @@ def _load(mixer: Mixer, kept: KeptStates, slots: Tensor) -> LinearAttentionLayer
     return state
 
 
-def _of(held: Tensor, slots: Tensor) -> Tensor:
-    if len(slots) > 1:
-        return held[slots]
-    slot = int(slots[0])
-    return held[slot : slot + 1]
+def _of(held: Tensor, slots: _RowSlots) -> Tensor:
+    return held[slots.all] if len(slots.all) > 1 else held[slots.first : slots.first + 1]
 
 
-def _store(mixer: Mixer, kept: KeptStates, slots: Tensor, state: LinearAttentionLayer) -> None:
+def _store(mixer: Mixer, kept: KeptStates, slots: _RowSlots, state: LinearAttentionLayer) -> None:
     """Raises: RuntimeError for states that are not as the spec says."""
     for name, several, new in (
         ("convolution", kept.convolutions, state.conv_states),
@@ -236,5 +274,5 @@ def _store(mixer: Mixer, kept: KeptStates, slots: Tensor, state: LinearAttention
                     f"layer {mixer.layer} keeps a {name} state of {list(tensor.shape[1:])} in "
                     f"{tensor.dtype}, and the spec says otherwise"
                 )
-            if tensor.data_ptr() != said[int(slots[0])].data_ptr():
-                said[slots] = tensor
+            if tensor.data_ptr() != said[slots.first].data_ptr():
+                said[slots.all] = tensor

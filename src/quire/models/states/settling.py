@@ -67,7 +67,7 @@ def _calls(
     ]
     try:
         with torch.inference_mode():
-            model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+            model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -108,7 +108,8 @@ def _in_chunks(
     mixer: Mixer, forward: Any, bound: inspect.BoundArguments, stops: Sequence[int]
 ) -> Parts:
     """A module's outputs for one sequence, from the beginning."""
-    state, places = mixer.no_state(), torch.arange(stops[-1])[None]
+    device = bound.arguments[mixer.hidden_name].device
+    state, places = mixer.no_state(), torch.arange(stops[-1], device=device)[None]
     return side_by_side(
         [
             mixer.compute(forward, bound, places[:, start:stop], state, goes_on=start > 0)

@@ -8,6 +8,7 @@ and the accounting. So does an encoder-decoder go, each of whose texts reads its
 """
 
 import inspect
+from bisect import bisect_left
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,9 +43,10 @@ class LoneModel:
         """A forward pass for each sequence: logits [S, vocabulary]."""
         logits: Tensor | None = None
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
+        places = logits_at.tolist()  # in order
         with torch.inference_mode(), exchanged:
             for number, (begin, end, _) in enumerate(_chunks(step)):
-                asked = ((logits_at >= begin) & (logits_at < end)).nonzero()[:, 0]
+                asked = slice(bisect_left(places, begin), bisect_left(places, end))
                 wanted = logits_at[asked] - begin
                 rows = self._chunk(step, number, token_ids[begin:end], positions[begin:end], wanted)
                 if logits is None:
@@ -121,7 +123,7 @@ class LoneLayer(CacheLayerMixin):
         step, layer = self._step, self._layer
         batch, storage = step.batches[layer], step.storage
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        storage.write(layer, batch.slots[self._own], k, v)
+        storage.write(layer, batch.slots_on(k.device)[self._own], k, v)
         step.written.add(layer)
         step.read.add(layer)  # by the model itself, out of what it is given here
         first = self._spec.live_range(self.cumulative_length).start

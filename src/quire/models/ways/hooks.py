@@ -86,7 +86,7 @@ class EngineCache:
         step = self._step
         batch = step.batches[layer_idx]
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        step.storage.write(layer_idx, batch.slots, k, v)
+        step.storage.write(layer_idx, batch.slots_on(k.device), k, v)
         step.written.add(layer_idx)
         step.latest = layer_idx
         if layer_idx not in step.gathered:
@@ -102,7 +102,7 @@ class EngineCache:
         """
         if layer_idx is None:
             return 0
-        return self._positions - torch.arange(len(self._positions))
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.layers.stand_ins import (
     Kept,
@@ -174,7 +175,7 @@ def _try(
     tried: dict[object, str | None],
 ) -> AbsorbedLatent | str:
     """Whether that linear layer is what expands latents."""
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+    if type(linear) is not nn.Linear or is_traceable_wrapper_subclass(linear.weight):
         return f"the weight of its {name} is no plain matrix"
     weight = linear.weight
     if weight.is_meta or not weight.is_contiguous() or not is_plain(linear):

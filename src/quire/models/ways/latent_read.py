@@ -53,7 +53,7 @@ def attend_latents(
         return read(q, batch)
     parts = batch.memo.get("latents")
     if parts is None:
-        parts = batch.memo["latents"] = _split(batch)
+        parts = batch.memo["latents"] = _split(batch, q.device)
     if not parts.expanded:
         return read(q, batch)
     out: Tensor | None = None
@@ -76,7 +76,7 @@ def attend_latents(
     return out
 
 
-def _split(batch: AttentionBatch) -> _Parts:
+def _split(batch: AttentionBatch, device: torch.device) -> _Parts:
     expanded: list[tuple[int, int, AttentionBatch]] = []
     others: list[int] = []
     queries: list[Tensor] = []
@@ -98,7 +98,7 @@ def _split(batch: AttentionBatch) -> _Parts:
         slots=batch.slots[torch.cat(queries)],
         memo={},
     )
-    return _Parts(expanded=expanded, absorbed=rest, queries=torch.cat(queries))
+    return _Parts(expanded=expanded, absorbed=rest, queries=torch.cat(queries).to(device))
 
 
 def _by_itself(num_tokens: int) -> AttentionBatch:

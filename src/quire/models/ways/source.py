@@ -81,9 +81,10 @@ def encode(model: PreTrainedModel, source: Source) -> Tensor:
     """The encoder's output: [1, S, hidden]. Raises: ValueError for another length than expected."""
     encoder = model.get_encoder()
     if source.features is not None:
-        hidden: Tensor = encoder(source.features[None].to(model.dtype)).last_hidden_state
+        features = source.features[None].to(model.device, model.dtype)
+        hidden: Tensor = encoder(features).last_hidden_state
     else:
-        ids = torch.tensor([source.token_ids])
+        ids = torch.tensor([source.token_ids], device=model.device)
         hidden = encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
     if hidden.shape[1] != source.num_tokens:
         raise ValueError(
@@ -98,7 +99,7 @@ def _encoded(model: PreTrainedModel, kept: KeptSource) -> Tensor:
     if not kept.is_written:
         return encode(model, kept.source)
     hidden_size: int = model.config.get_text_config(decoder=True).hidden_size
-    nothing = torch.zeros((), dtype=model.dtype)
+    nothing = torch.zeros((), dtype=model.dtype, device=model.device)
     return nothing.expand(1, kept.source.num_tokens, hidden_size)
 
 

@@ -65,6 +65,15 @@ class Trial:
         if len(logits) > first:
             _require(deviations[first:].median(), _FOR_THE_REST * limit)
 
+    @property
+    def has_expectation(self) -> bool:
+        """Whether it is known what the model says by itself."""
+        return "_expected" in self.__dict__
+
+    def expect(self) -> None:
+        """Find that out now, rather than when it is asked for."""
+        _ = self._expected
+
     @cached_property
     def _expected(self) -> Tensor:
         """What the model says by itself, keys and values rounded as they are kept."""
@@ -73,12 +82,13 @@ class Trial:
         if self.source is not None:
             return self._expected_of_source(self.source)
         cache = RoundedCache(model.config, self._kept_as) if rounded else None
-        given: dict[str, Tensor] = {}
+        device = self._loaded.device
+        given: dict[str, Tensor] = {}  # as in generate()
         if "position_ids" in inspect.signature(model.forward).parameters:
-            given["position_ids"] = torch.arange(len(self.token_ids))[None]  # as in generate()
+            given["position_ids"] = torch.arange(len(self.token_ids), device=device)[None]
         with torch.inference_mode():
             logits: Tensor = model(
-                input_ids=torch.tensor([self.token_ids]),
+                input_ids=torch.tensor([self.token_ids], device=device),
                 past_key_values=cache,
                 use_cache=rounded,
                 **given,
@@ -91,7 +101,7 @@ class Trial:
         with torch.inference_mode():
             logits: Tensor = model(
                 encoder_outputs=Encoded(last_hidden_state=encode(model, source)),
-                decoder_input_ids=torch.tensor([self.token_ids]),
+                decoder_input_ids=torch.tensor([self.token_ids], device=self._loaded.device),
                 use_cache=False,
             ).logits[0]
         return logits

@@ -15,9 +15,10 @@ from quire.memory.budget import BUDGETS, Ledger, Needs
 from quire.memory.machine import Machine
 from quire.planner.capacity.course import Moment, Request, lengths, moments
 from quire.planner.capacity.pooled import Share, pooled_shares
-from quire.planner.capacity.ranks import rank_footprint, rank_spec
+from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import Subject
 from quire.spec import ModelSpec
+from quire.spec.ranks import rank_spec
 from quire.strategies import STRATEGIES, CacheConfig, build_accounting
 from quire.units import align_up
 
@@ -160,7 +161,13 @@ def plan(
     on_rank = rank_spec(subject.spec, num_ranks)
     spec = stored_spec(config, on_rank)
     own = rank_footprint(subject.own, num_ranks)
-    needs = kv_needs(config, subject.name, on_rank, own, place.page_bytes)
+    on_gpu = place.machine.device is not None
+
+    def needs_of(options: EngineConfig) -> Needs:
+        page_bytes = place.page_bytes
+        return kv_needs(options, subject.name, on_rank, own, page_bytes, records_graphs=on_gpu)
+
+    needs = needs_of(config)
     request = request or typical(needs.context_tokens)
     pairs = {(config.cache, config.budget): config}
     if compare:
@@ -176,9 +183,7 @@ def plan(
     cells = {
         pair: Cell(
             strategy=pair[0],
-            ledger=ledger_for(
-                by, kv_needs(by, subject.name, on_rank, own, place.page_bytes), place.machine
-            ),
+            ledger=ledger_for(by, needs_of(by), place.machine),
             course=courses[pair[0]],
             max_num_seqs=config.max_num_seqs,
             request=request,

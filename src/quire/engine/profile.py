@@ -1,0 +1,133 @@
+"""What one step takes at its peak, measured on the device before the cache is sized.
+
+The step is the largest that the options allow: ``max_num_batched_tokens`` tokens of as many
+sequences as may run, each of which is then given a token. Its cache is just large enough, and gone
+afterwards. How much KV memory there is with that, the ledger says.
+
+Source: vLLM's profile run
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Protocol
+
+import torch
+
+from quire.config import EngineConfig
+from quire.engine.assembly import Assembly, assemble
+from quire.engine.needs import cache_sizes, stored_spec
+from quire.engine.plan import Chunk, StepPlan
+from quire.engine.sampling import DEAREST, Sampler
+from quire.engine.sequence import Request, Sequence
+from quire.errors import MemoryUnavailable
+from quire.memory import MemoryProvider
+from quire.models.loader import LoadedModel
+from quire.spec import ModelSpec
+from quire.strategies import CacheConfig, Fits
+from quire.strategies.layout import whole_bytes
+from quire.units import format_bytes, format_count
+
+log = logging.getLogger(__name__)
+
+
+class PeakMeter(Protocol):
+    """Tells the most that was allocated since ``begin``, above what was allocated then."""
+
+    def begin(self) -> None: ...
+
+    def peak_bytes(self) -> int: ...
+
+
+def measured_step_bytes(
+    config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, meter: PeakMeter
+) -> int | None:
+    """Bytes besides weights and KV memory; None where no such step can be made up.
+
+    Raises: ConfigError, UnsupportedModel; MemoryUnavailable where the device has too little for it.
+    """
+    if loaded.spec.source_tokens:  # whose encoder would have to be given something to read
+        return None
+    spec = stored_spec(config, loaded.spec)
+    try:
+        peak_bytes = _peak_bytes(config, loaded, spec, provider, meter)
+    except torch.OutOfMemoryError as error:
+        raise MemoryUnavailable(
+            f"the device has too little memory for one step of {loaded.name}: lower "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} or "
+            f"max_num_seqs={config.max_num_seqs}, or free memory there"
+        ) from error
+    log.info(
+        "a step of %s tokens takes %s besides weights and KV memory",
+        format_count(config.max_num_batched_tokens),
+        format_bytes(peak_bytes),
+    )
+    return peak_bytes
+
+
+def _peak_bytes(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    provider: MemoryProvider,
+    meter: PeakMeter,
+) -> int:
+    sizes = _sizes(config, loaded, spec, provider)
+    with ExitStack() as undo:
+        team = None
+        if loaded.ranks is not None:
+            team = loaded.ranks.team(spec, "paged", sizes, config)
+            undo.callback(team.close)
+        model = assemble(loaded, spec, "paged", sizes, provider, config, team)
+        undo.callback(model.kv.close)
+        plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
+        _make_room(model, plan)
+        meter.begin()
+        Sampler(config.seed).sample(model.runner.run(plan), plan)
+        return meter.peak_bytes()
+
+
+def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPlan:
+    """Prompts of equal lengths, or nearly, none longer than a sequence may be."""
+    num_tokens = config.max_num_batched_tokens
+    count = min(config.max_num_seqs, num_tokens)
+    each = [num_tokens // count + (index < num_tokens % count) for index in range(count)]
+    chunks = []
+    for index, length in enumerate(each):
+        length = min(length, longest - 1)
+        prompt = tuple(islice(cycle(range(vocab_size)), length))
+        request = Request(request_id=index, prompt_token_ids=prompt, params=DEAREST)
+        sequence = Sequence(request=request, seq_id=index)
+        chunks.append(Chunk(sequence=sequence, start=0, stop=length, samples=True))
+    return StepPlan.of(chunks)
+
+
+def _sizes(
+    config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, provider: MemoryProvider
+) -> CacheConfig:
+    """Blocks of a pool, whatever the strategy: nothing takes less for many short sequences."""
+    count = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_tokens = config.max_num_batched_tokens + count * config.block_size
+    return cache_sizes(
+        replace(config, cache="paged", enable_prefix_caching=False),
+        loaded.spec,
+        page_bytes=provider.page_bytes,
+        capacity_bytes=sum(
+            whole_bytes(group, num_tokens, count, config.block_size, provider.page_bytes)
+            for group in spec.groups
+        ),
+        can_share=False,
+        max_mappings=None,
+    )
+
+
+def _make_room(model: Assembly, plan: StepPlan) -> None:
+    """Raises: MemoryUnavailable."""
+    accounting = model.kv.accounting
+    for chunk in plan.chunks:
+        accounting.add(chunk.sequence.seq_id)
+        verdict = accounting.try_extend(chunk.sequence.seq_id, chunk.stop)
+        assert isinstance(verdict, Fits), f"the cache of one step is too small: {verdict}"
+    model.kv.carry_out()
+    model.kv.require()

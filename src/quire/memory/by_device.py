@@ -1,0 +1,92 @@
+"""What differs by where KV memory lies: who provides it, what limits it, who tells what is left.
+
+A device is a ``torch.device``, ``cpu`` or ``cuda`` with a number. What is not known here is which
+of them a model is on.
+"""
+
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError, MemoryUnavailable, QuireError
+from quire.memory.base import MemoryProvider
+from quire.memory.cuda import CudaMemory
+from quire.memory.cuda.resident import CudaResident
+from quire.memory.machine import CudaGauge, Machine, cuda_memory, read_machine
+from quire.memory.machine.readings import Gauge, HostGauge
+from quire.memory.residency import HostResident, Residency, Resident, host_memory
+
+if TYPE_CHECKING:
+    import torch
+
+
+def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
+    """Memory of a device, none of it taken yet.
+
+    Raises: ConfigError, in words, where the device or what drives it cannot do this.
+    MemoryUnavailable where it can, and has no room to begin, or pages cannot be locked.
+    """
+    if device.type == "cpu":
+        return host_memory(residency)
+    if device.type != "cuda":
+        raise ConfigError(
+            f"device={device}: KV memory lies on a CPU or on a CUDA device; set device=cpu"
+        )
+    if residency == "lock":
+        raise ConfigError(
+            "residency=lock keeps pages from being swapped out, which those of a GPU never are: "
+            "set residency=prefault to take all at the start, or leave it out"
+        )
+    import torch
+
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"device={device}: this torch drives GPUs of AMD, whose memory is not mapped here yet; "
+            f"set device=cpu"
+        )
+    index = _index(device)
+    # Steps run on the stream that is current here: what is given back waits for its kernels.
+    stream = torch.cuda.current_stream(index).cuda_stream
+    return CudaMemory(device=index, stream=stream)
+
+
+def why_no_memory(device: "torch.device") -> str | None:
+    """Why KV memory cannot lie there, and what to do; None if it can."""
+    try:
+        memory_for(device, "on-demand")
+    except QuireError as error:
+        return str(error)
+    return None
+
+
+def machine_for(device: "torch.device") -> Machine:
+    """This machine, with the device's memory where KV goes there.
+
+    Raises: MemoryUnavailable where it is not told how much there is.
+    """
+    if device.type != "cuda":
+        return read_machine()
+    found = cuda_memory(_index(device))
+    if found is None:
+        raise MemoryUnavailable(f"{device} does not say how much memory it has")
+    return read_machine(device=found)
+
+
+def gauge_for(device: "torch.device") -> Gauge:
+    """Who tells how much of that memory is left, at any moment."""
+    return CudaGauge(_index(device)) if device.type == "cuda" else HostGauge()
+
+
+def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes: int) -> Resident:
+    """The memory of one cache, with the residency that was asked for.
+
+    Raises: MemoryUnavailable where so much may not be locked.
+    """
+    if isinstance(provider, CudaMemory):
+        return CudaResident(provider, residency, capacity_bytes)
+    return HostResident(provider, residency, capacity_bytes)
+
+
+def _index(device: "torch.device") -> int:
+    """Its number; without one, that of the device in use."""
+    import torch
+
+    return torch.cuda.current_device() if device.index is None else device.index

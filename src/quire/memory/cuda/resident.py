@@ -1,0 +1,83 @@
+"""KV pages of a GPU that stay where they are, or go: what a residency means there.
+
+Pages are handles of the driver, which any address can show. So to take all at the start is to
+create them and keep them ready; nothing needs to be touched, and nothing is ever swapped out.
+"""
+
+import logging
+from typing import final
+
+from quire.errors import MemoryUnavailable
+from quire.memory.cuda.memory import CudaMemory
+from quire.memory.residency import Milestones, Residency
+
+log = logging.getLogger(__name__)
+
+_STEP_BYTES = 2**30  # created between two lines of progress
+
+
+@final
+class CudaResident:
+    """One cache's memory on a GPU. See ``Resident``."""
+
+    def __init__(self, provider: CudaMemory, residency: Residency, capacity_bytes: int) -> None:
+        self.provider = provider
+        self._capacity_bytes = capacity_bytes if residency == "prefault" else 0
+
+    def prefault(self) -> None:
+        """Create the capacity's pages. Raises: MemoryUnavailable."""
+        if not self._capacity_bytes:
+            return
+        memory, progress = self.provider, Milestones("KV memory taken at the start")
+        memory.hold_bytes = self._capacity_bytes
+        while (taken := memory.physical_bytes) < self._capacity_bytes:
+            step = min(_STEP_BYTES, self._capacity_bytes - taken)
+            memory.prepare(memory.kept_bytes + step)
+            if memory.physical_bytes == taken:  # less than a page is missing
+                break
+            progress(min(memory.physical_bytes, self._capacity_bytes), self._capacity_bytes)
+
+    @property
+    def prepares(self) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        """Create pages up to those that would be kept. Safe while kernels run."""
+        memory = self.provider
+        if memory.kept_bytes >= memory.keep_bytes:
+            return
+        try:
+            memory.prepare(memory.keep_bytes)
+        except MemoryUnavailable as error:
+            log.debug("no page is prepared: %s", str(error))  # who needs one, is told
+
+    def watch(self) -> None:
+        """Nothing is swapped out here."""
+
+    def follow(self, ceiling_bytes: int) -> None:
+        """Keep nothing beyond the ceiling, and unmap what no kernel can use any more."""
+        memory = self.provider
+        if self._capacity_bytes:
+            memory.hold_bytes = min(ceiling_bytes, self._capacity_bytes)
+        memory.poll()
+
+    def rest(self, *, short: bool) -> None:
+        """Give back what is kept in case it is needed again; what torch keeps goes too."""
+        import torch
+
+        try:
+            self.provider.trim()
+        except MemoryUnavailable as error:
+            log.warning("memory is not given back yet: %s", str(error))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.provider.kept_bytes if self._capacity_bytes else 0
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        self._capacity_bytes = 0
+        self.provider.hold_bytes = 0
+        self.provider.trim()

@@ -1,0 +1,248 @@
+"""Decode steps as CUDA graphs: one launch in place of thousands.
+
+A step of decoding, one token a sequence, does the same each time, on other numbers. So it is
+captured once for each of a few sizes, over memory that stays, and replayed: the step's numbers are
+copied there and rows that nobody has are padding, which keeps nothing and reads nothing. What comes
+out lies where it lay the last time, until the next replay.
+
+A graph knows addresses. It goes when the model has changed or the cache was begun anew, and is
+captured again when it is asked for. How a pass is run is not known here, nor what it reads.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quire.attention import AttentionBatch, Replays
+from quire.devices.staging import staged_bytes, to_device
+from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
+from quire.models.unchanged import Unchanged
+from quire.units import ceil_div, format_bytes
+
+log = logging.getLogger(__name__)
+
+# A pass over some batches.
+Run = Callable[[Sequence[AttentionBatch], Inputs], Tensor]
+_NUM_ALIKE = 1e-2  # of the largest logit: other kernels may have been chosen
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Numbers of sequences, as vLLM has them: a step takes the next larger one."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)]
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """One graph, and what it writes."""
+
+    graph: Any  # torch.cuda.CUDAGraph
+    logits: Tensor  # [size, vocabulary]
+
+
+@final
+class CapturedDecodes:
+    """The graphs of one model over one cache.
+
+    ``block_sizes``: of each group's tables, none of which is wider than ``max_model_len`` asks for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        run: Run,
+        replays: Replays,
+        device: torch.device,
+        *,
+        block_sizes: Sequence[int],
+        max_model_len: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._model, self._run, self._replays, self._device = model, run, replays, device
+        self._block_sizes, self._max_model_len = block_sizes, max_model_len
+        self._sizes = graph_sizes(max_num_seqs)
+        widths = [ceil_div(max_model_len, size) for size in block_sizes]
+        self._tables = [
+            torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device) for width in widths
+        ]
+        batches = self._nobody(max_num_seqs)
+        room = staged_bytes([*_inputs(batches).arrays, *batch_arrays(batches)])
+        room += sum(tables.nbytes + 16 for tables in self._tables)
+        self._room = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._pool: Any = None
+        self._graphs: dict[int, Captured] = {}
+        self._unchanged: Unchanged | None = None
+        self._cache: object = None  # of which the graphs know the addresses
+        self._works = True
+
+    def capture(self, cache: object) -> None:
+        """All sizes, the largest first: the others fit into the memory that it has taken."""
+        before = torch.cuda.memory_reserved(self._device)
+        self._begin(cache)
+        for size in reversed(self._sizes):
+            if not self._works:
+                return
+            self._captured(size)
+        log.info(
+            "%d CUDA graphs of decode steps, up to %d sequences, in %s",
+            len(self._graphs),
+            self._sizes[-1],
+            format_bytes(max(0, torch.cuda.memory_reserved(self._device) - before)),
+        )
+
+    def replay(
+        self, cache: object, batches: Sequence[AttentionBatch], given: HostInputs
+    ) -> Tensor | None:
+        """Logits [S, vocabulary] of a step with one token a sequence; None: it must be run.
+
+        They are overwritten by the next one. ``cache``: what the graph reads and writes, which is
+        another one when the engine has begun anew.
+        """
+        num_seqs = len(given.token_ids)
+        if not self._works or num_seqs > self._sizes[-1]:
+            return None
+        if any(b.tables.shape[1] > t.shape[1] for b, t in zip(batches, self._tables, strict=True)):
+            return None
+        if cache is not self._cache or self._unchanged is None or not self._unchanged.holds():
+            self._begin(cache)
+        captured = self._captured(next(size for size in self._sizes if size >= num_seqs))
+        if captured is None:
+            return None
+        padded = [_padded(batch, len(captured.logits)) for batch in batches]
+        self._place(padded, _padded_inputs(given, len(captured.logits)))
+        for batch in padded:
+            self._replays.prepare(batch)
+        captured.graph.replay()
+        return captured.logits[:num_seqs]
+
+    def _begin(self, cache: object) -> None:
+        """Forget the graphs, which are of another model or cache."""
+        self._graphs, self._cache = {}, cache
+        self._unchanged = Unchanged(self._model)
+        if not self._unchanged.holds():
+            self._give_up("its owner listens to what it does")
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("%s runs without CUDA graphs: %s", type(self._model).__name__, reason)
+        self._works, self._graphs = False, {}
+
+    def _captured(self, size: int) -> Captured | None:
+        """The graph of a size, captured if it is not there."""
+        found = self._graphs.get(size)
+        if found is None and self._works:
+            is_first = not self._graphs
+            try:
+                found = self._graphs[size] = self._capture(size)
+                if is_first:
+                    self._require_alike(found)
+            except Exception as error:  # the model is code that we know nothing of
+                self._give_up(" ".join(repr(error).split())[:300])
+                return None
+        return found
+
+    def _capture(self, size: int) -> Captured:
+        batches = self._nobody(size)
+        inputs = self._place(batches, _inputs(batches))
+        # First without a graph, for what is done only the first time: kernels are compiled.
+        ours, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        other.wait_stream(ours)
+        with torch.cuda.stream(other):
+            self._run(batches, inputs)
+        ours.wait_stream(other)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._run(batches, inputs)
+        return Captured(graph=graph, logits=logits)
+
+    def _require_alike(self, captured: Captured) -> None:
+        """Raises: RuntimeError for a graph into which this step's numbers do not come."""
+        size = len(captured.logits)
+        batches = self._nobody(size)
+        numbers = np.arange(size)
+        others = replace(
+            _inputs(batches), token_ids=(5 + 11 * numbers) % self._vocab_size, positions=3 + numbers
+        )
+        want = self._run(batches, self._place(batches, others))
+        captured.graph.replay()
+        most = want.abs().max()
+        if not bool((captured.logits - want).abs().max() <= _NUM_ALIKE * most):
+            raise RuntimeError("replayed it gives something else than the model")
+
+    @property
+    def _vocab_size(self) -> int:
+        size: int = self._model.get_input_embeddings().weight.shape[0]
+        return size
+
+    def _nobody(self, size: int) -> list[AttentionBatch]:
+        """A step of padding."""
+        return [
+            AttentionBatch(
+                query_starts=np.arange(size + 1),
+                context_lens=np.zeros(size, np.int64),
+                tables=torch.zeros(size, 0, dtype=torch.long),
+                slots=torch.full((size,), -1),
+                block_size=block_size,
+            )
+            for block_size in self._block_sizes
+        ]
+
+    def _place(self, batches: Sequence[AttentionBatch], given: HostInputs) -> Inputs:
+        """Where all graphs of this size look for them."""
+        arrays = [*given.arrays, *batch_arrays(batches)]
+        found = to_device(arrays, self._device, into=self._room)
+        fixed = len(arrays) - len(batches)
+        size = len(given.token_ids)
+        tables: list[Tensor] = []
+        for own, new in zip(self._tables, found[fixed:], strict=True):
+            if new.shape[1]:  # what lies behind is of longer sequences, and is not read
+                own[:size, : new.shape[1]].copy_(new)
+            tables.append(own[:size])
+        place_batches(
+            self._device,
+            batches,
+            [*found[len(given.arrays) : fixed], *tables],
+            max_context_len=self._max_model_len,
+        )
+        return Inputs(token_ids=found[0], positions=found[1], logits_at=found[2])
+
+
+def _inputs(batches: Iterable[AttentionBatch]) -> HostInputs:
+    """Of nobody."""
+    size = next(iter(batches)).num_seqs
+    zeros = np.zeros(size, np.int64)
+    return HostInputs(token_ids=zeros, positions=zeros, logits_at=np.arange(size))
+
+
+def _padded_inputs(given: HostInputs, size: int) -> HostInputs:
+    room = (0, size - len(given.token_ids))
+    return HostInputs(
+        token_ids=np.pad(given.token_ids, room),
+        positions=np.pad(given.positions, room),
+        logits_at=np.arange(size),
+    )
+
+
+def _padded(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """With sequences of nobody, each of which has one query."""
+    num_seqs = batch.num_seqs
+    if num_seqs == size:
+        return batch
+    tables = torch.full((size, batch.tables.shape[1]), -1)
+    tables[:num_seqs] = batch.tables
+    slots = torch.full((size,), -1)
+    slots[:num_seqs] = batch.slots
+    return replace(
+        batch,
+        query_starts=np.arange(size + 1),
+        context_lens=np.pad(batch.context_lens, (0, size - num_seqs)),
+        tables=tables,
+        slots=slots,
+        memo={},
+    )

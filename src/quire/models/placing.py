@@ -1,0 +1,87 @@
+"""A step's numbers where the model computes: token ids, positions, and what attention is told.
+
+On the CPU they are there already. A GPU gets all of them in one copy, and each batch knows from
+then on where its own are (``AttentionBatch.on``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.attention import AttentionBatch, PlacedBatch
+from quire.devices.staging import Array, to_device
+
+_PER_BATCH = 4  # arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What a model is called with, packed."""
+
+    token_ids: Tensor  # i64[T]
+    positions: Tensor  # i64[T], each in its own sequence
+    logits_at: Tensor  # i64: the tokens whose logits are wanted, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostInputs:
+    """The same on the host."""
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    logits_at: npt.NDArray[np.int64]
+
+    def on(self, device: torch.device, batches: Sequence[AttentionBatch]) -> Inputs:
+        """On a device, with the batches."""
+        if device.type == "cpu":
+            found = [torch.from_numpy(array) for array in self.arrays]
+        else:
+            found = to_device([*self.arrays, *batch_arrays(batches)], device)
+            place_batches(device, batches, found[len(self.arrays) :])
+        return Inputs(token_ids=found[0], positions=found[1], logits_at=found[2])
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [self.token_ids, self.positions, self.logits_at]
+
+
+def batch_arrays(batches: Sequence[AttentionBatch]) -> list[Array]:
+    """What kernels on a device read; the tables come last, for their width differs."""
+    return [
+        *(array for batch in batches for array in _fixed(batch)),
+        *(batch.tables.numpy().astype(np.int32) for batch in batches),
+    ]
+
+
+def place_batches(
+    device: torch.device,
+    batches: Sequence[AttentionBatch],
+    found: Sequence[Tensor],
+    *,
+    max_context_len: int | None = None,
+) -> None:
+    """Tell batches where their arrays are. ``max_context_len``: if it may be longer than now."""
+    tables = found[(_PER_BATCH - 1) * len(batches) :]
+    for number, batch in enumerate(batches):
+        starts, context_lens, slots = found[(_PER_BATCH - 1) * number :][: _PER_BATCH - 1]
+        longest = int(batch.context_lens.max(initial=0))
+        batch.memo[device] = PlacedBatch(
+            query_starts=starts,
+            context_lens=context_lens,
+            tables=tables[number],
+            slots=slots,
+            max_query_len=int(np.diff(batch.query_starts).max(initial=0)),
+            max_context_len=longest if max_context_len is None else max_context_len,
+        )
+
+
+def _fixed(batch: AttentionBatch) -> list[Array]:
+    return [
+        batch.query_starts.astype(np.int32),
+        batch.context_lens.astype(np.int32),
+        batch.slots.numpy(),
+    ]

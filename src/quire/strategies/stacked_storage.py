@@ -1,0 +1,156 @@
+"""Where the bytes of ranges lie on large pages: layers in stacks, a token's entries together.
+
+In a stack, layer l of all tokens is a range ``[K, slots, D]`` with equal strides, so that a kernel
+reads it as it reads any range. What is committed is one piece of each stack.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quire.blocks import Change, Commit, Copy, Release
+from quire.memory import CountedMemory, MemoryProvider, Region, Window
+from quire.spec import AttentionSpec
+from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.strategies.base import Accounting
+from quire.strategies.entries import Entries, RangeLayer
+from quire.strategies.layout import attention_spec
+from quire.strategies.pages import Pages, back
+from quire.strategies.stacking import Stacking
+from quire.strategies.states import StateRows, make_states
+from quire.strategies.view import LayerView, MakeWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RangeAccounting(Accounting, Protocol):
+    """An accounting of ranges says how they are laid out."""
+
+    def stacking(self, group: int) -> Stacking | None:
+        """How a group's layers lie together; None: head by head, each layer by itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Layers that lie together."""
+
+    region: Region
+    rows: "Tensor"  # u8[slots, token_bytes]
+
+    def pages(self, change: Commit | Release) -> Pages:
+        size = self.rows.shape[1]
+        return Pages(self.region, change.start * size, (change.stop - change.start) * size)
+
+
+class StackedStorage:
+    """Ranges of tokens; see ``Storage``."""
+
+    def __init__(
+        self,
+        accounting: RangeAccounting,
+        provider: MemoryProvider,
+        make_writer: MakeWriter | None = None,
+    ) -> None:
+        self.memory = CountedMemory(provider)
+        self._layers: dict[int, RangeLayer] = {}
+        self._states = make_states(self.memory, accounting)
+        self._stacks: dict[int, list[_Stack]] = {}  # of each group with tokens
+        for index, group in enumerate(accounting.groups):
+            if index in self._states:
+                continue
+            spec, slots = attention_spec(group), accounting.num_slots(index)
+            layout, longest = accounting.stacking(index), accounting.block_size(index)
+            assert layout is not None, "its ranges are head-major"
+            self._stacks[index] = []
+            for layers in layout.stacks(group):
+                region = self.memory.reserve(slots * layout.token_bytes)
+                rows = token_rows(region, slots, layout.token_bytes)
+                self._stacks[index].append(_Stack(region, rows))
+                self._layers |= stacked_layers(rows, spec, layers, longest, make_writer)
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            if change.group in self._states:
+                self._states[change.group].apply(change)
+                continue
+            stacks = self._stacks[change.group]
+            if isinstance(change, Copy):
+                for stack in stacks:
+                    copy_tokens(stack.rows, change)
+            else:
+                assert isinstance(change, Commit | Release), f"{change} asks for a window"
+                back(change, [stack.pages(change) for stack in stacks])
+
+    def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
+        self._layers[layer].write(slots, k, v)
+
+    def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
+        return self._layers[layer].gather(slots)
+
+    def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
+        return self._layers[layer].save(slots)
+
+    def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
+        self._layers[layer].load(slots, parts)
+
+    def view(self, layer: int) -> LayerView:
+        return self._layers[layer].view
+
+    def states(self, group: int) -> StateRows:
+        return self._states[group]
+
+    def close(self) -> None:
+        for stack in (stack for stacks in self._stacks.values() for stack in stacks):
+            stack.region.close()
+        for rows in self._states.values():
+            rows.close()
+
+
+def token_rows(memory: Region | Window, slots: int, token_bytes: int) -> "Tensor":
+    """A row for each token: u8[slots, token_bytes]."""
+    import torch
+
+    return memory.tensor(torch.uint8)[: slots * token_bytes].view(slots, token_bytes)
+
+
+def stacked_layers(
+    rows: "Tensor",
+    spec: AttentionSpec,
+    layers: Sequence[int],
+    longest: int,
+    make_writer: MakeWriter | None,
+) -> dict[int, RangeLayer]:
+    """The layers of a stack, among the rows of its tokens."""
+    found = {}
+    for number, layer in enumerate(layers):
+        keys, values = _entries(rows, spec, number * spec.bytes_per_token)
+        found[layer] = RangeLayer(keys, values, longest, make_writer)
+    return found
+
+
+def copy_tokens(rows: "Tensor", change: Copy) -> None:
+    """All that some tokens have in a stack."""
+    source = rows[change.source : change.source + change.num_slots]
+    if abs(change.source - change.target) < change.num_slots:  # they overlap
+        source = source.clone()
+    rows[change.target : change.target + change.num_slots] = source
+
+
+def _entries(rows: "Tensor", spec: AttentionSpec, start: int) -> tuple[Entries, Entries]:
+    """One layer's keys and values among the bytes of tokens: rows u8[slots, token_bytes]."""
+    import torch
+
+    (heads, key_dim), (_, value_dim) = spec.entry_shapes
+    size, scale, slots = dtype_bytes(spec.dtype), scale_bytes(spec.dtype), len(rows)
+    width = (key_dim + value_dim) * size
+    codes = rows[:, start : start + heads * width].view(getattr(torch, spec.dtype))
+    both = codes.view(slots, heads, key_dim + value_dim).transpose(0, 1)  # [K, slots, D + Dv]
+    k, v = both[..., :key_dim], both[..., key_dim:]
+    if not scale:
+        return Entries(k), Entries(v)
+    first = start + heads * width
+    scales = rows[:, first : first + 2 * heads * scale].view(torch.float32)
+    of_each = scales.view(slots, heads, 2).permute(2, 1, 0)  # [{key, value}, K, slots]
+    return Entries(k, of_each[0]), Entries(v, of_each[1])

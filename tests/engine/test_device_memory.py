@@ -1,0 +1,137 @@
+"""The engine on a GPU's memory, as far as an emulated driver has it: tensors of the CPU lie there.
+
+Kernels run on after each step, over all that is shown, until the next one begins to compute. So
+whatever is unmapped under one, or read where nothing is mapped, ends the test, or the process.
+"""
+
+import gc
+
+import pytest
+
+from engine.schedules import TEXTS, Result, Schedule, demo, prompts
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
+from memory.cuda.streams import Work
+from quire import LLM, SamplingParams
+from quire.engine.plan import StepPlan
+from quire.memory.cuda import CudaMemory
+from quire.strategies import STRATEGIES
+
+PAGE = 4096  # small, as the model is
+
+
+class Device:
+    """An emulated device that is always busy."""
+
+    def __init__(self, *, page_bytes: int = PAGE, keep_pages: int = 16) -> None:
+        self.driver = EmulatedDriver(granularity=page_bytes, total_bytes=2**28, fills_at_once=True)
+        self.memory = CudaMemory(
+            driver=self.driver, tensor_device=TENSOR_DEVICE, keep_bytes=keep_pages * page_bytes
+        )
+        self.kernel: Work | None = None
+        self.num_steps = 0
+
+    def began(self, llm: LLM) -> None:
+        llm.engine.watch = self.compute
+
+    def compute(self, plan: StepPlan) -> None:
+        """What the step before was still doing is done; the tensors of this one are the CPU's."""
+        if self.kernel is not None:
+            self.driver.finish(self.kernel)
+        page = self.memory.page_bytes
+        hidden = {
+            table.start + number * page
+            for waiting in self.memory._granules._hidden
+            for table, run in waiting.runs
+            for number in run
+        }
+        mapped = self.driver._mappings.items()
+        ranges = [(at, m.nbytes) for at, m in mapped if m.is_accessible and at not in hidden]
+        self.kernel = self.driver.launch(*ranges)
+
+    def stepped(self, llm: LLM) -> None:
+        self.num_steps += 1
+        llm._kv.accounting.check()
+        committed = llm._kv.accounting.usage().committed_bytes
+        assert llm.memory.committed_bytes == committed
+        assert self.driver.physical_bytes == self.memory.physical_bytes
+        in_use = self.memory.physical_bytes - self.memory.kept_bytes
+        assert committed <= in_use <= committed + self.memory.hidden_bytes
+        assert self.driver.refused == []
+
+    def idle(self) -> None:
+        if self.kernel is not None:
+            self.driver.finish(self.kernel)
+
+
+def run(seed: int, cache: str) -> tuple[Device, Result]:
+    device = Device()
+    schedule = Schedule(seed, cache, provider=device.memory)
+    schedule.began, schedule.stepped = device.began, device.stepped
+    result = schedule.run()
+    assert not result.faults
+    return device, result
+
+
+@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_are_those_of_generate_and_all_memory_goes_back(cache: str, seed: int) -> None:
+    device, result = run(seed, cache)
+    assert result.num_sequences
+    assert device.num_steps
+    device.idle()
+    driver = device.driver
+    assert driver.calls["cuMemCreate"]
+    assert driver.physical_bytes == 0  # on closing, whatever was kept
+    del device
+    gc.collect()
+    assert driver.reserved_bytes == 0
+
+
+def test_pages_are_created_while_the_device_computes() -> None:
+    """Those of a step of decoding are there before it is planned."""
+    device = Device(keep_pages=64)
+    created: list[int] = []  # so far, when a step's memory is there
+    with LLM(demo(), provider=device.memory, max_model_len=128, max_num_batched_tokens=64) as llm:
+        device.began(llm)
+        compute = llm.engine.watch
+
+        def watch(plan: StepPlan) -> None:
+            created.append(device.driver.calls["cuMemCreate"])
+            compute(plan)
+
+        llm.engine.watch = watch
+        before: list[int] = []
+        request = llm.request(list(prompts()[0]), SamplingParams(max_tokens=60, ignore_eos=True))
+        llm.start(request, bool)
+        while llm.engine.scheduler.has_unfinished:
+            before.append(device.driver.calls["cuMemCreate"])
+            llm.step()
+    pages_of_a_block = 16 * 8192 // PAGE
+    assert created[1:] == before[1:]
+    assert created[-1] >= created[1] + pages_of_a_block  # blocks were added on the way
+
+
+def test_what_is_prefaulted_is_there_from_the_beginning() -> None:
+    device = Device()
+    with LLM(
+        demo(),
+        provider=device.memory,
+        residency="prefault",
+        kv_cache_memory_bytes="4MiB",
+        max_model_len=128,
+    ) as llm:
+        assert device.driver.physical_bytes == llm._resident.kept_bytes == 4 * 2**20
+        created = device.driver.calls["cuMemCreate"]
+        llm.generate(TEXTS[0])
+        assert device.driver.calls["cuMemCreate"] == created
+        assert device.driver.physical_bytes == 4 * 2**20
+        llm.resize(2**20)
+        assert device.driver.physical_bytes <= 2**20
+    assert device.driver.physical_bytes == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+def test_a_hundred_schedules(cache: str) -> None:
+    for seed in range(100):
+        run(seed, cache)

@@ -1,0 +1,79 @@
+"""The step that is measured before the cache is sized: the largest there may be, and then gone."""
+
+import pytest
+import torch
+
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
+from quire.config import EngineConfig
+from quire.engine import profile
+from quire.engine.plan import StepPlan
+from quire.engine.profile import measured_step_bytes
+from quire.engine.runner import ModelRunner
+from quire.engine.sizing import kv_ledger
+from quire.errors import MemoryUnavailable
+from quire.memory.cuda import CudaMemory
+from quire.models.loader import adopt
+from tiny import tiny_model
+
+
+class Meter:
+    """Has begun, or not."""
+
+    begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def peak_bytes(self) -> int:
+        return 12_345
+
+
+def emulated() -> tuple[EmulatedDriver, CudaMemory]:
+    driver = EmulatedDriver()
+    return driver, CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE, keep_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("num_seqs", [1, 3, 64])
+def test_the_largest_step_is_run_with_a_token_for_each(
+    name: str, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, memory = emulated()
+    meter, steps = Meter(), list[StepPlan]()
+    run = ModelRunner.run
+
+    def seen(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        assert meter.begun
+        steps.append(plan)
+        return run(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "run", seen)
+    config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=100, max_model_len=256)
+    loaded = adopt(tiny_model(name))
+    assert measured_step_bytes(config, loaded, memory, meter) == 12_345
+    (plan,) = steps
+    assert (plan.num_tokens, len(plan.draws)) == (100, num_seqs)
+    assert driver.physical_bytes == 0
+
+    ledger = kv_ledger(config, loaded, memory.page_bytes, measured_bytes=12_345)
+    (term,) = [term for term in ledger.terms if term.label == "activations"]
+    assert (term.num_bytes, term.source.split(",")[0]) == (-12_345, "measured")
+
+
+def test_too_little_memory_is_said_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, memory = emulated()
+
+    def fails(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "run", fails)
+    config = EngineConfig(max_num_batched_tokens=64, max_model_len=256)
+    with pytest.raises(MemoryUnavailable, match="lower max_num_batched_tokens=64 or max_num_seqs"):
+        measured_step_bytes(config, adopt(tiny_model("qwen3")), memory, Meter())
+    assert driver.physical_bytes == 0
+
+
+def test_no_step_is_longer_than_a_sequence_may_be() -> None:
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1000)
+    plan = profile._largest_step(config, 128, 199)
+    assert [chunk.stop for chunk in plan.chunks] == [127, 127]

@@ -1,0 +1,258 @@
+"""What ``torch.cuda`` offers, pretended: memory to copy to and from, streams, events, graphs.
+
+All work is in one queue. None of it is known to be done before the host has waited: what was copied
+to pinned memory is garbage until then, and what is copied from there must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from pretend.streams import names_of_streams
+from pretend.tensor import UNDERNEATH, PretendTensor, compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A copy that the host has not waited for."""
+
+    mark: int
+    settle: Callable[[], None]
+
+
+class Graph:
+    """Stands for ``torch.cuda.CUDAGraph``: operations, on the memory that they were captured on."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._notes: list[tuple[Any, Any, Any, Any]] = []
+        self._own: dict[int, Any] = {}  # storages
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._notes.append((func, args, kwargs, out))
+
+    def keep(self, new: list[Tensor]) -> None:
+        """Memory that was made while it was captured."""
+        self._own.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in new)
+
+    def made(self, held: Tensor) -> bool:
+        return held.untyped_storage()._cdata in self._own
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self._gpu.launch("graph")
+        for func, args, kwargs, out in self._notes:
+            again = func(*args, **kwargs)
+            if out is None:
+                continue
+            for held, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(held, Tensor) and held is not new:
+                    held.copy_(new)
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def reset(self) -> None:
+        self._notes.clear()
+
+
+class Gpu:
+    """The device, and what was done with it. ``waits`` says for what the host has waited."""
+
+    def __init__(self, num_devices: int, total_bytes: int) -> None:
+        self.num_devices, self.total_bytes, self.free_bytes = num_devices, total_bytes, total_bytes
+        self.waits: list[str] = []
+        self.launches: list[str] = []
+        self.num_replays = self.num_uploads = self.num_downloads = 0
+        self.capturing: Graph | None = None
+        self.dispatch = _Dispatch(self)
+        self._pinned: dict[int, Any] = {}  # storages
+        self._pending: list[_Pending] = []
+        self._mark = self._done = 0
+
+    def reset(self) -> None:
+        """Count from nothing."""
+        self.waits.clear()
+        self.launches.clear()
+        self.num_replays = self.num_uploads = self.num_downloads = 0
+
+    def launch(self, name: str) -> None:
+        self._mark += 1
+        self.launches.append(name)
+        self.num_replays += name == "graph"
+
+    def kernel(self, function: Callable[..., None], *args: Any) -> None:
+        """Launch what is no operation of torch's. It gets the tensors inside, and writes to them.
+
+        Raises: RuntimeError for a tensor of the host.
+        """
+        for x in tree_leaves(args):
+            if isinstance(x, Tensor) and not isinstance(x, PretendTensor):
+                raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        inner = tree_map_only(PretendTensor, lambda x: x.inner, args)
+        self.launch(function.__name__)
+        if self.capturing is not None:
+            self.capturing.note(function, inner, {}, None)
+        else:
+            function(*inner)
+
+    def wait(self, why: str, mark: int | None = None) -> None:
+        """The host waits, for all that was launched (up to ``mark``)."""
+        if self.capturing is not None:
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {why}"
+            )
+        self.waits.append(why)
+        self._done = self._mark if mark is None else max(mark, self._done)
+        settled = [each for each in self._pending if each.mark <= self._done]
+        self._pending = [each for each in self._pending if each.mark > self._done]
+        for each in settled:
+            each.settle()
+
+    def has_done(self, mark: int) -> bool:
+        return mark <= self._done
+
+    @property
+    def mark(self) -> int:
+        return self._mark
+
+    def pin(self, host: Tensor) -> Tensor:
+        storage = host.untyped_storage()
+        self._pinned[storage._cdata] = storage
+        return host
+
+    def is_pinned(self, host: Tensor) -> bool:
+        return host.untyped_storage()._cdata in self._pinned
+
+    def copy(self, target: Tensor, source: Tensor, *, blocks: bool) -> None:
+        """From one device to another."""
+        up = not isinstance(source, PretendTensor)
+        if self.capturing is not None:
+            raise RuntimeError("CUDA error: a copy between devices while a graph is captured")
+        held = source if up else source.inner
+        into = target.inner if isinstance(target, PretendTensor) else target
+        host = held if up else into
+        self.num_uploads += up
+        self.num_downloads += not isinstance(target, PretendTensor)
+        self._mark += 1
+        into.copy_(held)
+        if blocks or not self.is_pinned(host):
+            self.wait("upload" if up else "download")
+            return
+        value = host.clone()
+
+        def unchanged() -> None:
+            assert torch.equal(host, value), "pinned memory was changed before its copy had ended"
+
+        def arrive() -> None:
+            host.copy_(value)
+
+        if not up:
+            host.view(-1).view(torch.uint8).fill_(0xAB) if host.is_contiguous() else host.zero_()
+        self._pending.append(_Pending(self._mark, unchanged if up else arrive))
+
+
+class _Dispatch(TorchDispatchMode):
+    """Factories that name the device; all else comes by the tensors themselves."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(self._gpu, func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What does not reach the dispatcher of a torch without CUDA."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        kwargs = {key: _numbered(value) for key, value in (kwargs or {}).items()}
+        args = tuple(map(_numbered, args))
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            device = kwargs.pop("device", None)
+            if device is None and func is Tensor.new_tensor:
+                device = args[0].device
+            made = func(*args, **kwargs, **({"device": "cpu"} if device is not None else {}))
+            return made if device is None else made.to(device)
+        if func is Tensor.cuda:
+            return args[0].to(torch.device("cuda", 0), **kwargs)
+        if func in (Tensor.tolist, Tensor.numpy) and isinstance(args[0], PretendTensor):
+            if func is Tensor.numpy and not kwargs.get("force"):
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+            return func(args[0].cpu())
+        if func is Tensor.pin_memory:
+            return self._gpu.pin(args[0].clone())
+        if func is Tensor.is_pinned:
+            return self._gpu.is_pinned(args[0])
+        return func(*args, **kwargs)
+
+
+def _numbered(value: Any) -> Any:
+    """``cuda`` → ``cuda:0``: without CUDA, torch cannot ask which one that is."""
+    if isinstance(value, torch.device | str) and str(value) == "cuda":
+        return torch.device("cuda", 0)
+    return value
+
+
+def _names(gpu: Gpu) -> dict[str, Any]:
+    """What is found in ``torch.cuda`` meanwhile."""
+    properties = SimpleNamespace(
+        name="pretended", total_memory=gpu.total_bytes, major=9, minor=0, multi_processor_count=132
+    )
+    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats")
+    zero = ("current_device", "memory_allocated", "memory_reserved", "max_memory_allocated")
+    return {
+        **dict.fromkeys(nothing, _says(None)),
+        **dict.fromkeys(zero, _says(0)),
+        **dict.fromkeys(("is_available", "is_initialized"), _says(True)),
+        **names_of_streams(gpu),
+        "device_count": _says(gpu.num_devices),
+        "get_device_name": _says(properties.name),
+        "get_device_properties": _says(properties),
+        "get_device_capability": _says((9, 0)),
+        "graph_pool_handle": _says((0, 0)),
+        "mem_get_info": lambda *_: (gpu.free_bytes, gpu.total_bytes),
+        "CUDAGraph": lambda *_, **__: Graph(gpu),
+        "is_current_stream_capturing": lambda: gpu.capturing is not None,
+    }
+
+
+def _says(value: object) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+@contextmanager
+def cuda(*, num_devices: int = 1, total_bytes: int = 2**34) -> Iterator[Gpu]:
+    """While it lasts there is CUDA. Tensors that were made then are of no use afterwards."""
+    if not hasattr(torch, UNDERNEATH):
+        _setup_privateuseone_for_python_backend()
+    gpu = Gpu(num_devices, total_bytes)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    with ExitStack() as undo:
+        for name, value in _names(gpu).items():
+            undo.enter_context(mock.patch.object(torch.cuda, name, value))
+        undo.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        # So that tied weights stay tied when a module is moved.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        undo.enter_context(gpu.dispatch)
+        undo.enter_context(_Functions(gpu))
+        yield gpu
