@@ -15,8 +15,10 @@ from quire.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "cpu", "triton", "sdpa", "reference")
-_FASTEST_FIRST = MappingProxyType({"cpu": ("cpu", "sdpa"), "cuda": ("triton", "sdpa")})
+BACKENDS = ("auto", "flashinfer", "triton", "cpu", "sdpa", "reference")
+_FASTEST_FIRST = MappingProxyType(
+    {"cpu": ("cpu", "sdpa"), "cuda": ("flashinfer", "triton", "sdpa")}
+)
 
 
 def choose_backend(
@@ -62,6 +64,10 @@ def _find(
         except (ImportError, OSError) as error:  # no wheel for this platform, or a broken one
             return f"llvmlite cannot be imported ({error})"
         backend = CpuAttention(cache_dir=kernel_dir)
+    elif name == "flashinfer":
+        from quire.attention.flashinfer import FlashInferAttention
+
+        backend = FlashInferAttention()
     elif name == "triton":
         try:
             from quire.attention.triton import TritonAttention

@@ -139,10 +139,7 @@ def _subject(found: Plan) -> Iterator[str]:
     yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name)}[/]"
     if found.num_ranks > 1:
         same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
-        yield (
-            f"[dim]figures are those of one of {found.num_ranks} ranks{same}; Quire's own engine "
-            "runs on one[/]"
-        )
+        yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 
 def _layers(found: Plan) -> Table:

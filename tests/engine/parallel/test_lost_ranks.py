@@ -19,6 +19,7 @@ from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, 
 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
 from quire.engine.llm import LLM
+from quire.engine.parallel import group
 from quire.engine.parallel.crew import Crew
 from quire.engine.parallel.messages import Answer, Apply, Done, Expect, Failed, Message
 from quire.engine.parallel.part import PartedModel
@@ -226,6 +227,24 @@ def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -
     assert "a draft model would lie in rank 0 alone" in refused(llama, speculative_config=draft)
     assert "provider=" in refused(llama, provider=object())
     assert "must be from 1 to 1,024" in refused(llama, size=0)
+
+
+def test_without_accelerate_the_extra_is_named(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "find_spec", lambda _: None)
+    assert "pip install 'quire[tp]'" in refused(folder.of("llama"))
+
+
+def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = folder.of("llama")
+    assert "device=cuda:1 is one device" in refused(llama, device="cuda:1")
+    assert "built without CUDA" in refused(llama, device="cuda") or torch.version.cuda
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "hide them (CUDA_VISIBLE_DEVICES=)" in refused(llama, device="cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="more than the 1 CUDA devices here"):
+        Crew(2, "cuda").start()
 
 
 def test_states_and_sources_run_in_one_process(folder: Folder) -> None:

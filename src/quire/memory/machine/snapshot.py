@@ -24,6 +24,7 @@ from quire.memory.machine.probe import (
     soft_limit,
 )
 from quire.memory.machine.procfs import read_number, read_table, read_text
+from quire.units import ceil_div
 
 _ROOT = Path("/")
 
@@ -107,7 +108,7 @@ class Machine:
             else MemoryBound(
                 source=f"1/{num_processes} of {bound.source}",
                 limit_bytes=bound.limit_bytes // num_processes,
-                used_bytes=bound.used_bytes // num_processes,
+                used_bytes=ceil_div(bound.used_bytes, num_processes),
             )
             for bound in self.bounds
         )
@@ -115,7 +116,7 @@ class Machine:
             self,
             bounds=tuple(sorted(bounds, key=lambda bound: bound.available_bytes)),
             ram_bytes=self.ram_bytes // num_processes,
-            ram_used_bytes=self.ram_used_bytes // num_processes,
+            ram_used_bytes=ceil_div(self.ram_used_bytes, num_processes),
         )
 
     @property
