@@ -3,6 +3,7 @@
 import logging
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,18 +44,26 @@ def test_it_needs_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     assert "triton cannot serve: torch sees no CUDA device" in caplog.text
 
 
+def no_compiler(index: int) -> dict[str, int]:
+    raise RuntimeError("Failed to find C compiler.\n  Please specify via CC")
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
-    ("capability", "why"),
-    [((7, 5), "Turing has compute capability 7.5, and it needs 8.0"), ((8, 0), None)],
+    ("capability", "asked", "why"),
+    [
+        ((7, 5), lambda index: {}, "Turing has compute capability 7.5, and it needs 8.0"),
+        ((8, 0), no_compiler, "Triton cannot use Turing: Failed to find C compiler. Please"),
+        ((8, 0), lambda index: {"max_shared_mem": 65536}, None),
+    ],
 )
-def test_it_needs_ampere(
-    capability: tuple[int, int], why: str | None, monkeypatch: pytest.MonkeyPatch
+def test_it_needs_ampere_and_a_triton_that_works(
+    capability: tuple[int, int], asked: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = SimpleNamespace(
         name="Turing", major=capability[0], minor=capability[1], multi_processor_count=40
     )
-    limits = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": 65536})
+    limits = SimpleNamespace(get_device_properties=asked)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -34,7 +34,7 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
     READS: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SEVERAL: tl.constexpr, SPLIT: tl.constexpr,
+    SHORT_RANGE: tl.constexpr, SINKS: tl.constexpr, SEVERAL: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
     DTYPE: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def attend(  # noqa: C901, PLR0913, PLR0915
         total = total * by + tl.sum(weights, 1)
         best = now
         result = result * by[:, None]
-        if KEPT == "int8" and tl.float16 == DTYPE:
+        if SHORT_RANGE:
             # Scales are small, and float16's range is short: relative to the step's largest.
             top = tl.max(value_scale, 0)
             top = tl.where(top > 0.0, top, 1.0)

@@ -240,6 +240,7 @@ def _launch(  # noqa: PLR0913
         LATENT=shape.latent,
         KEPT=shape.kept,
         CAPPED=softcap is not None,
+        SHORT_RANGE=shape.kept == "int8" and shape.dtype == torch.float16,
         SPLIT=split,
         ROWS=tile.rows,
         DTYPE=_TRITON_DTYPES[shape.dtype],

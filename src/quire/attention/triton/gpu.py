@@ -51,7 +51,10 @@ def find_gpu(device: torch.device) -> Gpu | str:
             f"{'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or more"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    limits = triton.runtime.driver.active.utils.get_device_properties(index)
+    try:  # which looks for the driver, and for a C compiler unless it has done so before
+        limits = triton.runtime.driver.active.utils.get_device_properties(index)
+    except Exception as error:
+        return f"Triton cannot use {facts.name}: {' '.join(str(error).split())[:300]}"
     return Gpu(
         num_processors=facts.multi_processor_count,
         shared_bytes=limits["max_shared_mem"],
