@@ -14,6 +14,7 @@ from memory.cuda.streams import Work
 from quire import LLM, SamplingParams
 from quire.engine.plan import StepPlan
 from quire.memory.cuda import CudaMemory
+from quire.memory.machine.readings import MemoryReading
 from quire.strategies import STRATEGIES
 
 PAGE = 4096  # small, as the model is
@@ -128,6 +129,47 @@ def test_what_is_prefaulted_is_there_from_the_beginning() -> None:
         llm.resize(2**20)
         assert device.driver.physical_bytes <= 2**20
     assert device.driver.physical_bytes == 0
+
+
+class Neighbour:
+    """A gauge of the emulated device, of which another process takes ``taken_bytes``."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.taken_bytes, self.time_s = device, 0, 0.0
+
+    def now_s(self) -> float:
+        self.time_s += 1.0
+        return self.time_s
+
+    def read(self) -> MemoryReading:
+        total = self.device.driver.total_bytes
+        free = total - self.device.driver.physical_bytes - self.taken_bytes
+        return MemoryReading(total_bytes=total, available_bytes=max(0, free), source="emulated")
+
+
+def test_what_others_take_of_the_device_is_given_up() -> None:
+    device = Device(keep_pages=256)
+    neighbour = Neighbour(device)
+    with LLM(
+        demo(),
+        provider=device.memory,
+        gauge=neighbour,
+        kv_cache_memory_bytes="32MiB",
+        max_model_len=128,
+    ) as llm:
+        llm.generate([list(each) for each in prompts()[::3]], SamplingParams(max_tokens=8))
+        cached = llm.usage().cached_bytes
+        assert cached > 0
+        assert device.memory.kept_bytes > 0
+        total = device.driver.total_bytes
+        neighbour.taken_bytes = total - total // 4 - device.driver.physical_bytes + cached // 2
+        llm.step()
+        assert llm.usage().cached_bytes < cached
+        assert llm.elastic.ceiling_bytes < 32 * 2**20
+        assert device.memory.kept_bytes == 0
+        assert "is missing" in llm.elastic.reason
+        assert llm.elastic.memory is not None
+        assert llm.elastic.memory.available_bytes < neighbour.read().available_bytes
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from itertools import accumulate, islice
 
 from torch import Tensor
 
+from quire.devices.results import wait_for
 from quire.engine.plan import Draw, Sampled, StepPlan
 from quire.engine.sampling.device import DeviceChoices
 from quire.engine.sampling.draws import key_of_seed, key_of_sequence
@@ -39,9 +40,11 @@ class Sampler:
 
         Prompts that are to have log-probabilities get those of ``plan.prompt_rows``. Done twice,
         it gives the same. For logits on a device the host waits once, at the end: all that it
-        does before overlaps with the step that computes them.
+        does before overlaps with the step that computes them. It waits for a step without draws
+        too, so that what goes wrong in a step is known in it, and its time is its own.
         """
         if not plan.draws and not plan.prompt_rows:
+            wait_for(logits.device)
             return []
         rules = [self._rules_of(draw.sequence) for draw in plan.draws]
         firsts = list(accumulate((len(d.drafts) + 1 for d in plan.draws[:-1]), initial=0))

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.devices.results import Results
+from quire.devices.staging import to_device
 from quire.engine.plan import PromptRows
 from quire.engine.sampling.device.edits import edits_to_send, make_edits
 from quire.engine.sampling.device.logprobs import described
 from quire.engine.sampling.device.lots import Lots, draw
-from quire.engine.sampling.device.transfers import Results, to_device
 from quire.engine.sampling.work import Wanted, Work
 from quire.engine.sequence import TokenLogprobs
 
@@ -39,7 +40,9 @@ class DeviceChoices:
         vocab_size, device = logits.shape[-1], logits.device
         lots = Lots(work.lots, vocab_size) if work.lots else None
         asked = _by_num_top(work.wanted, vocab_size)
-        sent = to_device(_to_send(work, lots, asked, vocab_size), device)
+        arrays = _to_send(work, lots, asked, vocab_size)
+        placed = to_device(list(arrays.values()), device) if arrays else []
+        sent = dict(zip(arrays, placed, strict=True))
         results = Results(device)
         raw = logits[sent["rows"]] if "rows" in sent else logits[: len(work.rows)].contiguous()
         tokens = _choose(raw, work, lots, sent, results)

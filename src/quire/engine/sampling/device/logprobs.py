@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.sampling.device.transfers import Results
+from quire.devices.results import Results
 from quire.engine.sequence import TokenLogprobs
 
 _LOW_BITS = 2**32 - 1

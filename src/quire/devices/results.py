@@ -1,42 +1,22 @@
-"""Numbers on their way between host and device: many arrays, one copy.
+"""Numbers from a device to the host: many tensors, one copy, and the host waits once.
 
-Host memory is pinned where the device can copy from and to it by itself. Torch keeps such memory
-for the next step, and hands none out before the copies that use it are done.
+They come to pinned memory, which a device can copy to by itself: so the host can prepare whatever
+else is to be done, and waits when it needs them.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; a view of the bytes as numbers wants its beginning at a multiple of theirs
 _MOST_BYTES = 64 * 2**20  # of results that wait on the device for a copy
 
 
-def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Each array as a tensor of its shape and type. The host does not wait for the copy."""
-    starts: dict[str, int] = {}
-    end = 0
-    for name, array in arrays.items():
-        starts[name] = end
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    if not end:
-        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=_is_pinned(device))
-    room = staged.numpy()
-    for name, array in arrays.items():
-        start = starts[name]
-        room[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    there = staged.to(device, non_blocking=True)
-    found: dict[str, Tensor] = {}
-    for name, array in arrays.items():
-        dtype = torch.from_numpy(array).dtype
-        own = there[starts[name] : starts[name] + array.nbytes]
-        found[name] = own.view(dtype).view(array.shape)
-    return found
+def wait_for(device: torch.device) -> None:
+    """Until all that was launched there is done; the host's own memory has nothing under way."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Results:
@@ -61,8 +41,7 @@ class Results:
     def arrive(self) -> list[NDArray[Any]]:
         """All that was added. The host waits for the device, once."""
         self._send()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)
         found: list[NDArray[Any]] = []
         for staged, kinds in self._under_way:
             start = 0
@@ -77,7 +56,7 @@ class Results:
         if not self._waiting:
             return
         packed = torch.cat([_bytes_of(tensor) for tensor in self._waiting])
-        pins = _is_pinned(self._device)
+        pins = self._device.type == "cuda"
         staged = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=pins)
         staged.copy_(packed, non_blocking=pins)
         kinds = [(tensor.dtype, tensor.shape) for tensor in self._waiting]
@@ -90,7 +69,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     if flat.stride() != (1,):  # of one element or none, which torch calls contiguous all the same
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
-
-
-def _is_pinned(device: torch.device) -> bool:
-    return device.type == "cuda"
