@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import QuireError
+from quire.planner.simulation.costs import FittedCosts
 
 
 @pytest.fixture
@@ -85,6 +86,19 @@ def test_what_cannot_be_simulated_is_refused_in_words(
 ) -> None:
     with pytest.raises(QuireError, match=message):
         run(trace, *flags)
+
+
+def test_a_calibration_says_which_strategies_it_was_not_taken_with(
+    trace: Path, tmp_path: Path
+) -> None:
+    calibration = tmp_path / "here.json"
+    FittedCosts(step_s=0.01, about={"machine": "m", "model": "demo", "cache": "paged"}).write(
+        calibration
+    )
+    own = ("--calibration", str(calibration), "--kv-cache-memory-bytes", "1GiB")
+    assert "not compared" not in run(trace, *own, "--cache", "paged")
+    said = " ".join(run(trace, *own, "--cache", "growing,paged,virtual").split())
+    assert "measured with --cache paged, and taken for growing, virtual too" in said
 
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:

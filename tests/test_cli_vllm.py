@@ -71,6 +71,7 @@ def test_no_flag_is_in_two_tables() -> None:
         ("--dtype half", "--dtype float16"),
         ("--dtype bfloat16", "--dtype bfloat16"),
         ("-q int8", "--quantization int8"),
+        ("-tp 2", "--tensor-parallel-size 2"),
         ("--max-model-len 32k", "--max-model-len 32000"),
         ("--max-model-len 1.5K", "--max-model-len 1536"),
         ("--max-model-len auto", ""),
@@ -115,9 +116,9 @@ def test_a_refused_flag_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert quire(monkeypatch, "serve", "-tp", "2") == 2
+    assert quire(monkeypatch, "serve", "-pp", "2") == 2
     err = capsys.readouterr().err
-    assert "-tp 2 cannot be honoured: there is one device (it may be 1)" in err
+    assert "-pp 2 cannot be honoured: heads are divided, and nothing else (it may be 1)" in err
     assert quire(monkeypatch, "serve", "--trust-remote-code") == 2
     assert "Quire never runs code from a model's folder" in capsys.readouterr().err
 

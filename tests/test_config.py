@@ -1,10 +1,11 @@
 """Options are checked when they are given; an error names the option, its value and its limit."""
 
+import os
 from dataclasses import fields
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, as_rank
 from quire.errors import ConfigError
 
 
@@ -130,3 +131,19 @@ def test_vllms_name_for_kv_memory_counts_last(
     monkeypatch.delenv("QUIRE_KV_CACHE_MEMORY_BYTES")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")  # vLLM's default: its own choice
     assert EngineConfig.from_options().kv_cache_memory_bytes is None
+
+
+def test_a_rank_is_named_in_the_environment_only_while_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    before = dict(os.environ)
+    with as_rank(3, "lo"):
+        assert os.environ["LOCAL_RANK"] == "3"
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "as the user said"
+    assert dict(os.environ) == before
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with as_rank(1, "lo"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert not {"LOCAL_RANK", "GLOO_SOCKET_IFNAME"} & os.environ.keys()

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     " engine.statistics",
     "engine.scheduler": "errors units spec blocks strategies engine.sequence engine.plan"
     " engine.statistics engine.scheduling",
-    "engine.sampling": "errors units engine.params engine.sequence engine.plan",
+    "engine.sampling": "errors units devices engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
     "engine.needs": "errors units config spec memory strategies",
     "engine.kv_cache": "errors memory strategies",
@@ -244,6 +244,17 @@ def test_foreign_packages_stay_in_their_rooms() -> None:
             if rooms and module.name.split(".")[0] not in rooms:
                 problems.append(f"{module.where(node)} imports {name}: only {' and '.join(rooms)}")
     report(problems, "Let the room that may import it offer what you need.")
+
+
+def test_only_ranks_exchange() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if re.match(r"torch\.(_C\._)?distributed\b", name)
+        and not module.name.startswith("engine.parallel")
+    ]
+    report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -24,6 +24,7 @@ ERRORS = [
     "ModelNotLoadable",
     "OutOfKVMemory",
     "QuireError",
+    "RankLost",
     "RequestError",
     "RequestTooLong",
     "UnsupportedModel",

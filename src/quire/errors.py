@@ -7,7 +7,8 @@
     ├── RequestError           one request is wrong; nobody else is disturbed (also a ValueError)
     │   └── RequestTooLong     it can never fit: the sum and the option to change are in the message
     ├── OutOfKVMemory          no room now, and nobody here who could wait (also a MemoryError)
-    └── MemoryUnavailable      the operating system refused address space or pages (a MemoryError)
+    ├── MemoryUnavailable      the operating system refused address space or pages (a MemoryError)
+    └── RankLost               one of the processes that a model is divided among is gone
 
 A message says what failed, the value, the limit, and the option to change. Running out of KV memory
 inside the engine is not an error: the scheduler waits or preempts. Only callers without a scheduler
@@ -45,3 +46,7 @@ class OutOfKVMemory(QuireError, MemoryError):
 
 class MemoryUnavailable(QuireError, MemoryError):
     """The operating system refused address space or pages."""
+
+
+class RankLost(QuireError):
+    """One of the processes that a model is divided among has ended: none can go on."""

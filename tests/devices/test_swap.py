@@ -8,9 +8,10 @@ import torch
 import pretend
 from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
-from quire.engine import pinned_shelf
-from quire.engine.pinned_shelf import DeviceTimer, PinnedShelf
 from quire.engine.runner import ModelRunner
+from quire.engine.swap import pinned
+from quire.engine.swap.pinned import PinnedShelf
+from quire.engine.swap.timers import DeviceTimer
 from tiny import tiny_model, tokens
 
 DEVICE = torch.device("cuda", 0)
@@ -26,8 +27,8 @@ def gpu() -> Iterator[Gpu]:
 def test_pieces_come_back_bit_for_bit(
     piece_bytes: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_shelf, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(pinned_shelf, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(pinned, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 64)
     shelf = PinnedShelf(DEVICE)
     host = [
         [torch.randn(n, 3), torch.arange(n, dtype=torch.int8), torch.randn(n, 2).bfloat16()]

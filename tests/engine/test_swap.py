@@ -10,7 +10,7 @@ import torch
 
 from engine.test_llm import ids, model_of, prompts
 from quire import LLM, SamplingParams
-from quire.engine.swap_store import FileShelf, MemoryShelf, Shelf
+from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
 from quire.errors import ConfigError
 
 KIB = 1 << 10  # of a token's keys and values, in these models
@@ -131,7 +131,7 @@ def test_what_swap_cannot_do_is_computed_again(
     expected = undisturbed("llama", **CACHES[cache])
     with made(**CACHES[cache]) as llm:
         shelf = FailingShelf(verb)
-        llm.engine._swap._shelf = shelf  # type: ignore[union-attr]
+        llm.engine._swap._mover._shelf = shelf  # type: ignore[union-attr]
         assert outputs(llm) == expected
         stats = llm.engine.scheduler.stats
         assert shelf.num_calls > 0

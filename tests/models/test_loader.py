@@ -370,7 +370,7 @@ def test_a_model_in_training_is_refused() -> None:
 
 
 def test_a_model_elsewhere_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on meta; only models on the CPU"):
+    with pytest.raises(ConfigError, match="is on meta: move it to the CPU or to a GPU"):
         adopt(tiny_model("llama").to("meta"))
 
 

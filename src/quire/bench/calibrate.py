@@ -117,11 +117,12 @@ def calibrate(
     return replace(found, costs=replace(found.costs, **asdict(prices)))
 
 
-def about(found: Fit, *, machine: str, model: str, num_threads: int) -> Fit:
+def about(found: Fit, *, machine: str, model: str, cache: str, num_threads: int) -> Fit:
     """With what a reader of the file will want to know."""
     said = {
         "machine": machine,
         "model": model,
+        "cache": cache,
         "num_threads": num_threads,
         "num_steps": found.num_steps,
         "num_kinds": found.num_kinds,

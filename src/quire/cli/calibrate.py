@@ -26,11 +26,12 @@ def write_calibration(model: str | None, engine: dict[str, Any], path: Path) -> 
         found = calibrate(
             llm, report=lambda done, total: progress.update(task, completed=done, total=total)
         )
-        name = llm.name
+        name, cache = llm.name, llm.config.cache
     found = about(
         found,
         machine=f"{platform.node()}, {platform.machine()}",
         model=model or name,
+        cache=cache,
         num_threads=get_num_threads(),
     )
     found.costs.write(path)

@@ -97,9 +97,20 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
     """A model, its tokenizer and its spec."""
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
+    # Transformers draws its own bars for what takes long: files from the hub, and many weights.
+    if (num_ranks := config.tensor_parallel_size) > 1:
+        from quire.engine.parallel.part import load_parts, refuse_options
+
+        refuse_options(config, model)
+        return load_parts(
+            model,
+            num_ranks,
+            device=config.device,
+            dtype=config.dtype,
+            show_progress=model is not None,
+        )
     from quire.models.loader import load
 
-    # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     return load(
         model,
         device=config.device,

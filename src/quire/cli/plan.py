@@ -92,7 +92,8 @@ def plan(  # noqa: PLR0913 - flags
     _refuse_unplanned(config)
     if tp < 1:
         raise ConfigError(f"tp={tp} must be at least 1")
-    place = place_of(memory, device)
+    tp = num_ranks_of(tp, config)
+    place = place_of(memory, device, num_ranks=tp)
     subject = find_subject(model, dtype=config.dtype)
     request = _request(subject, config, input_len, output_len)
     if validate:
@@ -112,12 +113,20 @@ def plan(  # noqa: PLR0913 - flags
         print_plan(found, remedies, fitted)
 
 
-def place_of(memory: str | None, device: str | None) -> Place:
-    """A device, a machine of a size, or this machine. Raises: ConfigError."""
+def num_ranks_of(tp: int, config: EngineConfig) -> int:
+    """The same by two names: a planner's, and the engine's. Raises: ConfigError if they differ."""
+    own = config.tensor_parallel_size
+    if 1 not in (tp, own) and tp != own:
+        raise ConfigError(f"--tp {tp} and --tensor-parallel-size {own} are one option: give one")
+    return max(tp, own)
+
+
+def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> Place:
+    """A device, a machine of a size, or a rank's part of this machine. Raises: ConfigError."""
     if memory is None and device is None:
         host = HostMemory()
         return Place(
-            machine=read_machine(),
+            machine=read_machine().share(num_ranks),
             page_bytes=host.page_bytes,
             can_share=host.cannot_share is None,
             max_mappings=spare_mappings(),

@@ -13,7 +13,6 @@ from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
 from quire.planner.capacity.fit import Change
 from quire.planner.capacity.plan import Cell, Plan
-from quire.planner.capacity.ranks import is_replicated
 from quire.planner.capacity.vllm_log import start_up
 from quire.planner.subjects.published import Table as Models
 from quire.spec import (
@@ -27,6 +26,7 @@ from quire.spec import (
     SlidingWindow,
 )
 from quire.spec.layers import LayerSpec
+from quire.spec.ranks import is_replicated
 from quire.units import format_bytes, format_count
 
 
@@ -139,10 +139,7 @@ def _subject(found: Plan) -> Iterator[str]:
     yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name)}[/]"
     if found.num_ranks > 1:
         same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
-        yield (
-            f"[dim]figures are those of one of {found.num_ranks} ranks{same}; Quire's own engine "
-            "runs on one[/]"
-        )
+        yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 
 def _layers(found: Plan) -> Table:

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from quire.cli.options import with_engine_options
-from quire.cli.plan import place_of
+from quire.cli.plan import num_ranks_of, place_of
 from quire.cli.simulate_report import Named, print_results
 from quire.cli.simulate_traffic import NUM_DRAWN, Drawing, Traffic, num_skipped
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.planner.capacity.plan import Place
-from quire.planner.capacity.ranks import rank_spec
 from quire.planner.simulation.chrome_trace import ChromeTrace
 from quire.planner.simulation.costs import FittedCosts, StepCosts
 from quire.planner.simulation.latencies import Goals
@@ -30,6 +29,7 @@ from quire.planner.simulation.simulator import Fleet
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.speeds import SPEEDS, roofline
 from quire.planner.subjects.subject import Subject, find_subject
+from quire.spec.ranks import rank_spec
 from quire.traces import form_names
 
 DEFAULT_DEVICE = "h100"
@@ -145,6 +145,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
 
         check_report(report)
     variants = list(_variants(engine))
+    tp = num_ranks_of(tp, variants[0][1])
     traffic = Traffic(
         traces=traces or (),
         trace_format=trace_format,
@@ -164,6 +165,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
         raise ConfigError("--chrome-trace is of one variant and one trace: give no lists")
     subject = find_subject(model, dtype=variants[0][1].dtype)
     costs, notes = _costs(subject, device, calibration, tp)
+    if calibration is not None:
+        notes += _other_strategies(costs, {config.cache for _, config in variants})
     here = device or (DEFAULT_DEVICE if calibration is None else None)
     place = place_of(memory, here)
     goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
@@ -289,6 +292,16 @@ def _costs(
         f"docs/concepts/simulator.md says what it leaves out"
     )
     return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
+
+
+def _other_strategies(costs: StepCosts, simulated: set[str]) -> list[str]:
+    """What a calibration does not know: how fast a cache is read that it was not taken with."""
+    assert isinstance(costs, FittedCosts)
+    known = str(costs.about.get("cache", "?"))
+    others = ", ".join(sorted(simulated - {known}))
+    if not others:
+        return []
+    return [f"speed: measured with --cache {known}, and taken for {others} too: not compared"]
 
 
 def _fleet(

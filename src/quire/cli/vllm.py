@@ -180,6 +180,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "--memory": _words("--memory", "--kv-cache-memory-bytes", {}),
         "--dtype": _words("--dtype", "--dtype", DTYPE_WORDS),
         "-q": _words("-q", "--quantization", {}),
+        "-tp": _words("-tp", "--tensor-parallel-size", {}),
         "--max-model-len": _tokens("--max-model-len"),
         "--max-num-batched-tokens": _tokens("--max-num-batched-tokens"),
         "--disable-uvicorn-access-log": _quiet,

@@ -25,28 +25,29 @@ class Foreign:
 ANY = None
 
 FOREIGN: tuple[Foreign, ...] = (
-    # -- one device, one process
+    # -- one model, on one machine
     *(
-        Foreign(flag=flag, harmless=("1",), here="there is one device", short=short)
+        Foreign(flag=flag, harmless=("1",), here="heads are divided, and nothing else", short=short)
         for flag, short in (
-            ("--tensor-parallel-size", ("-tp",)),
             ("--pipeline-parallel-size", ("-pp",)),
             ("--data-parallel-size", ("-dp",)),
             ("--decode-context-parallel-size", ("-dcp",)),
             ("--nnodes", ("-n",)),
         )
     ),
-    Foreign(flag="--enable-expert-parallel", switch=True, here="there is one device"),
+    Foreign(
+        flag="--enable-expert-parallel", switch=True, here="heads are divided, and nothing else"
+    ),
     Foreign(
         flag="--distributed-executor-backend",
         harmless=("mp", "uni"),
-        here="one process runs the model",
+        here="ranks are processes of this machine",
     ),
     Foreign(
         flag="--api-server-count", harmless=("1",), short=("-asc",), here="one process answers"
     ),
     Foreign(flag="--headless", switch=True, here="the engine and its API are one process"),
-    Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="one device"),
+    Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="there is none"),
     Foreign(
         flag="--cpu-offload-gb",
         harmless=("0", "0.0"),

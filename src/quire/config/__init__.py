@@ -6,6 +6,7 @@ Names are vLLM's where vLLM has one. A flag or an argument counts before the env
 
 from quire.config.engine import KV_CACHE_DTYPES, EngineConfig
 from quire.config.environment import (
+    as_rank,
     keep_few_shapes,
     kernel_dir,
     openai_api_key,
@@ -20,6 +21,7 @@ __all__ = [
     "EngineConfig",
     "ServerConfig",
     "SpeculativeConfig",
+    "as_rank",
     "keep_few_shapes",
     "kernel_dir",
     "openai_api_key",

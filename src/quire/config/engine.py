@@ -131,6 +131,11 @@ class EngineConfig:
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that have a part of each layer and of the KV memory (ranks; on CUDA one a "
+        "device). Bytes are of each of them. Needs quire[tp].",
+    )
     seed: int = option(0, "Seed of requests that bring none.")
 
     def __post_init__(self) -> None:
@@ -158,6 +163,7 @@ class EngineConfig:
         one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
+        in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         one_of("cache", self.cache, tuple(STRATEGIES))
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, nan
@@ -118,6 +119,27 @@ def keep_few_shapes() -> None:
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
+
+
+@contextmanager
+def as_rank(rank: int, loopback: str) -> Iterator[None]:
+    """While it lasts the environment says which of a machine's ranks this process is.
+
+    Transformers looks there for the number of the device that it places weights on, and gloo for
+    the network that it meets the others in: ``loopback``, unless the user has named another one.
+    """
+    said = {"LOCAL_RANK": str(rank)}
+    said["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or loopback
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def openai_api_key() -> str | None:

@@ -1,17 +1,32 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from quire.attention import choose_backend
+from quire.attention import AttentionBackend, choose_backend
 from quire.config import EngineConfig, kernel_dir
-from quire.engine.kv_cache import KVCache
-from quire.engine.runner import ModelRunner, refuse_switching_positions, refuse_too_little
+from quire.engine.kv_cache import KVCache, MakePair
+from quire.engine.runner import ModelRunner, Ranks, refuse_switching_positions, refuse_too_little
 from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
 from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.strategies.layout import attention_groups, attention_spec
+
+
+class Team(Ranks, Protocol):
+    """Other ranks, which have the rest of the model and of its cache."""
+
+    @property
+    def least_committed_bytes(self) -> int:
+        """Of the rank that has committed the fewest."""
+        ...
+
+    def make_storage(self, make: Callable[[], Storage]) -> Storage:
+        """This rank's storage, which tells the others of what is decided."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +46,39 @@ def assemble(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
+    team: Team | None = None,
 ) -> Assembly:
-    """``spec`` has keys and values as they are kept.
+    """``spec`` has keys and values as they are kept; ``team`` has the rest of the model.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     refuse_switching_positions(loaded, sizes.max_model_len)
+    refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
+    backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
+    kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
+    # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
+    can_exchange = team is None and loaded.device.type == "cpu"
+    stand_ins = StandIns(loaded.model, kernel_dir()) if can_exchange else None
+    try:
+        runner = ModelRunner(loaded, kv, backend, stand_ins, team)
+        runner.try_out(max_tokens=sizes.max_model_len)
+    except BaseException:
+        kv.close()
+        raise
+    return Assembly(kv=kv, runner=runner, attention_backend=backend.name, attention_way=runner.way)
+
+
+def prepare(
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    strategy: str,
+    sizes: CacheConfig,
+    provider: MemoryProvider,
+    config: EngineConfig,
+    team: Team | None = None,
+) -> tuple[AttentionBackend, MakePair]:
+    """What attends, and what makes a cache's pair. Raises: ConfigError."""
     empty = build_accounting(strategy, spec, sizes)
-    refuse_too_little(empty, sizes.max_model_len)
     backend = choose_backend(
         config.attention_backend,
         [attention_spec(group) for group in attention_groups(empty.groups)],
@@ -48,15 +88,10 @@ def assemble(
 
     def make_pair() -> tuple[Accounting, Storage]:
         accounting = build_accounting(strategy, spec, sizes)
-        return accounting, build_storage(strategy, accounting, provider, backend.make_writer)
 
-    kv = KVCache(make_pair)
-    try:
-        on_cpu = loaded.device.type == "cpu"
-        stand_ins = StandIns(loaded.model, kernel_dir()) if on_cpu else None
-        runner = ModelRunner(loaded, kv, backend, stand_ins)
-        runner.try_out(max_tokens=sizes.max_model_len)
-    except BaseException:
-        kv.close()
-        raise
-    return Assembly(kv=kv, runner=runner, attention_backend=backend.name, attention_way=runner.way)
+        def make_storage() -> Storage:
+            return build_storage(strategy, accounting, provider, backend.make_writer)
+
+        return accounting, make_storage() if team is None else team.make_storage(make_storage)
+
+    return backend, make_pair

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
+from quire.engine.parallel.part import PartedModel, load_parts
+from quire.engine.parallel.team import Team
 from quire.engine.profile import measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
@@ -24,14 +27,14 @@ from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
-from quire.engine.swap_store import make_swap_store
+from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, make_resident, memory_for
 from quire.memory.governor import Governor
 from quire.memory.machine import CudaPeak
-from quire.memory.machine.readings import Gauge
+from quire.memory.machine.readings import Gauge, SharedGauge
 from quire.memory.residency import Residency, Resident
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
@@ -49,6 +52,7 @@ class Machinery:
     attention_way: str
     engine: Engine
     kv: KVCache
+    team: Team | None  # the other ranks' parts of it
     resident: Resident
     elastic: Elastic
     source_prompts: SourcePrompts | None  # how prompts are read, of an encoder-decoder
@@ -68,15 +72,24 @@ def build(
     refuse_speculation(config, loaded)
     device = loaded.device
     provider = _provider(provider, config.residency, device)
+    parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
     ledger = _claimed(config, loaded, draft, provider)
     kv_bytes = ledger.require()
+    if parted is not None and ledger.committed_whole:
+        raise ConfigError(
+            f"tensor_parallel_size={parted.num_ranks}: budget={config.budget} takes its memory at "
+            f"the start, which is for one process so far: use another rule"
+        )
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
     resident = make_resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
-        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config)
+        team = None if parted is None else parted.team(spec, config.cache, sizes, config)
+        if team is not None:
+            undo.callback(team.close)
+        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config, team)
         kv = model.kv
         undo.callback(kv.close)
         resident.prefault()
@@ -94,7 +107,8 @@ def build(
         costs = Costs(bytes_per_token=sum(group.bytes_per_token for group in kv.accounting.groups))
         swap = None
         if config.swap_space:
-            swap = make_swap_store(kv, config.swap_path, costs, loaded.device)
+            around = None if team is None else partial(team.open_swap, config.swap_path)
+            swap = make_swap_store(kv, config.swap_path, costs, loaded.device, around=around)
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,
@@ -117,13 +131,14 @@ def build(
             scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
         ),
         kv=kv,
+        team=team,
         resident=resident,
         elastic=Elastic(
             kv,
             resident,
             scheduler,
             Governor(config.memory_mode),
-            gauge_for(device) if gauge is None else gauge,
+            _gauge(gauge_for(device) if gauge is None else gauge, team),
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -134,6 +149,10 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
+        if config.tensor_parallel_size > 1:
+            return load_parts(
+                model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
+            )
         return load(
             model, device=config.device, dtype=config.dtype, quantization=config.quantization
         )
@@ -174,6 +193,13 @@ def _provider(
     if residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given
+
+
+def _gauge(whole: Gauge, team: Team | None) -> Gauge:
+    """What the elastic cache looks at: of ranks that share a machine, each at its share."""
+    if team is None or not team.shares_machine:
+        return whole
+    return SharedGauge(whole, team.num_ranks)
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

@@ -9,12 +9,13 @@ from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
 from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import FinishReason, Sequence
-from quire.errors import MemoryUnavailable
+from quire.errors import MemoryUnavailable, RankLost
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 _NOTHING = StepPlan.of([])
+_FINAL = (MemoryUnavailable, RankLost)  # nobody can begin anew
 
 
 def _unwatched(plan: StepPlan) -> None:
@@ -52,15 +53,15 @@ class Engine:
         system refuses pages that accounting counts on, or a step fails half-way, all begin anew in
         an empty cache.
 
-        Raises: MemoryUnavailable if there is not even an address for that; whatever fails twice in
-        a row.
+        Raises: MemoryUnavailable if there is not even an address for that; RankLost; whatever fails
+        twice in a row.
         """
         self.scheduler.statistics.now_s = self.clock()
         try:
             outputs = self._step()
             self._has_failed = False
         except Exception as error:
-            if self._has_failed or isinstance(error, MemoryUnavailable):
+            if self._has_failed or isinstance(error, _FINAL):
                 raise
             self._has_failed = True
             log.exception("a step failed: every sequence begins anew")
@@ -90,6 +91,8 @@ class Engine:
         started_s = self.clock()
         try:
             sampled = self._compute(plan)
+        except RankLost:
+            raise
         except Exception as error:
             log.warning("a step failed (%r): each of its sequences is computed alone", error)
             if self._runner.overwrites_states:
@@ -131,6 +134,8 @@ class Engine:
         for chunk in plan.chunks:
             try:
                 sampled += self._compute(StepPlan.of([chunk]))
+            except RankLost:
+                raise
             except Exception as error:
                 log.exception("sequence %d cannot be computed", chunk.sequence.seq_id)
                 self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")

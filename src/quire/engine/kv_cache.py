@@ -16,11 +16,16 @@ MakePair: TypeAlias = Callable[[], tuple[Accounting, Storage]]
 class KVCache:
     """``refusal`` is why storage could not follow, if so: all that is left to do is ``restart``.
 
+    ``least_committed_bytes`` tells how much every one of several ranks has committed.
+
     Raises: MemoryUnavailable if no addresses can be reserved.
     """
 
-    def __init__(self, make: MakePair) -> None:
+    def __init__(
+        self, make: MakePair, least_committed_bytes: Callable[[], int] | None = None
+    ) -> None:
         self._make = make
+        self._least_committed_bytes = least_committed_bytes
         self.accounting, self.storage = make()
         self.refusal: Exception | None = None
 
@@ -31,7 +36,8 @@ class KVCache:
 
     @property
     def committed_bytes(self) -> int:
-        return self.storage.memory.committed_bytes
+        here = self.storage.memory.committed_bytes
+        return here if self._least_committed_bytes is None else self._least_committed_bytes()
 
     def carry_out(self) -> None:
         """End the accounting's step: storage does what was decided, or else there is a refusal."""

@@ -12,14 +12,16 @@ from quire.engine.beam import BeamSearch, BeamSearchParams
 from quire.engine.build import build, loaded_model
 from quire.engine.elastic import Elasticity
 from quire.engine.outputs import Completion, Deliver, Listener, TextDelta, completion
+from quire.engine.parallel.part import refuse_options
 from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
 from quire.engine.prompts import Prompt, encode, params_for_each, split
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.structured import Grammars
 from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
-from quire.errors import ConfigError, MemoryUnavailable, RequestError
+from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
+from quire.models.loader import LoadedModel
 from quire.models.ways.source import Source
 from quire.strategies import Accounting, Usage
 from quire.units import format_bytes, parse_bytes
@@ -58,19 +60,25 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
+        refuse_options(self.config, model, provider)
         loaded = loaded_model(model, tokenizer, self.config)
-        parts = build(self.config, loaded, provider=provider, gauge=gauge)
+        # The processes of a model that was loaded elsewhere are whoever's who loaded it.
+        self._ranks = None if isinstance(model, LoadedModel) else loaded.ranks
+        try:
+            parts = build(self.config, loaded, provider=provider, gauge=gauge)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        said = loaded.model.generation_config
-        self.sampling_defaults = {
-            name: value
-            for name in SAMPLING_DEFAULTS
-            if (value := getattr(said, name, None)) is not None
+        said = {
+            name: getattr(loaded.model.generation_config, name, None) for name in SAMPLING_DEFAULTS
         }
+        self.sampling_defaults = {name: value for name, value in said.items() if value is not None}
         self.spec, self.ledger = parts.spec, parts.ledger
         self.max_model_len = parts.max_model_len
         self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
-        self.engine, self._kv = parts.engine, parts.kv
+        self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
         self.vocab_size = loaded.vocab_size
@@ -314,7 +322,7 @@ class LLM:
                 if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
                     self._note_usage()
                 return self.engine.scheduler.has_unfinished
-        except MemoryUnavailable as error:
+        except (MemoryUnavailable, RankLost) as error:
             self.fail(str(error))
             raise
 
@@ -345,6 +353,10 @@ class LLM:
             self.engine.close(reason, detail)
             self._kv.close()
             self._resident.rest(short=True)  # what was kept for it is of no use to it now
+            if self._team is not None:
+                self._team.close()
+            if self._ranks is not None:
+                self._ranks.close()
             self._noted_usage = _NOTHING
 
     def _requests(

@@ -8,6 +8,7 @@ Source: vLLM's profile run
 """
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Protocol
@@ -17,9 +18,8 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.assembly import Assembly, assemble
 from quire.engine.needs import cache_sizes, stored_spec
-from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, StepPlan
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import DEAREST, Sampler
 from quire.engine.sequence import Request, Sequence
 from quire.errors import MemoryUnavailable
 from quire.memory import MemoryProvider
@@ -74,15 +74,18 @@ def _peak_bytes(
     meter: PeakMeter,
 ) -> int:
     sizes = _sizes(config, loaded, spec, provider)
-    model = assemble(loaded, spec, "paged", sizes, provider, config)
-    try:
+    with ExitStack() as undo:
+        team = None
+        if loaded.ranks is not None:
+            team = loaded.ranks.team(spec, "paged", sizes, config)
+            undo.callback(team.close)
+        model = assemble(loaded, spec, "paged", sizes, provider, config, team)
+        undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
         _make_room(model, plan)
         meter.begin()
         Sampler(config.seed).sample(model.runner.run(plan), plan)
         return meter.peak_bytes()
-    finally:
-        model.kv.close()
 
 
 def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPlan:
@@ -90,12 +93,11 @@ def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPl
     num_tokens = config.max_num_batched_tokens
     count = min(config.max_num_seqs, num_tokens)
     each = [num_tokens // count + (index < num_tokens % count) for index in range(count)]
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9)
     chunks = []
     for index, length in enumerate(each):
         length = min(length, longest - 1)
         prompt = tuple(islice(cycle(range(vocab_size)), length))
-        request = Request(request_id=index, prompt_token_ids=prompt, params=params)
+        request = Request(request_id=index, prompt_token_ids=prompt, params=DEAREST)
         sequence = Sequence(request=request, seq_id=index)
         chunks.append(Chunk(sequence=sequence, start=0, stop=length, samples=True))
     return StepPlan.of(chunks)

@@ -1,9 +1,11 @@
 """From a plan to logits: a step of a Hugging Face model, in the first way that is right for it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
+from functools import partial
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +31,26 @@ from quire.strategies.layout import attention_groups, attention_spec
 from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _TRIAL_ID = -1  # requests count from 1
 # What a model raises when it finds something else than it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+class Ranks(Protocol):
+    """Other processes that have the rest of the model, and do what this one does at the same time.
+
+    Each is told what is to be done, and ``own`` is this one's part.
+    """
+
+    def go(self, way: str, own: Callable[[], None]) -> None: ...
+
+    def expect(self, max_tokens: int, own: Callable[[], None]) -> None: ...
+
+    def compute(
+        self, batches: list[AttentionBatch], given: HostInputs, own: Callable[[], T]
+    ) -> T: ...
 
 
 class ModelRunner:
@@ -44,6 +62,7 @@ class ModelRunner:
         kv: KVCache,
         backend: AttentionBackend,
         stand_ins: StandIns | None = None,  # of the model
+        ranks: Ranks | None = None,  # that have other parts of it
     ) -> None:
         layers = loaded.spec.recurrent_layers
         self._loaded, self._stand_ins = loaded, stand_ins
@@ -56,6 +75,7 @@ class ModelRunner:
         }
         self._kv = kv
         self._backend = backend
+        self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
         self._device = loaded.device
         self._captured: CapturedDecodes | None = None
@@ -90,18 +110,15 @@ class ModelRunner:
 
         Raises: UnsupportedModel if there is none, with what was wrong with each.
         """
-        loaded, name = self._loaded, self._name
-        groups = attention_groups(self._kv.accounting.groups)
-        specs = [attention_spec(group) for group in groups]
-        kept_as = getattr(torch, specs[0].dtype) if specs else loaded.model.dtype
-        trial = Trial(loaded, specs, kept_as, max_tokens)
+        name, trial = self._name, self.make_trial(max_tokens)
         if self._recurrent is not None:
             self._settle_states(trial)
         wrong: dict[str, list[str]] = {}  # reasons, and the ways that they speak against
         for way in WAYS:
             try:
-                self.go(way)
-                self._try(trial)
+                go = partial(self.go, way)
+                go() if self._ranks is None else self._ranks.go(way, go)
+                self._try(trial, max_tokens)
             except UnsupportedModel as error:
                 wrong.setdefault(str(error), []).append(way)
                 continue
@@ -111,6 +128,27 @@ class ModelRunner:
                 log.info("%s runs by way of %r", name, way)
             return
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
+
+    def make_trial(self, max_tokens: int) -> Trial:
+        """What the model is tried with where a sequence can have so many tokens."""
+        groups = attention_groups(self._kv.accounting.groups)
+        specs = [attention_spec(group) for group in groups]
+        kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
+        return Trial(self._loaded, specs, kept_as, max_tokens)
+
+    def compute(
+        self,
+        batches: list[AttentionBatch],
+        given: HostInputs,
+        complete: Callable[[Step], None] | None = None,  # adds what only some models need
+    ) -> tuple[Tensor, list[int]]:
+        """One forward pass, whoever decided on it: logits, and the layers that did not report."""
+        inputs = given.on(self._device, batches)
+        accounting, storage = self._kv.accounting, self._kv.storage
+        step = make_step(accounting, storage, self._backend, batches, self._lenders)
+        if complete is not None:
+            complete(step)
+        return self._run(step, inputs), step.silent
 
     def capture(self, *, max_model_len: int, max_num_seqs: int) -> None:
         """On a GPU, capture decode steps as graphs, if they can be; the log says why not."""
@@ -142,11 +180,13 @@ class ModelRunner:
             return f"by way of {self.way!r} the host decides what is computed"
         if self._recurrent is not None:
             return "its states are fetched sequence by sequence"
+        if self._ranks is not None:
+            return "the other ranks would have to capture, and replay, at the same time"
         if is_offloaded(self._loaded.model):
             return "some weights are brought over for each step"
         return None
 
-    def _try(self, trial: Trial) -> None:
+    def _try(self, trial: Trial, max_tokens: int) -> None:
         """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
         rows: list[Tensor] = []
         stops = self._begin_trial(trial)
@@ -160,6 +200,8 @@ class ModelRunner:
         finally:
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
+        if self._ranks is not None and not trial.has_expectation:
+            self._ranks.expect(max_tokens, trial.expect)  # each computes its part of it
         trial.judge(torch.cat(rows), stops[0])
 
     def _begin_trial(self, trial: Trial) -> list[int]:
@@ -249,13 +291,16 @@ class ModelRunner:
             replayed = self._captured.replay(storage, batches, given)
             if replayed is not None:
                 return replayed, []
-        inputs = given.on(self._device, batches)
-        step = make_step(accounting, storage, self._backend, batches, self._lenders)
-        if sources:
-            step.sources = kept_sources(accounting, storage, chunks, sources)
-        if self._recurrent is not None:
-            step.states = self._recurrent.of_step(accounting, storage, chunks)
-        return self._run(step, inputs), step.silent
+        if self._ranks is not None:
+            return self._ranks.compute(batches, given, partial(self.compute, batches, given))
+
+        def complete(step: Step) -> None:
+            if sources:
+                step.sources = kept_sources(accounting, storage, chunks, sources)
+            if self._recurrent is not None:
+                step.states = self._recurrent.of_step(accounting, storage, chunks)
+
+        return self.compute(batches, given, complete)
 
     def _run(self, step: Step, inputs: Inputs) -> Tensor:
         assert self._model is not None, "no way to run the model has been taken"

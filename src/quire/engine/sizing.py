@@ -45,7 +45,10 @@ def kv_ledger(
     )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
-    return ledger_for(config, needs, machine_for(device))
+    machine = machine_for(device)
+    if loaded.ranks is not None:
+        machine = loaded.ranks.share_of(machine)
+    return ledger_for(config, needs, machine)
 
 
 def cache_config(

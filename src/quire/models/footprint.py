@@ -38,9 +38,7 @@ def footprint(model: PreTrainedModel) -> Footprint:
             if storage.data_ptr() and storage.data_ptr() not in on_files
         ),
         hidden_size=hidden,
-        widest_rows=max(
-            (max(p.shape[-2:]) * (experts if p.ndim > 2 else 1) for p in weights), default=0
-        ),
+        widest_rows=max((_widest(p) * (experts if p.ndim > 2 else 1) for p in weights), default=0),
         vocab_size=vocab,
         item_bytes=model.dtype.itemsize,
     )
@@ -65,12 +63,18 @@ def outline(
     return named, footprint(model), spec.computed_in(dtype_name)
 
 
+def _widest(weight: Tensor) -> int:
+    """Of the part that this process has, where a weight is divided."""
+    return max(max((part.shape[-2:]), default=0) for part in _parts(weight)[:1])
+
+
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a tensor is made of: itself, or the codes and scales of a quantized one."""
+    """What a tensor is made of: itself, the codes and scales of a quantized one, a rank's part."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    inside = [getattr(tensor, name) for name in names]  # of a rank's part its mesh too
+    return [part for each in inside if isinstance(each, Tensor) for part in _parts(each)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -47,6 +47,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
+    ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +74,7 @@ def load(
     quantization: str | None = None,
     copy_weights: bool = True,
     show_progress: bool = False,
+    num_ranks: int = 1,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
@@ -83,6 +85,8 @@ def load(
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
     ``show_progress`` lets Transformers draw its bars on standard error.
+    ``num_ranks`` that torch.distributed knows of load a part each, as Transformers' plan says; the
+    spec is that of the whole.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -91,12 +95,15 @@ def load(
     source = str(folder or name)
     if folder is not None:
         check_weights(folder)
-    place = choose_device(device)
+    place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
     quantized = _quantized(quantization)
     config, spec = read_config(source, folder)
-    placed = {} if place.type == "cpu" else _placed(source, config, spec, place, dtype)
+    if place is None:
+        placed = _divided(num_ranks)
+    else:
+        placed = {} if place.type == "cpu" else _placed(source, config, spec, place, dtype)
     try:
         model, found = auto_class(config).from_pretrained(
             source,
@@ -111,9 +118,9 @@ def load(
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
     _refuse_random_weights(source, found)
-    if place.type != "cpu":
+    if place is not None and place.type != "cpu":
         model = move_to(model, place)
-    elif copy_weights:
+    elif place is not None and copy_weights:
         hold_in_memory(model)
     return LoadedModel(
         name=DEMO_MODEL if name is None else source,
@@ -165,6 +172,17 @@ def _quantized(quantization: str | None) -> dict[str, Any]:
             f"quantization={quantization} needs torchao ({error}): pip install 'quire[int8]'"
         ) from error
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
+def _divided(num_ranks: int) -> dict[str, Any]:
+    """What Transformers is told of ranks. Raises: ConfigError for a release that knows none."""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs a newer release of Transformers ({error})"
+        ) from error
+    return {"distributed_config": DistributedConfig(tp_size=num_ranks)}
 
 
 def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import ConfigError
-from quire.planner.capacity.ranks import is_replicated, rank_footprint, rank_spec
+from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import find_subject
 from quire.spec import RecurrentState
+from quire.spec.ranks import is_replicated, rank_spec
 
 
 @pytest.mark.parametrize(("num_ranks", "share"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (32, 8)])

@@ -1,9 +1,15 @@
 """From logits to tokens: what a sequence's parameters make of the model's word.
 
 ``sampler`` is the way through; each other module is one step of it. Everything works on all rows at
-once, in numpy: it reads a vocabulary several times faster than torch does on a CPU.
+once: in numpy for logits in the host's memory, which it reads several times faster than torch does
+on a CPU; and in torch, in ``device``, for logits on a device, which stay there.
 """
 
+from quire.engine.params import SamplingParams
 from quire.engine.sampling.sampler import Sampler
 
-__all__ = ["Sampler"]
+# Of all kinds of rows these take the most memory on a device: edited, sorted, and told of. Only who
+# asks for the log-probabilities of a whole vocabulary takes more, for what is to come back.
+DEAREST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=1)
+
+__all__ = ["DEAREST", "Sampler"]

@@ -1,58 +1,69 @@
 """The way from a step's logits to its tokens: edit, choose, and hold the drafts against it.
 
-The sampler decides nothing about when a text ends, but for a grammar in which nothing can follow.
+The rows are worked on where the logits lie, on the host or on a device. The sampler decides
+nothing about when a text ends, but for a grammar in which nothing can follow.
 """
 
+import math
 from dataclasses import replace
 from itertools import accumulate, islice
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.devices.results import wait_for
 from quire.engine.plan import Draw, Sampled, StepPlan
-from quire.engine.sampling.draws import (
-    drawn,
-    key_of_seed,
-    key_of_sequence,
-    keys_at,
-    rows_at_once,
-)
+from quire.engine.sampling.device import DeviceChoices
+from quire.engine.sampling.draws import key_of_seed, key_of_sequence
 from quire.engine.sampling.edits import Edits
-from quire.engine.sampling.filters import cut, weights_of
-from quire.engine.sampling.logprobs import logprobs_of, prompt_logprobs_of
+from quire.engine.sampling.on_host import HostChoices
 from quire.engine.sampling.rules import Rules
+from quire.engine.sampling.work import Choices, Lot, Wanted, Work
 from quire.engine.sequence import Fault, Sequence
-
-Floats = NDArray[np.float32]
 
 
 class Sampler:
     """Chooses the tokens of every draw; remembers the rules of each sequence until it ends."""
 
-    def __init__(self, seed: int = 0, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        as_on_device: bool = False,  # the host's logits too
+    ) -> None:
         self._seed, self._eos_token_ids = seed, eos_token_ids
+        self._as_on_device = as_on_device
         self._rules: dict[int, Rules] = {}
 
     def sample(self, logits: Tensor, plan: StepPlan) -> list[Sampled]:
         """What each of ``plan.draws`` gives, from its rows of ``logits`` ([rows, vocabulary]).
 
         Prompts that are to have log-probabilities get those of ``plan.prompt_rows``. Done twice,
-        it gives the same.
+        it gives the same. For logits on a device the host waits once, at the end: all that it
+        does before overlaps with the step that computes them. It waits for a step without draws
+        too, so that what goes wrong in a step is known in it, and its time is its own.
         """
-        for rows in plan.prompt_rows:
-            rows.sequence.prompt_logprobs[rows.start :] = prompt_logprobs_of(logits, rows)
-        if not plan.draws:
+        if not plan.draws and not plan.prompt_rows:
+            wait_for(logits.device)
             return []
-        raw = _rows_of(logits, plan.draws)
         rules = [self._rules_of(draw.sequence) for draw in plan.draws]
         firsts = list(accumulate((len(d.drafts) + 1 for d in plan.draws[:-1]), initial=0))
-        tokens, sound = _choose(raw, plan.draws, rules, firsts)
+        work = _work(plan, rules, firsts, logits.shape[-1])
+        choices: Choices
+        if logits.is_cpu and not self._as_on_device:
+            choices = HostChoices(logits, work)
+        else:
+            choices = DeviceChoices(logits, work)
+        for rows, found in zip(plan.prompt_rows, choices.prompt_logprobs, strict=True):
+            rows.sequence.prompt_logprobs[rows.start :] = found
+        tokens, sound = choices.tokens, choices.sound
         results = [
-            _held(raw, first, draw, own, tokens, sound)
-            for draw, own, first in zip(plan.draws, rules, firsts, strict=True)
+            Sampled(token_ids=(tokens[first],))  # of most rows there is nothing more to say
+            if not draw.drafts and own.matcher is None and sound[first]
+            else _held(choices, first, draw, own)
+            for draw, own, first in zip(plan.draws, rules, firsts, strict=False)
         ]
-        return _with_logprobs(raw, plan.draws, firsts, results)
+        return _with_logprobs(choices, plan.draws, firsts, results) if work.wanted else results
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is remembered of a sequence that has ended."""
@@ -70,81 +81,35 @@ class Sampler:
         return rules
 
 
-def _rows_of(logits: Tensor, draws: tuple[Draw, ...]) -> Floats:
-    """The rows of all draws one after the other; not to be written to."""
-    rows = [row for draw in draws for row in range(draw.row, draw.row + len(draw.drafts) + 1)]
-    if rows != list(range(len(logits))):
-        logits = logits[rows]
-    found: Floats = logits.float().numpy()
-    return found
-
-
-def _choose(
-    raw: Floats, draws: tuple[Draw, ...], rules: list[Rules], firsts: list[int]
-) -> tuple[list[int], list[bool]]:
-    """A token for each row, as if the drafts before it hold; and whether there is one at all."""
-    logits = raw
-    tokens, peaks = _largest(raw)
-    sound = np.isfinite(peaks)
-    edits = Edits(raw.shape[-1])
-    for draw, own, first in zip(draws, rules, firsts, strict=True):
+def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int) -> Work:
+    """What is to be done with the rows of all draws, one draw after the other."""
+    rows: list[int] = []
+    edits = Edits(vocab_size)
+    lots: list[Lot] = []
+    wanted: list[Wanted] = []
+    for draw, own, first in zip(plan.draws, rules, firsts, strict=False):
+        drafts, place = draw.drafts, len(draw.sequence.token_ids)
+        rows.append(draw.row)
+        if not own.is_greedy:
+            lots.append((first, place, own))
+        if drafts:
+            rows += range(draw.row + 1, draw.row + 1 + len(drafts))
+            if not own.is_greedy:
+                lots += [(first + i, place + i, own) for i in range(1, len(drafts) + 1)]
         if own.edits_logits:
-            own.write(edits, first, draw.drafts)
-    if edits:
-        logits = raw.copy()
-        edits.make(logits)
-        tokens, peaks = _largest(logits)
-        sound &= peaks > -np.inf
-    lots = [
-        (first + place, draw.sequence.num_tokens + place, own)
-        for draw, own, first in zip(draws, rules, firsts, strict=True)
-        if not own.is_greedy
-        for place in range(len(draw.drafts) + 1)
-        if sound[first + place]
-    ]
-    at_once = rows_at_once(raw.shape[-1])
-    for begin in range(0, len(lots), at_once):
-        rows, places, each = zip(*lots[begin : begin + at_once], strict=True)
-        own_rows = np.array(rows)
-        tokens[own_rows] = _drawn(logits[own_rows], peaks[own_rows], np.array(places), each)
-    return tokens.tolist(), sound.tolist()
+            own.write(edits, first, drafts)
+        if own.params.logprobs is not None:
+            wanted += [Wanted(first + i, own.params.logprobs) for i in range(len(drafts) + 1)]
+    return Work(rows=rows, edits=edits, lots=lots, wanted=wanted, prompt_rows=plan.prompt_rows)
 
 
-def _drawn(
-    logits: Floats, peaks: Floats, places: NDArray[np.int64], rules: tuple[Rules, ...]
-) -> NDArray[np.int64]:
-    """A random token for each row: the one at ``places[i]`` of the sequence with ``rules[i]``."""
-    params = [own.params for own in rules]
-    weights = weights_of(logits, peaks, np.array([p.temperature for p in params]))
-    if any(own.is_filtered for own in rules):
-        cut(
-            weights,
-            top_k=np.array([p.top_k for p in params]),
-            top_p=np.array([p.top_p for p in params]),
-            min_p=np.array([p.min_p for p in params]),
-        )
-    keys = np.array([own.key for own in rules], np.uint64)
-    return drawn(weights, keys_at(keys, places))
-
-
-def _largest(logits: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Of each row the token with the largest logit, the lowest of equals, and its logit.
-
-    NaN counts as larger than anything.
-    """
-    tokens = logits.argmax(-1)
-    return tokens, logits[np.arange(len(logits)), tokens]
-
-
-def _held(
-    raw: Floats, first: int, draw: Draw, rules: Rules, tokens: list[int], sound: list[bool]
-) -> Sampled:
+def _held(choices: Choices, first: int, draw: Draw, rules: Rules) -> Sampled:
     """The drafts that hold and one token more, from what was chosen in its rows, from ``first``."""
     taken: list[int] = []
     for place in range(len(draw.drafts) + 1):
-        if not sound[first + place]:
+        if not choices.sound[first + place]:
             break  # if any token came before it, the next step finds the same
-        taken.append(tokens[first + place])
+        taken.append(choices.tokens[first + place])
         if draw.drafts[place : place + 1] != (taken[-1],):
             break
     ends = False
@@ -154,17 +119,18 @@ def _held(
     if taken:
         return Sampled(token_ids=tuple(taken), ends=ends)
     # NaN is larger than anything, and a row of nothing but -inf has no largest.
-    fault: Fault = "request" if np.isfinite(raw[first].max()) else "model"
-    return Sampled(token_ids=(), error=_cause(raw[first], rules), fault=fault)
+    peak = choices.peak(first)
+    fault: Fault = "request" if math.isfinite(peak) else "model"
+    return Sampled(token_ids=(), error=_cause(peak, rules), fault=fault)
 
 
-def _cause(raw: Floats, rules: Rules) -> str:
-    """Why there is no token in a row."""
-    if np.isnan(raw).any():
+def _cause(peak: float, rules: Rules) -> str:
+    """Why there is no token in a row with this largest logit."""
+    if math.isnan(peak):
         return "the model's logits are not all numbers (NaN)"
-    if np.isposinf(raw).any():
+    if peak == math.inf:
         return "the model's logits are not all finite (+inf)"
-    if np.isneginf(raw).all():
+    if peak == -math.inf:
         return "the model allows no token: all its logits are -inf"
     if rules.matcher is not None and rules.matcher.error:
         return f"structured_outputs: {rules.matcher.error}"
@@ -175,20 +141,17 @@ def _cause(raw: Floats, rules: Rules) -> str:
 
 
 def _with_logprobs(
-    raw: Floats, draws: tuple[Draw, ...], firsts: list[int], results: list[Sampled]
+    choices: Choices, draws: tuple[Draw, ...], firsts: list[int], results: list[Sampled]
 ) -> list[Sampled]:
     """The same, with the log-probabilities of those that asked for them."""
     asked = [draw.sequence.request.params.logprobs for draw in draws]
     wanted = [
-        (first + place, token_id, num_top)
+        Wanted(first + place, num_top)
         for first, num_top, result in zip(firsts, asked, results, strict=True)
         if num_top is not None
-        for place, token_id in enumerate(result.token_ids)
+        for place in range(len(result.token_ids))
     ]
-    if not wanted:
-        return results
-    rows, token_ids, num_tops = (list(column) for column in zip(*wanted, strict=True))
-    found = iter(logprobs_of(raw, rows, token_ids, num_tops))
+    found = iter(choices.logprobs(wanted) if wanted else ())
     return [
         result
         if num_top is None

@@ -57,6 +57,25 @@ class HostGauge:
         )
 
 
+class SharedGauge:
+    """One process's part of a machine that several alike share: each looks at its own."""
+
+    def __init__(self, whole: Gauge, num_processes: int) -> None:
+        self._whole, self._num_processes = whole, num_processes
+
+    def now_s(self) -> float:
+        return self._whole.now_s()
+
+    def read(self) -> MemoryReading:
+        whole = self._whole.read()
+        return MemoryReading(
+            total_bytes=whole.total_bytes // self._num_processes,
+            available_bytes=whole.available_bytes // self._num_processes,
+            stalled_s=whole.stalled_s,
+            source=f"1/{self._num_processes} of {whole.source}",
+        )
+
+
 def stalled_s(root: Path = _ROOT) -> float:
     """Time in which some task waited for memory, of this group if the kernel tells, else of all."""
     groups = cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))

@@ -8,7 +8,7 @@ single files are read is in ``probe``, ``numa`` and ``procfs``; what may be take
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from quire.memory.machine.probe import (
     soft_limit,
 )
 from quire.memory.machine.procfs import read_number, read_table, read_text
+from quire.units import ceil_div
 
 _ROOT = Path("/")
 
@@ -93,6 +94,30 @@ class Machine:
             return self.working_set_bytes, "recommended working set"
         least = min(self.bounds, key=lambda bound: bound.limit_bytes)
         return least.limit_bytes, "RAM" if least.source == "MemAvailable" else least.source
+
+    def share(self, num_processes: int) -> "Machine":
+        """The part of one of several processes alike: of what limits them all together.
+
+        A limit on addresses is each one's own.
+        """
+        if num_processes == 1:
+            return self
+        bounds = (
+            bound
+            if bound.counts_addresses
+            else MemoryBound(
+                source=f"1/{num_processes} of {bound.source}",
+                limit_bytes=bound.limit_bytes // num_processes,
+                used_bytes=ceil_div(bound.used_bytes, num_processes),
+            )
+            for bound in self.bounds
+        )
+        return replace(
+            self,
+            bounds=tuple(sorted(bounds, key=lambda bound: bound.available_bytes)),
+            ram_bytes=self.ram_bytes // num_processes,
+            ram_used_bytes=ceil_div(self.ram_used_bytes, num_processes),
+        )
 
     @property
     def own_bytes(self) -> int:

@@ -104,3 +104,6 @@ class _NoBatch:
     """Of a step that is made up."""
 
     slots = None
+
+    def slots_on(self, _: torch.device) -> None:
+        """Nowhere."""

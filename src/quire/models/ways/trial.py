@@ -65,6 +65,15 @@ class Trial:
         if len(logits) > first:
             _require(deviations[first:].median(), _FOR_THE_REST * limit)
 
+    @property
+    def has_expectation(self) -> bool:
+        """Whether it is known what the model says by itself."""
+        return "_expected" in self.__dict__
+
+    def expect(self) -> None:
+        """Find that out now, rather than when it is asked for."""
+        _ = self._expected
+
     @cached_property
     def _expected(self) -> Tensor:
         """What the model says by itself, keys and values rounded as they are kept."""

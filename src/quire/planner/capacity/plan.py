@@ -15,9 +15,10 @@ from quire.memory.budget import BUDGETS, Ledger, Needs
 from quire.memory.machine import Machine
 from quire.planner.capacity.course import Moment, Request, lengths, moments
 from quire.planner.capacity.pooled import Share, pooled_shares
-from quire.planner.capacity.ranks import rank_footprint, rank_spec
+from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import Subject
 from quire.spec import ModelSpec
+from quire.spec.ranks import rank_spec
 from quire.strategies import STRATEGIES, CacheConfig, build_accounting
 from quire.units import align_up
 

@@ -1,34 +1,13 @@
-"""One rank of several that share a model's heads (tensor parallelism), as vLLM divides them.
+"""A rank's part of a model besides its cache, of several that share it (tensor parallelism).
 
-Heads of keys and values are divided; with more ranks than heads each is kept by several. A latent
-is shared by all heads, so that every rank keeps it whole. States are divided along their first
-dimension, heads or channels, where that goes. Weights are divided evenly: an estimate, since norms
-are kept by all.
+Weights are divided evenly: an estimate, since norms are kept by all. What each remembers is
+``spec.ranks``' matter.
 """
 
 from dataclasses import replace
 
-from quire.errors import ConfigError
 from quire.memory.budget import Footprint
-from quire.spec import (
-    CrossAttention,
-    LatentAttention,
-    ModelSpec,
-    RecurrentState,
-)
-from quire.spec.layers import LayerSpec
 from quire.units import ceil_div
-
-
-def rank_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """What one rank must remember. Raises: ConfigError for heads that cannot be divided so."""
-    if num_ranks == 1:
-        return spec
-    layers = (
-        replace(layer, specs=tuple(_share(kept, num_ranks) for kept in layer.specs))
-        for layer in spec.layers
-    )
-    return replace(spec, layers=tuple(layers))
 
 
 def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
@@ -40,40 +19,3 @@ def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
         weights_bytes=ceil_div(own.weights_bytes, num_ranks),
         widest_rows=max(own.hidden_size, ceil_div(own.widest_rows, num_ranks)),
     )
-
-
-def _share(kept: LayerSpec, num_ranks: int) -> LayerSpec:
-    if isinstance(kept, LatentAttention):
-        return kept
-    if isinstance(kept, RecurrentState):
-        states = (
-            replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:]))
-            if state.shape and state.shape[0] % num_ranks == 0
-            else state
-            for state in kept.states
-        )
-        return replace(kept, states=tuple(states))
-    heads = kept.num_kv_heads
-    if heads % num_ranks and num_ranks % heads:
-        raise ConfigError(
-            f"tp={num_ranks} does not divide {heads} heads of keys and values, nor is it a "
-            f"multiple of them: make it one of {_divisors(heads)}, or a multiple of {heads}"
-        )
-    shared: LayerSpec = replace(kept, num_kv_heads=max(1, heads // num_ranks))
-    return shared
-
-
-def is_replicated(spec: ModelSpec, num_ranks: int) -> bool:
-    """Whether ranks keep some of the same keys and values."""
-    return num_ranks > 1 and any(
-        isinstance(group.spec, LatentAttention)
-        or (
-            not isinstance(group.spec, RecurrentState | CrossAttention)
-            and group.spec.num_kv_heads < num_ranks
-        )
-        for group in spec.groups
-    )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -4,10 +4,11 @@ from quire.config import EngineConfig
 from quire.engine.needs import kv_needs, ledger_for, stored_spec
 from quire.engine.scheduler import Limits
 from quire.planner.capacity.plan import Place, sizes_of
-from quire.planner.capacity.ranks import rank_footprint, rank_spec
+from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.simulator import Fleet
 from quire.planner.subjects.subject import Subject
+from quire.spec.ranks import rank_spec
 
 
 def fleet_for(

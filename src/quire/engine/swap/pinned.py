@@ -5,19 +5,19 @@ their own, while the device goes on with the step. Two buffers take turns, so th
 length needs no more of the device's memory than they have. The host waits for nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from quire.engine.swap.shelves import Parts
 from quire.units import align_up
 
 _PIECE_BYTES = 32 * 2**20  # whole layers, at least so much
 _CHUNK_BYTES = 8 * 2**20  # of pinned memory, which torch rounds up to a power of two
 _ALIGNMENT = 16  # of every dtype
-Parts: TypeAlias = list[Tensor]  # of one layer, tokens first
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Piece:
 
 @final
 class PinnedShelf:
-    """Of one device. See ``swap_store.Shelf``."""
+    """Of one device. See ``shelves.Shelf``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,39 +114,6 @@ class PinnedShelf:
         return self._buffers[self._turn], self._spare[self._turn]
 
 
-@final
-class DeviceTimer:
-    """Measures by events what a device does for this shelf. See ``swap_store.Timer``."""
-
-    def __init__(self, device: torch.device, copying: Any) -> None:
-        self._device, self._copying = device, copying
-        self._pending: list[tuple[Any, Any, Callable[[float], None]]] = []
-
-    def begin(self) -> Any:
-        self.settle()
-        return self._recorded(torch.cuda.current_stream(self._device))
-
-    def end(self, begun: Any, note: Callable[[float], None]) -> None:
-        self._copying.wait_stream(torch.cuda.current_stream(self._device))
-        self._pending.append((begun, self._recorded(self._copying), note))
-
-    def settle(self, *, wait: bool = False) -> None:
-        """Tell those that the device has come to by now; with ``wait``, all."""
-        pending, self._pending = self._pending, []
-        for begun, ended, note in pending:
-            if wait:
-                ended.synchronize()
-            if ended.query():
-                note(begun.elapsed_time(ended) / 1e3)
-            else:
-                self._pending.append((begun, ended, note))
-
-    def _recorded(self, stream: Any) -> Any:
-        event = _event(enable_timing=True)
-        event.record(stream)
-        return event
-
-
 def _in_pieces(layers: Iterable[Parts]) -> Iterator[list[Parts]]:
     several: list[Parts] = []
     for parts in layers:
@@ -175,8 +142,8 @@ def _pinned(num_bytes: int) -> list[Tensor]:
     return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
 
 
-def _event(*, enable_timing: bool = False) -> Any:
-    return torch.cuda.Event(enable_timing=enable_timing)  # type: ignore[no-untyped-call]
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _both(piece: _Piece, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,175 @@
+"""What a rank other than 0 holds, and what it does with it when it is told to.
+
+It has the same storage, the same runner and the same place for saved entries as rank 0, each for
+its own heads. Its accounting stays empty: it only says of which size everything is.
+"""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from quire.attention import AttentionBackend, AttentionBatch
+from quire.engine.assembly import prepare
+from quire.engine.kv_cache import KVCache, MakePair
+from quire.engine.parallel.group import join
+from quire.engine.parallel.messages import (
+    Apply,
+    Asked,
+    Assemble,
+    CloseStorage,
+    Compute,
+    Disassemble,
+    DropSaved,
+    Expect,
+    Go,
+    Heard,
+    Join,
+    Leave,
+    Load,
+    Look,
+    MakeStorage,
+    Message,
+    OpenSwap,
+    PutBack,
+    Save,
+    Unload,
+)
+from quire.engine.parallel.part import load_part
+from quire.engine.runner import ModelRunner
+from quire.engine.swap.mover import Mover, make_mover
+from quire.memory.by_device import machine_for, memory_for
+from quire.models.loader import LoadedModel
+from quire.models.placing import HostInputs
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One engine's part in this rank."""
+
+    loaded: LoadedModel
+    backend: AttentionBackend
+    make_pair: MakePair
+    kv: KVCache | None = None
+    runner: ModelRunner | None = None
+    mover: Mover | None = None
+
+    def make_storage(self) -> None:
+        if self.kv is None:
+            self.kv = KVCache(self.make_pair)
+            self.runner = ModelRunner(self.loaded, self.kv, self.backend)
+        else:  # rank 0 begins again
+            self.kv.accounting, self.kv.storage = self.make_pair()
+
+    def close(self) -> None:
+        if self.mover is not None:
+            self.mover.close()
+        if self.kv is not None:
+            self.kv.close()
+
+
+@final
+class Follower:
+    """One rank."""
+
+    def __init__(self) -> None:
+        self.rank, self._num_ranks = -1, 0
+        self._models: dict[int, LoadedModel] = {}
+        self._engines: dict[int, _Engine] = {}
+
+    def do(self, message: Message) -> Any:
+        """What comes of it. Raises: whatever it is that keeps it from being done."""
+        match message:
+            case Join():
+                self.rank, self._num_ranks = message.rank, message.num_ranks
+                join(message)
+            case Load():
+                self._models[message.model] = load_part(
+                    message.name, dtype=message.dtype, rank=self.rank, num_ranks=self._num_ranks
+                )
+            case Look():
+                return machine_for(self._models[message.model].model.device).device
+            case Unload():
+                del self._models[message.model]
+            case Assemble():
+                self._engines[message.engine] = self._assemble(message)
+            case Disassemble():
+                if engine := self._engines.pop(message.engine, None):
+                    engine.close()
+            case OpenSwap():
+                kv = _there(self._engines[message.engine].kv)
+                self._engines[message.engine].mover = make_mover(
+                    kv, message.path, self._engines[message.engine].loaded.device
+                )
+            case Heard() | Leave():
+                raise AssertionError(f"{message} is not to be done")
+            case _:
+                return self._step(self._engines[message.engine], message)
+        return None
+
+    def committed_bytes(self, message: Message) -> int:
+        """Of the engine that a message is for."""
+        engine = self._engines.get(getattr(message, "engine", -1))
+        return 0 if engine is None or engine.kv is None else engine.kv.committed_bytes
+
+    def close(self) -> None:
+        """Give back all that is held."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+        self._models.clear()
+
+    def _step(self, engine: _Engine, message: Asked) -> Any:
+        if isinstance(message, MakeStorage):
+            engine.make_storage()
+            return None
+        kv, runner = _there(engine.kv), _there(engine.runner)
+        match message:
+            case Apply():
+                kv.storage.apply(message.changes)
+                return kv.committed_bytes
+            case CloseStorage():
+                kv.storage.close()
+            case Go():
+                runner.go(message.way)
+            case Expect():
+                runner.make_trial(message.max_tokens).expect()
+            case Compute():
+                self._compute(runner, message)
+            case Save():
+                _there(engine.mover).save(message.seq_id, message.slots)
+            case PutBack():
+                _there(engine.mover).put_back(message.seq_id, message.slots, message.num_skipped)
+            case DropSaved():
+                _there(engine.mover).drop(message.seq_ids)
+        return None
+
+    def _assemble(self, message: Assemble) -> _Engine:
+        loaded = self._models[message.model]
+        provider = memory_for(loaded.model.device, message.config.residency)
+        backend, make_pair = prepare(
+            loaded, message.spec, message.strategy, message.sizes, provider, message.config
+        )
+        return _Engine(loaded, backend, make_pair)
+
+    def _compute(self, runner: ModelRunner, step: Compute) -> None:
+        batches = [
+            AttentionBatch(
+                query_starts=batch.query_starts,
+                context_lens=batch.context_lens,
+                tables=torch.from_numpy(batch.tables),
+                slots=torch.from_numpy(batch.slots),
+                block_size=batch.block_size,
+            )
+            for batch in step.batches
+        ]
+        given = HostInputs(
+            token_ids=step.token_ids, positions=step.positions, logits_at=step.logits_at
+        )
+        runner.compute(batches, given)
+
+
+def _there(part: Any) -> Any:
+    """What rank 0 has asked for before."""
+    assert part is not None, "a message came before the one that it needs"
+    return part

@@ -1,0 +1,60 @@
+"""Tiny models in a folder each, and a crew that several tests load them in the ranks of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import MixtralConfig, PreTrainedModel
+
+from quire.engine.llm import LLM
+from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.part import load_parts
+from quire.engine.params import SamplingParams
+from quire.models.loader import LoadedModel
+from tiny import CONFIGS, random_model, tiny_model, tokens
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+OPTIONS: dict[str, Any] = dict(
+    max_model_len=128, max_num_seqs=6, max_num_batched_tokens=24, kv_cache_memory_bytes="1MiB"
+)
+PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (40, 3, 27, 12)]
+
+
+def make(name: str) -> PreTrainedModel:
+    if name == "mixtral":
+        common = CONFIGS["llama"]().to_dict()
+        kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+        heads = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+        sizes = {field: common[field] for field in (*kept, *heads)}
+        return random_model(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+    return tiny_model(name)
+
+
+class Folder:
+    """Saved models, and their parts in the ranks of one crew; each is made once."""
+
+    def __init__(self, path: Path, crew: Crew | None) -> None:
+        self.path, self.crew = path, crew
+        self._parts: dict[str, LoadedModel] = {}
+
+    def of(self, name: str) -> Path:
+        folder = self.path / name
+        if not folder.exists():
+            make(name).save_pretrained(folder)
+        return folder
+
+    def parts(self, name: str) -> LoadedModel:
+        if name not in self._parts:
+            self._parts[name] = load_parts(self.of(name), 2, crew=self.crew)
+        return self._parts[name]
+
+    def alone(self, name: str, **options: Any) -> LLM:
+        return LLM(self.of(name), **{**OPTIONS, **options})
+
+    def ranked(self, name: str, **options: Any) -> LLM:
+        return LLM(self.parts(name), tensor_parallel_size=2, **{**OPTIONS, **options})
+
+
+def texts(completions: list[Any]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(choice.token_ids) for choice in each.choices] for each in completions]

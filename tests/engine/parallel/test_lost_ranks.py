@@ -1,0 +1,264 @@
+"""What one rank cannot do, none can; and who is gone, or alone, is said at once: nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
+
+from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from quire.engine.llm import LLM
+from quire.engine.parallel import group
+from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.messages import Answer, Apply, Done, Expect, Failed, Message
+from quire.engine.parallel.part import PartedModel
+from quire.errors import (
+    ConfigError,
+    MemoryUnavailable,
+    ModelNotLoadable,
+    RankLost,
+    RequestError,
+)
+from quire.models.loader import LoadedModel, load
+from tiny import VOCAB, tiny_model
+
+on_the_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="ranks would be placed on the GPU"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path, None)
+
+
+# -- one accounting, and a rank that is refused pages --
+
+
+class ToldCrew:
+    """No processes: it says what another rank would have answered."""
+
+    num_ranks, device_type, lost = 2, "cpu", None
+
+    def __init__(self, refuses: Callable[[int], bool]) -> None:
+        self.refuses, self.messages = refuses, list[Message]()
+        self.committed = self.more_bytes = self.num_applied = 0
+
+    def new_name(self) -> int:
+        return 1 + len(self.messages)
+
+    def required(self, message: Message, own: Callable[[], Any]) -> Any:
+        return self.all_of(message, own)[0]
+
+    together = required
+
+    def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
+        self.messages.append(message)
+        value = own()
+        if not isinstance(message, Apply):
+            return value, [Done()]
+        self.num_applied += 1
+        if self.refuses(self.num_applied):
+            return value, [Failed(MemoryUnavailable("rank 1: no pages"), self.committed)]
+        self.committed = value + self.more_bytes
+        return value, [Done(self.committed)]
+
+    def try_tell(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def with_other_rank(folder: Path, refuses: Callable[[int], bool]) -> LoadedModel:
+    """A whole model that believes that another rank has a part of it."""
+    crew: Any = ToldCrew(refuses)
+    return replace(load(folder), ranks=PartedModel(crew, 1, owns_crew=False))
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "growing", "paged", "virtual"])
+def test_pages_that_one_rank_is_refused_are_refused_to_all(folder: Folder, cache: str) -> None:
+    """The others have them already: all begin anew, in what the poorest of them has."""
+    options = dict(OPTIONS, cache=cache)
+    with folder.alone("llama", cache=cache) as llm:
+        expected = texts(llm.generate(PROMPTS, GREEDY))
+    refused_at = 5
+    loaded = with_other_rank(folder.of("llama"), lambda number: number == refused_at)
+    with LLM(loaded, tensor_parallel_size=2, **options) as llm:
+        crew: Any = loaded.ranks.crew
+        assert texts(llm.generate(PROMPTS, GREEDY)) == expected
+        assert crew.num_applied > refused_at
+        makings = [m for m in crew.messages if type(m).__name__ == "MakeStorage"]
+        assert len(makings) == 2, "once, and once more in an empty cache"
+
+
+def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
+    loaded = with_other_rank(folder.of("llama"), lambda _: False)
+    crew: Any = loaded.ranks.crew
+    crew.more_bytes = 4096
+    with pytest.raises(RuntimeError, match=r"the ranks have committed .* bytes for the same"):
+        LLM(loaded, tensor_parallel_size=2, **OPTIONS)
+
+
+# -- ranks that are gone --
+
+
+def gone(pids: list[int], within_s: float = 60.0) -> bool:
+    """Whether none of these processes is there any more, or will be in a moment."""
+    end_s = time.monotonic() + within_s
+    while any(os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) for pid in pids):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@on_the_cpu
+def test_a_rank_that_is_killed_ends_the_llm_with_its_name(folder: Folder) -> None:
+    pytest.importorskip("accelerate")
+    llm = LLM(folder.of("llama"), tensor_parallel_size=2, **OPTIONS)
+    assert llm._ranks is not None
+    (pid,) = llm._ranks.crew.pids
+    steps = 0
+
+    def kill(_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(RankLost, match=rf"rank 1 \(process {pid}\) was ended by SIGKILL"):
+        llm.generate(PROMPTS, GREEDY, observe=kill)
+    assert llm.is_closed
+    assert not torch.distributed.is_initialized()
+    assert llm.memory.committed_bytes == 0
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+
+
+@on_the_cpu
+def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
+    """Rank 0 fails while the other waits for it in an exchange; then the other way round."""
+    pytest.importorskip("accelerate")
+
+    def fail() -> None:
+        raise ValueError("only here")
+
+    crew = Crew(2, grace_s=1.0).start()
+    folder.crew = crew
+    with folder.ranked("llama") as llm:
+        engine = llm._team._engine  # type: ignore[union-attr]
+        with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
+            crew.required(Expect(engine=engine, max_tokens=16), fail)
+        with pytest.raises(RankLost):
+            crew.required(Expect(engine=engine, max_tokens=16), fail)
+        pids = crew.pids
+    crew.close()
+    assert gone(pids)
+
+    crew = Crew(2, grace_s=1.0).start()
+    try:
+        unknown = Expect(engine=10**6, max_tokens=16)
+        with pytest.raises((RankLost, RuntimeError)):
+            crew.required(unknown, lambda: torch.distributed.all_reduce(torch.zeros(1)))
+        with pytest.raises(RankLost, match="exit code 70"):
+            crew.required(unknown, fail)
+    finally:
+        crew.close()
+    assert not torch.distributed.is_initialized()
+
+
+@on_the_cpu
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    pytest.importorskip("accelerate")
+    script = """
+        import os, signal
+        from quire.engine.parallel.crew import Crew
+        crew = Crew(2).start()
+        print(*crew.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert pids
+    assert gone(pids)
+
+
+# -- what is not cut into parts --
+
+
+def refused(model: Any, size: int = 2, **options: Any) -> str:
+    with pytest.raises(ConfigError) as found:
+        LLM(model, tensor_parallel_size=size, **{**OPTIONS, **options})
+    assert not torch.distributed.is_initialized(), "nothing was started"
+    return str(found.value)
+
+
+def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -> None:
+    llama = folder.of("llama")
+    assert "a model in memory cannot be cut" in refused(tiny_model("llama"))
+    assert "was loaded in 1 part" in refused(load(llama))
+    assert "does not divide the 2 heads" in refused(llama, size=3)
+    assert "make it one of 1, 2" in refused(llama, size=4)
+    assert "no tensor-parallel plan" in refused(folder.of("gpt_oss"))
+    assert "quantization=int8" in refused(llama, quantization="int8")
+    assert "residency=prefault" in refused(llama, residency="prefault")
+    draft = {"model": str(llama), "num_speculative_tokens": 2}
+    assert "a draft model would lie in rank 0 alone" in refused(llama, speculative_config=draft)
+    assert "provider=" in refused(llama, provider=object())
+    assert "must be from 1 to 1,024" in refused(llama, size=0)
+
+
+def test_without_accelerate_the_extra_is_named(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "find_spec", lambda _: None)
+    assert "pip install 'quire[tp]'" in refused(folder.of("llama"))
+
+
+def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = folder.of("llama")
+    assert "device=cuda:1 is one device" in refused(llama, device="cuda:1")
+    assert "built without CUDA" in refused(llama, device="cuda") or torch.version.cuda
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "hide them (CUDA_VISIBLE_DEVICES=)" in refused(llama, device="cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="more than the 1 CUDA devices here"):
+        Crew(2, "cuda").start()
+
+
+def test_states_and_sources_run_in_one_process(folder: Folder) -> None:
+    mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(mamba).save_pretrained(folder.path / "mamba")
+    assert "keep recurrent states" in refused(folder.path / "mamba")
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, max_position_embeddings=128)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    ffn = dict(encoder_ffn_dim=32, decoder_ffn_dim=32)
+    bart = BartConfig(vocab_size=VOCAB, **sizes, **heads, **ffn)  # type: ignore[arg-type]
+    BartForConditionalGeneration(bart).save_pretrained(folder.path / "bart")
+    assert "reads a source" in refused(folder.path / "bart")
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_started() -> None:
+    with pytest.raises(ModelNotLoadable, match="/nowhere/at/all"):
+        LLM("/nowhere/at/all", tensor_parallel_size=2)

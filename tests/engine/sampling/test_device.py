@@ -1,0 +1,348 @@
+"""What is done on a device against what numpy does: to the bit where both must be equal.
+
+What is chosen in the end is judged by the twin, in ``test_sampler``, for every way.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.sampling.cases import (
+    HAS_GPU,
+    any_batch,
+    assert_follows,
+    plan_of,
+    row_of,
+    rows,
+    sequence,
+)
+from quire.devices import results
+from quire.devices.results import Results
+from quire.devices.staging import to_device
+from quire.engine.params import SamplingParams
+from quire.engine.plan import PromptRows, Sampled, StepPlan
+from quire.engine.sampling import DEAREST, Sampler, draws, filters
+from quire.engine.sampling.device import choices
+from quire.engine.sampling.device.draws import drawn, padded, uniforms
+from quire.engine.sampling.device.edits import edits_to_send, make_edits
+from quire.engine.sampling.device.filters import (
+    Filters,
+    cut,
+    floors_by_sorting,
+    floors_of_largest,
+    weights_of,
+)
+from quire.engine.sampling.device.lots import FEW
+from quire.engine.sampling.edits import Edits
+from quire.engine.sampling.tally import Tally
+from quire.engine.sequence import Request, Sequence
+
+CPU = torch.device("cpu")
+DEVICES = [CPU, *([pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)] if HAS_GPU else [])]
+devices = pytest.mark.parametrize("device", DEVICES, ids=str)
+EOS = frozenset([0, 3])
+
+
+@pytest.mark.gpu
+def test_a_gpu_was_there() -> None:
+    if not HAS_GPU:
+        pytest.skip("no GPU: nothing here is known of sampling on one, only of the same operations")
+
+
+# -- equal to the bit -----------------------------------------------------------------------------
+
+
+@devices
+@given(
+    keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5),
+    first=st.sampled_from([0, 5, draws.padded(1), 2**33]),
+    count=st.integers(1, 300),
+)
+@example(keys=[0, 1, 2**63 - 1, 2**63, 2**64 - 1], first=0, count=300)
+def test_random_numbers_are_the_hosts(
+    device: torch.device, keys: list[int], first: int, count: int
+) -> None:
+    own = np.array(keys, np.uint64)
+    found = uniforms(torch.from_numpy(own.view(np.int64)).to(device), first, count)
+    assert np.array_equal(found.cpu().numpy(), draws.uniforms(own, first, count))
+
+
+@st.composite
+def any_edits(draw: st.DrawFn) -> tuple[Edits, Tensor]:
+    vocab, num_rows = draw(st.sampled_from([5, 64, 301])), 3
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=30)
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = torch.from_numpy(numbers.normal(0, 5, (num_rows, vocab))).float()
+    logits[numbers.random((num_rows, vocab)) < 0.1] = draw(st.sampled_from([0.0, -math.inf, 30.0]))
+    edits = Edits(vocab)
+    for row in range(num_rows):
+        if draw(st.booleans()):
+            edits.allow(row, numbers.integers(0, 256, -(-vocab // 32) * 4).astype(np.uint8))
+        for _ in range(draw(st.integers(0, 2))):
+            edits.bar(row, draw(st.lists(st.integers(0, vocab + 9), max_size=4)))
+        if draw(st.booleans()):
+            biased = st.dictionaries(st.integers(0, vocab + 9), st.floats(-99, 99), max_size=5)
+            edits.bias(row, draw(biased))
+        if draw(st.booleans()):
+            params = SamplingParams(
+                repetition_penalty=draw(st.floats(1e-2, 1e2)),
+                frequency_penalty=draw(st.floats(-2, 2)),
+                presence_penalty=draw(st.floats(-2, 2)),
+            )
+            tally = Tally(sequence(draw(tokens)), with_prompt=draw(st.booleans()))
+            for token_id in draw(tokens):
+                tally.add(token_id)
+            edits.penalise(row, tally, params)
+    return edits, logits
+
+
+@devices
+@given(given_edits=any_edits())
+def test_edited_logits_are_the_hosts(
+    device: torch.device, given_edits: tuple[Edits, Tensor]
+) -> None:
+    edits, logits = given_edits
+    there = logits.to(device, copy=True)
+    arrays = edits_to_send(edits)
+    make_edits(there, dict(zip(arrays, to_device([*arrays.values()], device), strict=True)))
+    edits.make(logits.numpy())
+    assert np.array_equal(there.cpu().numpy(), logits.numpy())
+
+
+@st.composite
+def any_weights(draw: st.DrawFn) -> tuple[Tensor, Filters]:
+    """Whole multiples of 1/64, so that sums are exact however they are made; many are equal."""
+    size = draw(st.sampled_from([1, 3, 100, 128, 129, 400]))
+    num_rows = draw(st.integers(1, 4))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weights = numbers.integers(0, draw(st.sampled_from([2, 5, 65])), (num_rows, size)) / 64
+    weights[:, 0] = 1.0
+    column = {"min_size": num_rows, "max_size": num_rows}
+    top_k = draw(st.lists(st.integers(1, size), **column))
+    # The eighth, so that a share falls on sums too.
+    tails = draw(st.lists(st.integers(0, 7), **column))
+    min_p = draw(st.lists(st.sampled_from([0.0, 1 / 64, 0.3, 1.0]), **column))
+    return padded(torch.from_numpy(weights).float()), Filters(
+        torch.tensor(top_k), torch.tensor(tails).double() / 8, torch.tensor(min_p)
+    )
+
+
+@devices
+@given(given_weights=any_weights())
+@settings(max_examples=200)
+def test_floors_are_the_hosts_sorted_or_not(
+    device: torch.device, given_weights: tuple[Tensor, Filters]
+) -> None:
+    weights, kept = given_weights
+    want = weights.numpy().copy()
+    filters.cut(want, kept.top_k.numpy(), 1 - kept.tails.numpy(), kept.min_p.numpy())
+    there, kept = weights.to(device), Filters(*(each.to(device) for each in kept))
+    most = int(kept.top_k.max())
+    for floors in (floors_by_sorting(there, kept), floors_of_largest(there, kept, most)):
+        found = there.clone()
+        cut(found, floors)
+        assert np.array_equal(found.cpu().numpy(), want)
+
+
+@devices
+def test_draws_from_the_same_weights_are_the_hosts(device: torch.device) -> None:
+    numbers = np.random.default_rng(5)
+    for size in (7, 128, 1000, 5000):
+        weights = padded(torch.from_numpy(numbers.random((500, size)) ** 8).float())
+        keys = numbers.integers(0, 2**64, 500, np.uint64)
+        found = drawn(weights.to(device), torch.from_numpy(keys.view(np.int64)).to(device))
+        assert found.tolist() == draws.drawn(weights.numpy(), keys).tolist()
+
+
+@devices
+@given(temperature=st.sampled_from([1e-300, 0.01, 0.7, 1.0, 50.0]))
+@settings(max_examples=5)
+def test_weights_are_the_hosts_within_rounding(device: torch.device, temperature: float) -> None:
+    logits = rows(3, vocab=200, spread=10)
+    peaks = logits.amax(-1)
+    temperatures = np.full(3, temperature)
+    want = filters.weights_of(logits.numpy(), peaks.numpy(), temperatures)
+    given_temperatures = torch.full((3,), max(temperature, float(np.finfo(np.float32).tiny)))
+    found = weights_of(logits.to(device), peaks.to(device), given_temperatures.to(device))
+    assert np.allclose(found.cpu().numpy(), want, rtol=1e-6, atol=1e-37)
+
+
+# -- the way through ------------------------------------------------------------------------------
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.2, "logprobs": 3},
+    {"top_p": 0.9},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},  # as most models recommend it
+    {"top_k": FEW + 40, "min_p": 0.01, "logprobs": 0},
+    {"min_p": 0.05, "frequency_penalty": 0.3},
+    {"logit_bias": {5: 4.0, 7: -100.0}, "logprobs": -1},
+    {},
+]
+
+
+def mixed_batch(vocab: int = 1000) -> tuple[list[Sequence], list[tuple[int, ...]], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, vocab, (len(MIXED), 30), generator=generator).tolist()
+    batch = [
+        sequence(prompt[:20], prompt[20:], seq_id=i, seed=i, **kind)
+        for i, (prompt, kind) in enumerate(zip(prompts, MIXED, strict=True))
+    ]
+    drafts: list[tuple[int, ...]] = [(), (3, 4)] * (len(batch) // 2)
+    return batch, drafts, rows(len(batch) + len(batch), vocab, spread=3.0)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_a_mixed_batch_of_real_logits_gives_the_hosts_tokens(seed: int) -> None:
+    """But for draws that are within rounding, as the twin tells."""
+    batch, drafts, _ = mixed_batch()
+    plan = plan_of(batch, drafts)
+    logits = rows(16, 1000, seed=seed, spread=3.0)
+    found = Sampler(0, EOS, as_on_device=True).sample(logits, plan)
+    for draw, device, host in zip(
+        plan.draws, found, Sampler(0, EOS).sample(logits, plan), strict=True
+    ):
+        if device.token_ids != host.token_ids:
+            row = row_of(draw.sequence, logits[draw.row])
+            row.token()
+            assert not row.certain
+            continue
+        for one, other in zip(device.logprobs, host.logprobs, strict=True):
+            assert (one.token_id, one.rank) == (other.token_id, other.rank)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert [t for t, _ in one.top] == [t for t, _ in other.top]
+            assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{"top_k": 300, "top_p": 0.9}, {"top_k": 40, "top_p": 0.9}, {}])
+def test_draws_follow_the_weights_of_a_larger_vocabulary(kind: dict[str, Any]) -> None:
+    """More than two blocks, so that both rounds of the race count."""
+    num_draws, logits = 4000, rows(1, vocab=400, seed=3, spread=0.7)
+    kept = row_of(sequence(**kind), logits[0]).kept()
+    batch = [sequence(seq_id=i, **kind) for i in range(num_draws)]
+    results = Sampler(1, as_on_device=True).sample(logits.expand(num_draws, -1), plan_of(batch))
+    counts = np.bincount([result.token_ids[0] for result in results], minlength=400)
+    weights = np.array([kept.get(token, 0.0) for token in range(400)])
+    groups = np.arange(400) * 40 // 400
+    expected = np.bincount(groups, weights) * num_draws / weights.sum()
+    assert not counts[weights == 0].any()
+    assert_follows(np.bincount(groups, counts), expected)
+
+
+@pytest.mark.parametrize("most", ["rows", "bytes"])
+def test_pieces_are_the_whole(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows a few at a time, results in several copies: nothing changes."""
+    batch, drafts, logits = mixed_batch()
+    prompts = tuple(
+        PromptRows(sequence=own, row=i, start=i, num_rows=5) for i, own in enumerate(batch[:3])
+    )
+    plan = StepPlan(chunks=(), draws=plan_of(batch, drafts).draws, prompt_rows=prompts)
+
+    def sampled() -> tuple[list[Sampled], Any]:
+        for own in batch:
+            own.prompt_logprobs = []
+        found = Sampler(0, EOS, as_on_device=True).sample(logits, plan)
+        return found, [own.prompt_logprobs for own in batch]
+
+    want = sampled()
+    assert all(len(found) == 5 for found in want[1][:3])
+    if most == "rows":
+        monkeypatch.setattr(choices, "_AT_ONCE", 2500)
+    else:
+        monkeypatch.setattr(results, "_MOST_BYTES", 100)
+    assert sampled() == want
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    return int(held.max(initial=0))
+
+
+def test_no_row_takes_more_memory_than_the_dearest() -> None:
+    num_rows, vocab = 8, 12_800
+    logits = rows(num_rows, vocab).bfloat16()
+    held = []
+    for kind in [*MIXED, {"top_p": 0.9, "logprobs": 20}]:
+        if kind.get("logprobs") != -1:
+            batch = [sequence(seq_id=i, **kind) for i in range(num_rows)]
+            plan, sampler = plan_of(batch), Sampler(as_on_device=True)
+            held.append(peak_bytes(lambda: sampler.sample(logits, plan)))  # noqa: B023
+    requests = [Request(request_id=i, prompt_token_ids=(1,), params=DEAREST) for i in range(8)]
+    plan = plan_of([Sequence(request, seq_id=request.request_id) for request in requests])
+    dearest = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+    assert max(held) <= dearest * 1.01
+    assert dearest <= 25 * num_rows * vocab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "_AT_ONCE", vocab)  # a row at once: all that grows are edited logits
+        in_pieces = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+    assert in_pieces <= 4 * num_rows * vocab + 25 * vocab + 2**16
+
+
+# -- what goes over, and what is waited for -------------------------------------------------------
+
+
+class NothingRead(TorchDispatchMode):
+    """No operation for which a device's host would have to wait for a value."""
+
+    WAITS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        assert func.overloadpacket.__name__ not in self.WAITS, f"{func} waits for a value"
+        if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+            assert all(each is None or each.dtype is not torch.bool for each in args[1]), (
+                "an index of truths waits for their number"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@given(batch=any_batch())
+@settings(max_examples=40)
+def test_nothing_is_waited_for_before_all_is_under_way(batch: Any) -> None:
+    sequences, drafts, logits = batch
+    copies: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "to_device", counted(to_device, "there", copies))
+        patch.setattr(Results, "_send", counted(Results._send, "back", copies))
+        with NothingRead():
+            Sampler(0, EOS, as_on_device=True).sample(logits, plan_of(sequences, drafts))
+    assert copies in (["there", "back"], ["back"])
+
+
+def test_of_plain_rows_nothing_goes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes: list[int] = []
+
+    def spied(arrays: list[Any], device: torch.device) -> list[Tensor]:
+        num_bytes.append(sum(array.nbytes for array in arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(choices, "to_device", spied)
+    sampler = Sampler(as_on_device=True)
+    sampler.sample(rows(4), plan_of([sequence(seq_id=i, temperature=0.0) for i in range(4)]))
+    assert num_bytes == []
+    for vocab in (50, 5000):  # what goes over does not grow with the vocabulary
+        sampler.sample(rows(4, vocab), plan_of([sequence(seq_id=i, top_p=0.9) for i in range(4)]))
+    assert num_bytes[0] == num_bytes[1] <= 4 * 40
+
+
+def counted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    return call

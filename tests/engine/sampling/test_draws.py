@@ -1,0 +1,98 @@
+"""Random numbers, what is drawn with them, and single changes to logits."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from engine.sampling.cases import VOCAB, assert_follows, rows, sequence
+from engine.sampling.slow import number_of
+from quire.engine.sampling.draws import (
+    drawn,
+    key_of_seed,
+    key_of_sequence,
+    keys_at,
+    padded,
+    passed,
+    uniforms,
+)
+from quire.engine.sampling.edits import Edits
+from quire.engine.sampling.tally import Tally
+
+
+@pytest.mark.parametrize("which", ["places of one sequence", "seeds", "sequences", "engine seeds"])
+def test_numbers_are_even_and_neighbours_are_independent(which: str) -> None:
+    num, places = 40_000, np.zeros(40_000, np.int64)
+    match which:
+        case "places of one sequence":
+            keys, places = [key_of_seed(0)] * num, np.arange(num)
+        case "seeds":
+            keys = [key_of_seed(seed) for seed in range(num)]
+        case "sequences":
+            keys = [key_of_sequence(0, seq_id) for seq_id in range(num)]
+        case _:
+            keys = [key_of_sequence(seed, 0) for seed in range(num)]
+    several = uniforms(keys_at(np.array(keys, np.uint64), places), 0, 3)
+    assert ((several > 0) & (several < 1)).all()
+    numbers = several[:, 0]
+    _, second, third = (several * 20).astype(int).T
+    assert_follows(np.bincount(20 * second + third), np.full(400, num / 400))
+    assert_follows(np.bincount((numbers * 100).astype(int)), np.full(100, num / 100))
+    pairs = (numbers * 20).astype(int)
+    assert_follows(np.bincount(20 * pairs[:-1] + pairs[1:]), np.full(400, (num - 1) / 400))
+
+
+@given(seed=st.integers(-(2**70), 2**70), place=st.integers(0, 2**40))
+def test_numbers_are_the_twins(seed: int, place: int) -> None:
+    key = keys_at(np.array([key_of_seed(seed)], np.uint64), np.array([place]))
+    assert uniforms(key, 5, 2).tolist() == [[number_of(seed, place, 5), number_of(seed, place, 6)]]
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 0.25, 1.0]), min_size=1, max_size=400),
+    number=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2.0**-53])),
+    key=st.integers(0, 2**64 - 1),
+)
+@example(weights=[0.0] * 130 + [1e-30] + [0.0] * 200, number=1 - 2.0**-53, key=0)
+def test_a_token_without_weight_never_comes(weights: list[float], number: float, key: int) -> None:
+    assume(any(weights))
+    room = np.zeros((1, padded(len(weights))), np.float32)
+    room[0, : len(weights)] = weights
+    assert room[0, drawn(room, np.array([key], np.uint64))[0]] > 0
+    token = int(passed(room, np.array([number]))[0])
+    assert room[0, token] > 0
+    sums = np.cumsum(room[0], dtype=np.float64)
+    share = number * sums[-1]
+    assert sums[token] >= share * (1 - 1e-6)
+    assert (sums[token - 1] if token else 0.0) <= share * (1 + 1e-6)
+
+
+def test_weights_that_move_a_little_seldom_change_a_draw() -> None:
+    """As rounding moves them where the same text is computed in other chunks."""
+    num, vocab = 2000, 1000
+    rng = np.random.default_rng(1)
+    logits = 2 * rng.standard_normal((num, vocab))
+    moved = logits + 0.01 * rng.standard_normal((num, vocab))
+    keys = keys_at(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64))
+    pair = []
+    for each in (logits, moved):
+        room = np.zeros((num, padded(vocab)), np.float32)
+        room[:, :vocab] = np.exp(each - each.max(-1, keepdims=True))
+        pair.append(drawn(room, keys))
+    shares = [np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (logits, moved)]
+    moved_share = 0.5 * np.abs(shares[0] - shares[1]).sum(-1).mean()
+    assert (pair[0] != pair[1]).mean() < 4 * moved_share
+
+
+def test_the_repetition_penalty_is_transformers() -> None:
+    own, logits = sequence([1, 4, 4], [7], repetition_penalty=1.7), rows(1, spread=0.7)
+    tally, edits, found = Tally(own, with_prompt=True), Edits(VOCAB), logits.clone().numpy()
+    tally.add(7)
+    edits.penalise(0, tally, own.request.params)
+    edits.make(found)
+    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([own.token_ids]), logits)
+    assert 0 < logits[0, [1, 4, 7]].max() < 1
+    assert logits[0, [1, 4, 7]].min() < 0
+    torch.testing.assert_close(torch.from_numpy(found), want)
