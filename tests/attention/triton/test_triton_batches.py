@@ -139,9 +139,7 @@ def test_padding_is_zeros_and_disturbs_nobody(sinks: bool) -> None:
     """Sequences of no tokens with one query each, as a recorded decode step has them."""
     step = make_step([(1, 30), (1, 1), (1, 100)], num_seqs=3, num_tokens=3, spec=FULL)
     given_sinks = torch.tensor([0.3, -0.2]) if sinks else None
-    want = backend().attend(
-        step.q, step.view, step.batch, spec=FULL, scale=0.3, sinks=given_sinks
-    )
+    want = backend().attend(step.q, step.view, step.batch, spec=FULL, scale=0.3, sinks=given_sinks)
     q = torch.cat([step.q, torch.full((2, 2, 16), torch.nan)])
     padded = replace(
         step.batch,
@@ -198,9 +196,7 @@ def test_a_recorded_step_may_be_played_with_other_sequences(
     """No figure of the host but the sizes: grids, splits and strides are as they were recorded."""
     calls: list[Any] = []
     for name in ("attend", "join"):
-        monkeypatch.setattr(
-            backend_module, name, Tape(getattr(backend_module, name), calls)
-        )
+        monkeypatch.setattr(backend_module, name, Tape(getattr(backend_module, name), calls))
     num_seqs, num_tokens = len(recorded), sum(n for n, _ in recorded)
     step = make_step(recorded, num_seqs=num_seqs, num_tokens=num_tokens, spec=FULL)
     # What it is recorded for: any chunk of these tokens, any context that a table has room for.

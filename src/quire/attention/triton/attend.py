@@ -20,7 +20,7 @@ from quire.attention.triton.walk import live_start, queries_of, walk_of
 @triton.jit(
     do_not_specialize=["table_seq", "num_seqs", "num_tokens", "num_splits", "above", "upto"]
 )
-def attend(  # noqa: PLR0913, PLR0915
+def attend(  # noqa: C901, PLR0913, PLR0915
     out, part_out, part_max, part_sum, q, k, v, k_scale, v_scale, sinks,
     query_starts, context_lens, tables,
     out_token, out_head, q_token, q_head,
@@ -106,12 +106,8 @@ def attend(  # noqa: PLR0913, PLR0915
         value_mask = live[:, None] & (value_at < VALUE)[None, :]
         from_k = k + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
         from_v = v + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
-        keys = stored_factor(
-            tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED
-        )
-        values = stored_factor(
-            tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED
-        )
+        keys = stored_factor(tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
+        values = stored_factor(tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if KEPT == "int8":
             of_scale = place * scale_row + inside * scale_token
@@ -139,7 +135,7 @@ def attend(  # noqa: PLR0913, PLR0915
         total = total * by + tl.sum(weights, 1)
         best = now
         result = result * by[:, None]
-        if KEPT == "int8" and DTYPE == tl.float16:
+        if KEPT == "int8" and tl.float16 == DTYPE:
             # Scales are small, and float16's range is short: relative to the step's largest.
             top = tl.max(value_scale, 0)
             top = tl.where(top > 0.0, top, 1.0)

@@ -7,25 +7,29 @@ it may be played with other contexts, tables and chunks. What is read lies on th
 """
 
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, PlacedBatch
-from quire.attention.triton.attend import attend
+from quire.attention.base import AttentionBatch, NoHostPart, PlacedBatch
 from quire.attention.triton import tiles
+from quire.attention.triton.attend import attend
 from quire.attention.triton.gpu import Gpu, find_gpu
 from quire.attention.triton.join import join
 from quire.attention.triton.shape import AttendShape, kept_as, shape_of
 from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
-from quire.attention.triton.write import TritonWriter
+from quire.attention.triton.writer import TritonWriter
+from quire.devices import on_device
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 from quire.units import ceil_div
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TRITON_DTYPES = MappingProxyType(
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+)
 _LOG2_E = 1.4426950408889634
 _JOINED_TOGETHER = 8  # splits
 
@@ -43,11 +47,13 @@ class _Call:
     num_queries: int  # of a tile, at most
 
 
+@final
 class TritonAttention:
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
 
     name = "triton"
     plays = None
+    replays = NoHostPart()
 
     def __init__(self) -> None:
         self._gpus: dict[torch.device, Gpu | str] = {}
@@ -92,7 +98,7 @@ class TritonAttention:
         if sinks is not None:
             sinks = sinks.contiguous()
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
-        with torch.cuda.device_of(q):
+        with on_device(q.device):
             for call in self._calls(shape, placed, gpu, len(q)):
                 _launch(out, q, view, placed, batch.block_size, shape, gpu, call, **options)
         return out
@@ -173,7 +179,7 @@ def _launch(  # noqa: PLR0913
     sinks: Tensor | None,
 ) -> None:
     tile = call.tile
-    looked_up = placed.tables.shape[1] > 1
+    looked_up = view.slots_per_row > 1 or placed.tables.shape[1] > 1
     parts = ceil_div(shape.sharing, tile.rows)
     split = call.num_splits > 1
     part_out = part_max = part_sum = None
