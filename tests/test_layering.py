@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "config": "errors units spec memory blocks strategies",
     "kernels": "errors units",
     "devices": "errors units memory",
-    "attention": "errors units spec strategies kernels",
+    "attention": "errors units spec strategies kernels devices",
     "layers": "errors units kernels",
     "models": "errors units spec memory strategies kernels attention layers devices",
     "engine.params": "errors",

@@ -17,10 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU was asked for: its kernels are compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="no triton here: it is made for Linux")
 
-from triton.runtime import interpreter  # noqa: E402
+from triton.runtime import interpreter
 
-from quire.attention.triton import TritonAttention, tiles  # noqa: E402
-from quire.attention.triton.tiles import Tile  # noqa: E402
+from quire.attention.triton import TritonAttention, tiles
+from quire.attention.triton.tiles import Tile
 
 _FEW = ((512, Tile(rows=16, tokens=32, num_warps=4, buffers=1)),)
 _MANY = ((512, Tile(rows=64, tokens=32, num_warps=4, buffers=1)),)

@@ -96,9 +96,7 @@ def test_nothing_else_is_read(
     with watched(monkeypatch) as touched:
         out = backend().attend(case.q, case.view, batch, spec=spec, scale=0.3, sinks=sinks)
     own = [element_addresses(x) for x in (case.q, sinks)]
-    own += [
-        element_addresses(x) for x in (placed.query_starts, placed.context_lens, placed.tables)
-    ]
+    own += [element_addresses(x) for x in (placed.query_starts, placed.context_lens, placed.tables)]
     written = element_addresses(out)
     # Between the two kernels: what the first has written, the second reads.
     parts = np.setdiff1d(np.concatenate(touched["store"]), written)
@@ -110,9 +108,7 @@ def test_nothing_else_is_read(
 @pytest.mark.parametrize("strategy", ["paged", "virtual"])
 def test_nothing_else_is_written(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec("full", kv_heads=3, dims=(24, 12), dtype="int8")
-    case = make_case(
-        spec, sharing=1, strategy=strategy, chunks=((5, 9),), q_dtype=torch.float32
-    )
+    case = make_case(spec, sharing=1, strategy=strategy, chunks=((5, 9),), q_dtype=torch.float32)
     k, v, slots = case.keys[0], case.values[0], case.slots[0].clone()
     slots[3:5] = -1
     write = backend().make_writer(case.view)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.triton.interpreter import backend, checking_overflow, shrink_tiles
+from attention.triton.interpreter import backend, checking_overflow, shrink_tiles, tiles
 from conformance.attention_cases import (
     TOLERANCE,
     error,
@@ -139,9 +139,7 @@ def test_padding_is_zeros_and_disturbs_nobody(sinks: bool) -> None:
     """Sequences of no tokens with one query each, as a recorded decode step has them."""
     step = make_step([(1, 30), (1, 1), (1, 100)], num_seqs=3, num_tokens=3, spec=FULL)
     given_sinks = torch.tensor([0.3, -0.2]) if sinks else None
-    want = backend().attend(
-        step.q, step.view, step.batch, spec=FULL, scale=0.3, sinks=given_sinks
-    )
+    want = backend().attend(step.q, step.view, step.batch, spec=FULL, scale=0.3, sinks=given_sinks)
     q = torch.cat([step.q, torch.full((2, 2, 16), torch.nan)])
     padded = replace(
         step.batch,
@@ -198,9 +196,7 @@ def test_a_recorded_step_may_be_played_with_other_sequences(
     """No figure of the host but the sizes: grids, splits and strides are as they were recorded."""
     calls: list[Any] = []
     for name in ("attend", "join"):
-        monkeypatch.setattr(
-            backend_module, name, Tape(getattr(backend_module, name), calls)
-        )
+        monkeypatch.setattr(backend_module, name, Tape(getattr(backend_module, name), calls))
     num_seqs, num_tokens = len(recorded), sum(n for n, _ in recorded)
     step = make_step(recorded, num_seqs=num_seqs, num_tokens=num_tokens, spec=FULL)
     # What it is recorded for: any chunk of these tokens, any context that a table has room for.
@@ -225,6 +221,31 @@ def test_a_recorded_step_may_be_played_with_other_sequences(
             call()
         want = real_part(other, len(lengths))
         assert error(out[: len(want)], want) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("as_shipped", [False, True])
+def test_parts_take_room_for_programs_and_not_for_tokens(
+    as_shipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long sequence beside a long chunk is split, and nobody keeps parts for the chunk."""
+    sizes: list[tuple[Any, ...]] = []
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda out, part_out, *args, **options: sizes.append((grid, part_out))
+
+    for name in ("attend", "join"):
+        monkeypatch.setattr(backend_module, name, Counting())
+    if as_shipped:
+        monkeypatch.setattr(tiles, "LEAST_STEPS", 4)
+    step = make_step([(1, 128)] * 3 + [(2000, 0)], num_seqs=4, num_tokens=2003, spec=FULL, pool=64)
+    placed = replace(step.batch.on(step.q.device), max_context_len=100_000)
+    step.batch.memo[step.q.device] = placed
+    backend().attend(step.q, step.view, step.batch, spec=FULL, scale=1.0)
+    assert max(grid[1] for grid, _ in sizes) > 1
+    for grid, part in sizes:
+        if part is not None:
+            assert part.numel() <= 2 * grid[0] * grid[1] * 64 * 16
 
 
 def test_addresses_are_computed_in_64_bits() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="no triton here: it is made for Linux")
 
-from attention.triton.compiling import KINDS, SHARED_BYTES  # noqa: E402
+from attention.triton.compiling import KINDS, SHARED_BYTES
 
 TESTS = Path(__file__).parents[2]
 # Of a thread, on the stack. A few are kept there around the loop; more would be moved within it.
@@ -26,9 +26,9 @@ def compile_for(architecture: int, kinds: list[str], cache: Path) -> list[dict[s
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+    program = Path(__file__).with_name("compiling.py")
     done = subprocess.run(
-        [sys.executable, "-W", "error", Path(__file__).with_name("compiling.py")]
-        + [str(architecture), *kinds],
+        [sys.executable, "-W", "error", program, str(architecture), *kinds],
         capture_output=True,
         text=True,
         env=environment,

@@ -17,16 +17,20 @@ from quire.attention.triton.elements import factor, rounded, stored_factor, wide
 from quire.attention.triton.walk import live_start, queries_of, walk_of
 
 
-@triton.jit(
-    do_not_specialize=["table_seq", "num_seqs", "num_tokens", "num_splits", "above", "upto"]
-)
-def attend(  # noqa: PLR0913, PLR0915
+@triton.jit(  # what differs from step to step is never a reason to compile again
+    do_not_specialize=[
+        "table_seq", "num_seqs", "num_tiles", "num_queries", "num_splits", "above", "upto", "reach",
+    ],
+    do_not_specialize_on_alignment=["query_starts", "context_lens", "tables", "sinks"],
+)  # fmt: skip
+def attend(  # noqa: C901, PLR0913, PLR0915
     out, part_out, part_max, part_sum, q, k, v, k_scale, v_scale, sinks,
     query_starts, context_lens, tables,
     out_token, out_head, q_token, q_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
     scale_row, scale_head, scale_token,
-    table_seq, num_seqs, num_tokens, num_splits, above, upto, reach, scale, cap_in, cap_out,
+    table_seq, num_seqs, num_tiles, num_queries, num_splits, above, upto, reach,
+    scale, cap_in, cap_out,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
     READS: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr, CAPPED: tl.constexpr,
@@ -106,12 +110,8 @@ def attend(  # noqa: PLR0913, PLR0915
         value_mask = live[:, None] & (value_at < VALUE)[None, :]
         from_k = k + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
         from_v = v + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
-        keys = stored_factor(
-            tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED
-        )
-        values = stored_factor(
-            tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED
-        )
+        keys = stored_factor(tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
+        values = stored_factor(tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if KEPT == "int8":
             of_scale = place * scale_row + inside * scale_token
@@ -139,7 +139,7 @@ def attend(  # noqa: PLR0913, PLR0915
         total = total * by + tl.sum(weights, 1)
         best = now
         result = result * by[:, None]
-        if KEPT == "int8" and DTYPE == tl.float16:
+        if KEPT == "int8" and tl.float16 == DTYPE:
             # Scales are small, and float16's range is short: relative to the step's largest.
             top = tl.max(value_scale, 0)
             top = tl.where(top > 0.0, top, 1.0)
@@ -157,7 +157,8 @@ def attend(  # noqa: PLR0913, PLR0915
     mask = exists[:, None] & (out_at < OUT)[None, :]
     if SPLIT:
         best = tl.where(context > 0, best, 0.0)
-        at = (split.to(tl.int64) * num_tokens + token) * (KV_HEADS * SHARING) + head
+        own = (split.to(tl.int64) * num_tiles + tile) * num_queries + row // HEADS
+        at = own * (KV_HEADS * SHARING) + head
         tl.store(part_max + at, best, exists)
         tl.store(part_sum + at, total, exists)
         tl.store(part_out + at[:, None] * OUT + out_at[None, :], result, mask)

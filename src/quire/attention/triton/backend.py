@@ -7,25 +7,29 @@ it may be played with other contexts, tables and chunks. What is read lies on th
 """
 
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, PlacedBatch
-from quire.attention.triton.attend import attend
+from quire.attention.base import AttentionBatch, NoHostPart, PlacedBatch
 from quire.attention.triton import tiles
+from quire.attention.triton.attend import attend
 from quire.attention.triton.gpu import Gpu, find_gpu
 from quire.attention.triton.join import join
 from quire.attention.triton.shape import AttendShape, kept_as, shape_of
 from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
-from quire.attention.triton.write import TritonWriter
+from quire.attention.triton.writer import TritonWriter
+from quire.devices import on_device
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
 from quire.units import ceil_div
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TRITON_DTYPES = MappingProxyType(
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+)
 _LOG2_E = 1.4426950408889634
 _JOINED_TOGETHER = 8  # splits
 
@@ -43,11 +47,22 @@ class _Call:
     num_queries: int  # of a tile, at most
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What a group's layers have in common."""
+
+    spec: AttentionSpec  # kept, so that its id stays its own
+    shape: AttendShape
+    calls: list[_Call]
+
+
+@final
 class TritonAttention:
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
 
     name = "triton"
     plays = None
+    replays = NoHostPart()
 
     def __init__(self) -> None:
         self._gpus: dict[torch.device, Gpu | str] = {}
@@ -81,8 +96,14 @@ class TritonAttention:
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
         gpu = self._known_gpu(q.device)
-        shape = shape_of(q, view, spec)
         placed = batch.on(q.device)
+        key = (self.name, q.shape, q.dtype, id(spec))
+        step = batch.memo.get(key)
+        if step is None:
+            shape = shape_of(q, view, spec)
+            calls = self._calls(shape, placed, gpu, len(q))
+            step = batch.memo[key] = _Step(spec=spec, shape=shape, calls=calls)
+        shape = step.shape
         # Tokens beyond the last sequence's are padding, whose results are zeros.
         padded = len(q) != batch.query_starts[-1]
         make = q.new_zeros if padded else q.new_empty
@@ -92,8 +113,8 @@ class TritonAttention:
         if sinks is not None:
             sinks = sinks.contiguous()
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
-        with torch.cuda.device_of(q):
-            for call in self._calls(shape, placed, gpu, len(q)):
+        with on_device(q.device):
+            for call in step.calls:
                 _launch(out, q, view, placed, batch.block_size, shape, gpu, call, **options)
         return out
 
@@ -146,14 +167,16 @@ class TritonAttention:
         num_tokens = placed.max_context_len
         if shape.reads != "full":
             num_tokens = min(num_tokens, shape.reach + queries + tile.tokens)
+        several = serves[0] > 0
+        each = tiles.MANY_PER_PROCESSOR if several else tiles.FEW_PER_PROCESSOR
         programs = num_tiles * shape.kv_heads * parts
         return _Call(
             tile=tile,
-            several=serves[0] > 0,
+            several=several,
             above=serves[0],
             upto=serves[1],
             num_tiles=num_tiles,
-            num_splits=tiles.num_splits(programs, num_tokens, tile, gpu.num_processors),
+            num_splits=tiles.num_splits(programs, num_tokens, tile, each * gpu.num_processors),
             num_queries=min(queries, placed.max_query_len),
         )
 
@@ -173,13 +196,13 @@ def _launch(  # noqa: PLR0913
     sinks: Tensor | None,
 ) -> None:
     tile = call.tile
-    looked_up = placed.tables.shape[1] > 1
+    looked_up = view.slots_per_row > 1 or placed.tables.shape[1] > 1
     parts = ceil_div(shape.sharing, tile.rows)
     split = call.num_splits > 1
     part_out = part_max = part_sum = None
-    num_tokens, num_heads, width = out.shape
+    _, num_heads, width = out.shape
     if split:
-        rows = call.num_splits, num_tokens, num_heads
+        rows = call.num_splits, call.num_tiles * call.num_queries, num_heads
         part_out = q.new_empty(*rows, width, dtype=torch.float32)
         part_max = q.new_empty(rows, dtype=torch.float32)
         part_sum = q.new_empty(rows, dtype=torch.float32)
@@ -205,8 +228,8 @@ def _launch(  # noqa: PLR0913
         placed.query_starts, placed.context_lens, placed.tables,
         *out.stride()[:2], *q.stride()[:2], *k.stride()[:2], *k.stride()[2:],
         *v.stride()[:2], *v.stride()[2:], *scale_strides,
-        placed.tables.stride(0), num_seqs, num_tokens, call.num_splits, call.above, call.upto,
-        shape.reach, factor, cap_in, cap_out,
+        placed.tables.stride(0), num_seqs, call.num_tiles, call.num_queries, call.num_splits,
+        call.above, call.upto, shape.reach, factor, cap_in, cap_out,
         BLOCK=block_size if looked_up else 0,
         KV_HEADS=shape.kv_heads,
         SHARING=shape.sharing,
@@ -228,7 +251,7 @@ def _launch(  # noqa: PLR0913
     if split:
         join[(call.num_tiles * call.num_queries, num_heads)](
             out, part_out, part_max, part_sum, sinks, placed.query_starts, placed.context_lens,
-            *out.stride()[:2], num_seqs, num_tokens, call.num_splits, call.num_queries,
+            *out.stride()[:2], num_seqs, call.num_tiles, call.num_queries, call.num_splits,
             call.above, call.upto, shape.reach,
             NUM_HEADS=num_heads,
             OUT=width,

@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
     """float32 in another dtype: to nearest, ties to even."""
-    if EMULATED and DTYPE == tl.bfloat16:
+    if EMULATED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
         y = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -46,17 +46,8 @@ def stored_factor(
 ):
     """What is kept, as one side of a product. All codes are exact in all dtypes."""
     if KIND == "fp8":
-        if FP8_CONVERTS:
-            y = x.to(tl.float8e4nv, bitcast=True)
-        else:
-            y = from_fp8(x)
-    else:
-        y = x
-    if EMULATED:
-        y = wide(y, EMULATED)
-    else:
-        y = y.to(DTYPE)
-    return y
+        x = x.to(tl.float8e4nv, bitcast=True) if FP8_CONVERTS else from_fp8(x)
+    return wide(x, EMULATED) if EMULATED else x.to(DTYPE)
 
 
 @triton.jit

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-LEAST_CAPABILITY = (8, 0)  # bfloat16 products, and copies into shared memory that are not waited for
+LEAST_CAPABILITY = (
+    8,
+    0,
+)  # bfloat16 products, and copies into shared memory that are not waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

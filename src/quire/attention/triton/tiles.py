@@ -59,7 +59,10 @@ _PLAIN_MANY = (
 MOST_WIDTH = 512
 LEAST_STEPS = 4  # of a split: joining costs about as much as a step or two
 MOST_SPLITS = 64
-_PROGRAMS_PER_PROCESSOR = 8  # that a call should have, for the last ones not to be waited for
+_LITTLE_BYTES = 4096  # that Triton takes for places, maxima and the like
+# Programs that a call should have, for the last ones not to be waited for. Small ones run together
+# and are uneven; of large ones a processor has one or two.
+FEW_PER_PROCESSOR, MANY_PER_PROCESSOR = 8, 2
 
 
 def room(width: int) -> int:
@@ -84,12 +87,14 @@ def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gp
     from_shared = gpu.products_from_shared and entry_bytes > 1
     table = _MANY if from_shared else _MANY_IN_REGISTERS
     tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
+    if entry_bytes == 1 and not gpu.products_from_shared:  # two sides and codes in registers
+        tile = replace(tile, rows=min(tile.rows, 64))
     return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
 
-def num_splits(num_programs: int, num_tokens: int, tile: Tile, num_processors: int) -> int:
+def num_splits(num_programs: int, num_tokens: int, tile: Tile, wanted_programs: int) -> int:
     """Parts of each walk over ``num_tokens`` at most: as many as keep the processors busy."""
-    wanted = ceil_div(_PROGRAMS_PER_PROCESSOR * num_processors, max(1, num_programs))
+    wanted = ceil_div(wanted_programs, max(1, num_programs))
     possible = ceil_div(num_tokens, LEAST_STEPS * tile.tokens)
     return max(1, min(wanted, possible, MOST_SPLITS))
 
@@ -99,8 +104,14 @@ def _first(table: tuple[tuple[int, Tile], ...], width: int) -> Tile:
 
 
 def _fitting(tile: Tile, width: int, entry_bytes: int, gpu: Gpu) -> Tile:
-    """With fewer steps on their way where they would not fit beside the queries."""
-    own = tile.rows * width * max(entry_bytes, 2)
-    step = tile.tokens * width * entry_bytes
-    fits = (gpu.shared_bytes - own) // step - 1  # Hopper's products read a step that stays
-    return replace(tile, buffers=max(0, min(tile.buffers, fits)))
+    """With fewer steps on their way, or shorter ones, where they would not fit beside the queries.
+
+    Where products are read from shared memory, the step that is worked on stays there meanwhile.
+    """
+    own = tile.rows * width * max(entry_bytes, 2) + _LITTLE_BYTES
+    while True:
+        fits = (gpu.shared_bytes - own) // (tile.tokens * width * entry_bytes)
+        fits -= gpu.products_from_shared
+        if fits >= min(tile.buffers, 1) or tile.tokens == 16:
+            return replace(tile, buffers=max(0, min(tile.buffers, fits)))
+        tile = replace(tile, tokens=tile.tokens // 2)

@@ -51,7 +51,7 @@ def live_start(position, reach, KIND: tl.constexpr):
 
 
 @triton.jit
-def walk_of(
+def walk_of(  # noqa: PLR0913
     context, count, first, reach, num_splits,
     KIND: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
