@@ -19,8 +19,15 @@ from torch import Tensor
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.memory import Region
 from quire.memory.cuda import CudaMemory
-from quire.spec import FullAttention
-from quire.strategies import LayerView
+from quire.spec import FullAttention, Layer, ModelSpec
+from quire.strategies import (
+    STRATEGIES,
+    CacheConfig,
+    Fits,
+    LayerView,
+    build_accounting,
+    build_storage,
+)
 from quire.units import format_bytes
 
 QWEN3_4B = Geometry()
@@ -223,6 +230,7 @@ def session(setting: Setting) -> Found:
             "== 0",
             left == 0,
         )
+    found.tables.append(_a_hundred_tokens(setting, geometry, whole, found))
     seen = is_seen_twice(memory, setting.device.type)
     found.claim("a page is seen at two addresses", float(seen), None, "true", "== 1", seen)
     columns = "layers a page | taken | computed | left after release"
@@ -236,22 +244,64 @@ def session(setting: Setting) -> Found:
     return found
 
 
-def release(setting: Setting) -> Found:
-    """Bytes of the device that are free before, during and after sequences of each strategy."""
-    from quire.spec import Layer, ModelSpec
-    from quire.strategies import STRATEGIES, CacheConfig, Fits, build_accounting, build_storage
+def _a_hundred_tokens(setting: Setting, geometry: Geometry, whole: int, found: Found) -> Table:
+    """What the strategies' own storages take of the driver for them, in the engine's layout."""
+    forms = {
+        "virtual": ("virtual", {}),
+        "virtual, shared": ("virtual", {"shares_pages": True}),
+        "growing by 128": ("growing", {"growth_tokens": 128}),
+    }
+    rows = []
+    for name, (strategy, options) in forms.items():
+        memory, driver = setting.memory()
+        before = driver.free_and_total()[0]
+        sizes = CacheConfig(
+            max_model_len=whole,
+            max_num_seqs=4,
+            capacity_bytes=16 * GIB,
+            block_size=BLOCK_SIZE,
+            page_bytes=memory.page_bytes,
+            layers_per_page="auto",
+            **options,
+        )
+        accounting = build_accounting(strategy, _spec(geometry, whole), sizes)
+        storage = build_storage(strategy, accounting, memory)
+        accounting.add(0)
+        assert isinstance(accounting.try_extend(0, 100), Fits)
+        storage.apply(accounting.drain())
+        taken, counted = before - driver.free_and_total()[0], accounting.usage().committed_bytes
+        storage.close()
+        memory.trim()
+        rows.append([name, format_bytes(taken), format_bytes(counted)])
+        found.claim(
+            f"100 tokens at {whole} maximum, {name}",
+            taken / MIB,
+            counted / MIB,
+            "MiB (beside: the accounting's)",
+            "<= 18",
+            taken <= MOST_BYTES_OF_100_TOKENS,
+        )
+    columns = ("strategy", "taken of the driver", "by the accounting")
+    return Table(title="100 tokens under a strategy", columns=columns, rows=rows)
 
-    geometry = TINY if setting.emulated else QWEN3_4B
-    tokens, num_seqs = (64, 2) if setting.emulated else (4096, 8)
+
+def _spec(geometry: Geometry, max_model_len: int) -> ModelSpec:
     attention = FullAttention(
         num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, dtype="bfloat16"
     )
-    spec = ModelSpec(
+    return ModelSpec(
         model_type="random",
         layers=tuple(Layer(specs=(attention,)) for _ in range(geometry.num_layers)),
-        max_model_len=tokens,
+        max_model_len=max_model_len,
         dtype="bfloat16",
     )
+
+
+def release(setting: Setting) -> Found:
+    """Bytes of the device that are free before, during and after sequences of each strategy."""
+    geometry = TINY if setting.emulated else QWEN3_4B
+    tokens, num_seqs = (64, 2) if setting.emulated else (4096, 8)
+    spec = _spec(geometry, tokens)
     found, rows = Found(), []
     for strategy in STRATEGIES:
         memory, driver = setting.memory()
@@ -262,6 +312,7 @@ def release(setting: Setting) -> Found:
             capacity_bytes=256 * MIB if setting.emulated else 16 * GIB,
             block_size=BLOCK_SIZE,
             page_bytes=memory.page_bytes,
+            layers_per_page="auto",
         )
         accounting = build_accounting(strategy, spec, sizes)
         storage = build_storage(strategy, accounting, memory)

@@ -194,10 +194,15 @@ def test_doctor_tells_the_gpus_and_what_each_rule_would_give_there(
     terms = {term["label"]: term["num_bytes"] for term in able["rules"]["auto"]["terms"]}
     assert (terms["limit"], terms["used"]) == (8 * 2**30, -3 * 2**30)
     assert "cannot map memory" in unable["why_not"]
-    assert quire(monkeypatch, "doctor") == 0
-    said = capsys.readouterr().out
-    assert "would give on GPU 0" in said
-    assert "would give on GPU 1" not in said
+    for device, where in (("auto", "on GPU 0"), ("cpu", "here")):
+        assert quire(monkeypatch, "doctor", "--device", device) == 0
+        said = capsys.readouterr().out
+        assert f"would give {where}  (--budget)" in said
+        assert "would give on GPU 0" in said
+        assert "would give on GPU 1" not in said
+        assert ("CUDA graphs" in said) == (device == "auto")
+    assert quire(monkeypatch, "doctor", "--device", "cuda:1") == 1
+    assert "cannot map memory" in capsys.readouterr().err
 
 
 def test_doctor_says_what_would_fit_instead_of_failing(

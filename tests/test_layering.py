@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "compare": "errors units config spec strategies models engine.params engine.sequence engine"
     " figures",
     "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"
-    " engine planner server figures compare bench http engine.needs",
+    " engine planner server figures compare bench http engine.needs devices",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.

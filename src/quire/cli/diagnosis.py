@@ -28,6 +28,7 @@ class Diagnosis:
     needs: Needs
     sequence_bytes: int  # of KV, at the longest
     machine: Machine
+    device_index: int | None  # of the GPU that an engine would take; None: the CPU
     accelerators: tuple[Accelerator, ...]
     ledger: Ledger  # of the options
     rules: tuple[Ledger, ...]  # each rule's, with the same options otherwise
@@ -44,13 +45,16 @@ class Diagnosis:
 
 def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
     """Look at the model and at this machine. Raises: ConfigError, ModelNotLoadable."""
+    from quire.devices import choose_device
     from quire.engine.needs import kv_needs, ledger_for, stored_spec
+    from quire.memory.by_device import machine_for, memory_for
     from quire.models.footprint import outline
 
     name, own, spec = outline(model, dtype=config.dtype)
-    host = HostMemory()
-    needs = kv_needs(config, name, spec, own, host.page_bytes)
-    machine = read_machine()
+    device = choose_device(config.device)
+    on_gpu, page_bytes = device.type == "cuda", memory_for(device, "on-demand").page_bytes
+    needs = kv_needs(config, name, spec, own, page_bytes, records_graphs=on_gpu)
+    machine = machine_for(device)
     rules = [replace(config, budget=rule, kv_cache_memory_bytes=None) for rule in BUDGETS]
 
     def on_device(device: DeviceMemory, page_bytes: int) -> tuple[Ledger, ...]:
@@ -63,10 +67,11 @@ def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
         needs=needs,
         sequence_bytes=stored_spec(config, spec).bytes_for(needs.context_tokens),
         machine=machine,
+        device_index=device.index if on_gpu else None,
         accelerators=tuple(_accelerator(found, on_device) for found in cuda_devices()),
         ledger=ledger_for(config, needs, machine),
         rules=tuple(ledger_for(rule, needs, machine) for rule in rules),
-        mechanisms=_mechanisms(host),
+        mechanisms=_mechanisms(HostMemory()),
     )
 
 

@@ -225,7 +225,8 @@ def _validate(
     from quire.cli.validation import print_checks, validate
 
     console = Console(stderr=True)
-    loaded = load_model(model, config, console)
+    # The place is this machine's own memory; a GPU of it is planned for by name.
+    loaded = load_model(model, replace(config, device="cpu"), console)
     with console.status("…") as status:
         checks = validate(loaded, subject, config, place, request, report=status.update)
     if not print_checks(subject.name, checks):

@@ -18,9 +18,10 @@ def print_report(found: Diagnosis) -> None:
     console = Console(highlight=False)
     for table in (_bounds(found.machine), _facts(found), _ledger(found)):
         console.print(table)
-    console.print(_rules(found, found.rules, "here"))
+    index = found.device_index
+    console.print(_rules(found, found.rules, "here" if index is None else f"on GPU {index}"))
     for each in found.accelerators:
-        if each.rules and each.memory is not None:
+        if each.rules and each.memory is not None and each.memory.index != index:
             console.print(_rules(found, each.rules, f"on GPU {each.memory.index}"))
     flags = list(_would_fit(found))
     if flags:

@@ -214,7 +214,7 @@ def _moved(planned: "Ledger", actual: "Ledger") -> int:
 def _options(config: EngineConfig) -> dict[str, Any]:
     """An engine's options, without what belongs to loading."""
     said = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {**said, "dtype": "auto", "quantization": None}
+    return {**said, "dtype": "auto", "quantization": None, "device": "auto"}
 
 
 def _short(request: Request) -> Request:
