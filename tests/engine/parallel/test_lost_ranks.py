@@ -162,15 +162,16 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
         raise ValueError("only here")
 
     crew = Crew(2, grace_s=1.0).start()
-    folder.crew = crew
-    with folder.ranked("llama") as llm:
-        engine = llm._team._engine  # type: ignore[union-attr]
-        with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
-            crew.required(Expect(engine=engine, max_tokens=16), fail)
-        with pytest.raises(RankLost):
-            crew.required(Expect(engine=engine, max_tokens=16), fail)
-        pids = crew.pids
-    crew.close()
+    folder.crew, pids = crew, crew.pids
+    try:
+        with folder.ranked("llama") as llm:
+            engine = llm._team._engine  # type: ignore[union-attr]
+            with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
+                crew.required(Expect(engine=engine, max_tokens=16), fail)
+            with pytest.raises(RankLost):
+                crew.required(Expect(engine=engine, max_tokens=16), fail)
+    finally:
+        crew.close()
     assert gone(pids)
 
     crew = Crew(2, grace_s=1.0).start()
