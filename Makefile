@@ -9,13 +9,16 @@ DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MAX_LINES := 400
 MINUTES   ?= 10
+# With VENV= in .venv's place: a Python that has torch for CUDA, Transformers, pytest and hypothesis.
+GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
 demo test test-all fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check fuzz fuzz-http clients lint format types size bench docs setup clean
+.PHONY: help demo test test-all test-gpu check fuzz fuzz-http clients lint format types size bench \
+  bench-gpu docs setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
@@ -29,6 +32,9 @@ test: $(READY) ## run the tests, in as many processes as there are cores
 
 test-all: $(READY) ## the tests, and the whole grid of attention: minutes for each instruction set
 	@$(BIN)/pytest -n logical --dist loadfile -m ""
+
+test-gpu: $(if $(VENV),$(READY)) ## the tests that a GPU can run (installing nothing: make test-gpu VENV= PYTHON=python3)
+	@$(GPU_PYTHON) tools/gpu_tests.py $(OPTIONS)
 
 check: lint types test ## lint, types and test, one after the other
 
@@ -65,6 +71,9 @@ bench: $(READY) ## run every benchmark and print its tables
 	  test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; exit 1; }; \
 	  echo "== $$file"; $(BIN)/python "$$file"; \
 	done
+
+bench-gpu: $(if $(VENV),$(READY)) ## check and time all that runs on a GPU (parts: make bench-gpu ONLY=decode,prefill)
+	@$(GPU_PYTHON) benchmarks/bench_gpu.py --claims $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 docs: $(DOCS) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 # Before torch and Transformers are imported, and inherited by processes that tests start. Tiny
 # models lose on two threads: where both cores were busy, generate() took 19-23 s against 0.7-1.2 s.
@@ -19,9 +20,51 @@ import pytest
 import torch
 from hypothesis import settings
 
+import target
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels run in its interpreter, but for the tests that are asked to use a GPU.
+
+    The choice is made for good when Triton is imported, which no test does that does not need it.
+    """
+    os.environ[target.OPTION] = config.getoption("--device")
+    if not target.on_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"
+    if target.on_gpu() and (why := target.why_no_gpu()) is not None:
+        raise pytest.UsageError(f"--device {target.device()}: {why}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if target.on_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: make test-gpu, where there is one")
+    for item in items:
+        needs = item.get_closest_marker("gpu")
+        emulated = target.name() == target.EMULATED
+        if needs and not (emulated and needs.kwargs.get("emulated")):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _waited_for(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``device(default=True)``: what a test makes without saying where, it makes there."""
+    marked = request.node.get_closest_marker("device")
+    by_default = target.on_gpu() and marked and marked.kwargs.get("default")
+    with target.waited_for(), target.device() if by_default else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

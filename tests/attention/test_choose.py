@@ -27,14 +27,38 @@ def test_auto_takes_the_kernels_and_says_so(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "auto"])
+@pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
 def test_a_name_is_that_backend(name: str) -> None:
     assert choose_backend(name, [layer()], CPU).name == name
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'flash' is unknown; known: auto, cpu, sdpa, reference"):
+    known = ", ".join(BACKENDS)
+    with pytest.raises(ConfigError, match=f"'flash' is unknown; known: {known}"):
         choose_backend("flash", [layer()], CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("cpu", "it runs on CUDA, not on cpu"), ("cuda", "it is not installed")],
+)
+def test_flashinfer_says_what_is_missing(
+    device: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.attention.flashinfer.limits.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"'flashinfer': flashinfer cannot serve: {why}"):
+        choose_backend("flashinfer", [layer()], torch.device(device))
+
+
+def test_on_a_gpu_flashinfer_is_asked_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.attention.flashinfer.backend.cannot_run", lambda device: None)
+    gpu = torch.device("cuda")
+    wide = FullAttention(num_kv_heads=2, head_dim=128, dtype="bfloat16")
+    assert choose_backend("auto", [wide], gpu).name == "flashinfer"
+    assert choose_backend("auto", [layer()], gpu).name != "flashinfer"
+    assert "its heads are 64, 128, 256 wide, not 16" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -78,5 +102,7 @@ def test_an_engine_says_what_it_attends_with(
     assert list(tmp_path.glob("*.o"))
     with quire.LLM(attention_backend="sdpa", **options) as llm:
         assert llm.attention_backend == "sdpa"
-    with pytest.raises(ConfigError, match="known: auto, cpu, sdpa, reference"):
+    with pytest.raises(ConfigError, match="known: auto, "):
+        quire.LLM(attention_backend="flash", **options)
+    with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
         quire.LLM(attention_backend="flashinfer", **options)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import target
 from quire.attention import AttentionBackend, AttentionBatch, make_batch
-from quire.memory import HostMemory
+from quire.memory import CheckedMemory, MemoryProvider
+from quire.memory.checked import CheckedRegion
 from quire.spec import (
     AttentionSpec,
     ChunkedAttention,
@@ -119,8 +121,10 @@ def make_case(
     kept_as = getattr(torch, spec.dtype)
     q_dtype = q_dtype or kept_as
 
+    memory = _InView(target.memory())
+
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(q_dtype)
+        return torch.randn(*size, generator=generator).to(target.device(), q_dtype)
 
     longest = max(map(sum, chunks))
     max_model_len = max(64, -(-longest // 64) * 64)
@@ -132,12 +136,12 @@ def make_case(
         capacity_bytes=_capacity_bytes(strategy, num_tokens * spec.bytes_per_token),
         block_size=block_size,
         growth_tokens=8,
-        page_bytes=HostMemory().page_bytes,
+        page_bytes=memory.page_bytes,
         shares_pages=strategy == SHARED,
     )
     strategy = "virtual" if strategy == SHARED else strategy
     accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
-    storage = build_storage(strategy, accounting, HostMemory())
+    storage = build_storage(strategy, accounting, memory)
     key_shape, value_shape = spec.entry_shapes
     keys = [random(sum(chunk), *key_shape) for chunk in chunks]
     values = [random(sum(chunk), *value_shape) for chunk in chunks]
@@ -145,7 +149,7 @@ def make_case(
     def compute(index: int, start: int, stop: int) -> None:
         assert isinstance(accounting.try_extend(index, stop), Fits)
         storage.apply(accounting.drain())
-        slots = torch.from_numpy(accounting.slots(0, index, start, stop))
+        slots = placed_slots(accounting, index, start, stop)
         storage.write(0, slots, keys[index][start:stop], values[index][start:stop])
 
     passing = range(100, 100 + len(chunks) // 2)
@@ -171,11 +175,11 @@ def make_case(
         spec=spec,
         q=random(sum(length for _, length in chunks), key_shape[0] * sharing, width),
         storage=storage,
-        pages=_pages(accounting, storage, len(chunks)),
+        pages=_pages(accounting, storage, memory, len(chunks)),
         batch=make_batch(accounting, 0, step),
         chunks=chunks,
         slots=[
-            torch.from_numpy(accounting.slots(0, i, first, stop))
+            placed_slots(accounting, i, first, stop)
             for first, (i, _, stop) in zip(firsts, step, strict=True)
         ],
         firsts=firsts,
@@ -184,7 +188,13 @@ def make_case(
     )
 
 
+def placed_slots(accounting: Accounting, seq_id: int, start: int, stop: int) -> Tensor:
+    return torch.from_numpy(accounting.slots(0, seq_id, start, stop)).to(target.device())
+
+
 def _capacity_bytes(strategy: str, used_bytes: int) -> int:
+    if target.has_cuda_memory():
+        return 2**31 if strategy == "paged" else 2**33  # of address space, in large pages
     match strategy:
         case "paged":
             return 2**21 + 4 * used_bytes
@@ -194,11 +204,37 @@ def _capacity_bytes(strategy: str, used_bytes: int) -> int:
             return 2**33
 
 
-def _pages(accounting: Accounting, storage: Storage, num_sequences: int) -> list[Tensor]:
+class _InView:
+    """A provider whose regions are remembered, and which of their pages are committed."""
+
+    def __init__(self, upstream: MemoryProvider) -> None:
+        self._upstream = CheckedMemory(upstream)
+        self.page_bytes, self.cannot_share = upstream.page_bytes, upstream.cannot_share
+        self.regions: list[CheckedRegion] = []
+
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> CheckedRegion:
+        self.regions.append(self._upstream.reserve(nbytes, heap_bytes=heap_bytes))
+        return self.regions[-1]
+
+    def committed(self) -> list[Tensor]:
+        """u8: each page."""
+        return [
+            page
+            for region in self.regions
+            for number, page in enumerate(region.tensor(torch.uint8).split(self.page_bytes))
+            if number in region._committed
+        ]
+
+
+def _pages(
+    accounting: Accounting, storage: Storage, memory: _InView, num_sequences: int
+) -> list[Tensor]:
     view = storage.view(0)
-    region = torch.empty(0, dtype=torch.uint8).set_(view.k.untyped_storage())
     if not isinstance(accounting, SharedVirtualAccounting):
-        return [region]
+        if target.has_cuda_memory():
+            return memory.committed()
+        return [region.tensor(torch.uint8) for region in memory.regions]
+    region = view.k.new_empty(0, dtype=torch.uint8).set_(view.k.untyped_storage())
     # Addresses at which nothing is shown read as zeros, and cannot be written.
     slot_bytes = view.k.stride(0) * view.k.element_size()
     size = accounting.pool.block_size(0)
@@ -212,7 +248,8 @@ def _pages(accounting: Accounting, storage: Storage, num_sequences: int) -> list
 
 
 def make_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(dtype)
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1))
+    return sinks.to(target.device(), dtype)
 
 
 def formula(
@@ -220,10 +257,11 @@ def formula(
 ) -> Tensor:
     """[T, H, Dv] in float64, one sequence at a time."""
     outs = []
-    packed = case.q.double()
+    packed = case.q.cpu().double()
+    sinks = None if sinks is None else sinks.cpu()
     for (history, length), *entry in zip(case.chunks, case.keys, case.values, strict=True):
         kept_as = getattr(torch, case.spec.dtype)
-        k, v = (dequantize(*quantize(x, kept_as)).double() for x in entry)
+        k, v = (dequantize(*quantize(x.cpu(), kept_as)).double() for x in entry)
         if isinstance(case.spec, LatentAttention):
             k, v = torch.cat([k, v], -1), k
         q, packed = packed[:length], packed[length:]
@@ -263,6 +301,7 @@ def reads(spec: AttentionSpec, position: int, token: int) -> bool:
 
 
 def error(got: Tensor, want: Tensor) -> float:
+    got, want = got.cpu(), want.cpu()
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
 
 
@@ -272,4 +311,4 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def as_bytes(x: Tensor) -> Any:
-    return x.contiguous().view(torch.uint8).numpy()
+    return x.cpu().contiguous().view(torch.uint8).numpy()

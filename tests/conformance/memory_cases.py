@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import target
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.memory import (
     CheckedMemory,
@@ -23,6 +24,7 @@ from quire.memory import (
     MemoryProvider,
 )
 from quire.memory.cuda import CudaMemory
+from quire.memory.cuda.driver import load_driver_functions
 from quire.memory.kept import KeptMemory
 from quire.memory.machine.probe import resident_bytes
 
@@ -67,6 +69,37 @@ def cuda_case(wrapped: Callable[[MemoryProvider], MemoryProvider]) -> MemoryCase
     )
 
 
+def gpu_case(wrapped: Callable[[MemoryProvider], MemoryProvider]) -> MemoryCase:
+    """On the real driver, which is asked page by page whether something is mapped there."""
+    memory = target.memory()
+    assert isinstance(memory, CudaMemory)
+    return MemoryCase(
+        provider=wrapped(memory),
+        resident=lambda address, nbytes: mapped_bytes(address, nbytes, memory.page_bytes),
+        in_heaps=lambda: memory.physical_bytes,
+        reads_zeros=False,
+        poll=lambda: memory.poll(wait=True),
+    )
+
+
+def mapped_bytes(address: int, nbytes: int, page_bytes: int) -> int:
+    """Bytes of a range behind which the driver has memory: it is asked for each page's handle."""
+    functions = load_driver_functions()
+    found = 0
+    for at in range(address, address + nbytes, page_bytes):
+        code, handle = functions.cuMemRetainAllocationHandle(at)  # type: ignore[attr-defined]
+        if int(code) == 0:
+            functions.cuMemRelease(handle)
+            found += page_bytes
+    return found
+
+
+ON_A_GPU: dict[str, Callable[[], MemoryCase]] = {
+    "cuda": lambda: gpu_case(lambda memory: memory),
+    "cuda-stack": lambda: gpu_case(
+        lambda memory: CheckedMemory(CountedMemory(LimitedMemory(memory, limit_bytes=GIB)))
+    ),
+}
 CASES: dict[str, Callable[[], MemoryCase]] = {
     "host": lambda: host_case(HostMemory()),
     "host-portable": lambda: host_case(HostMemory(portable=True)),
@@ -88,6 +121,8 @@ CASES: dict[str, Callable[[], MemoryCase]] = {
         lambda memory: CheckedMemory(CountedMemory(LimitedMemory(memory, limit_bytes=GIB)))
     ),
 }
+if target.on_gpu():
+    CASES = ON_A_GPU
 SHARING_CASES = tuple(name for name in CASES if "portable" not in name)
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import target
 from attention.machines import cpu_backend
+from attention.pretend_flashinfer import pretended_backend
 from conformance.attention_cases import (
     CHUNKS,
     STORED,
@@ -27,7 +29,8 @@ from conformance.attention_cases import (
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
 from quire.attention.gather import read_sequence, readable
 
-BACKENDS = ("reference", "sdpa", "cpu")
+pytestmark = pytest.mark.device
+BACKENDS = ("reference", "sdpa", "cpu", "flashinfer", "triton")
 KINDS = ("full", "sliding", "chunked", "latent")
 # (heads that share a key-value head, key-value heads, widths)
 SHAPES = ((1, 2, (16, 16)), (3, 2, (16, 16)), (4, 1, (8, 8)), (2, 2, (24, 16)))
@@ -41,8 +44,26 @@ def make_backend(name: str) -> AttentionBackend:
             return ReferenceAttention()
         case "sdpa":
             return SdpaAttention()
+        case "flashinfer":
+            if target.on_gpu():
+                pytest.skip("its kernels know other widths: test_attention_gpu asks for those")
+            # Pretended, and without its limits on widths and dtypes.
+            return pretended_backend(real=False)
+        case "triton":
+            if not target.on_gpu():
+                pytest.skip("needs a GPU; in Triton's interpreter: tests/attention/triton")
+            from quire.attention.triton import TritonAttention
+
+            return TritonAttention()
         case _:
+            if target.on_gpu():
+                pytest.skip("its kernels run on a CPU")
             return cpu_backend("native")
+
+
+def dtype_for(name: str) -> str:
+    """float32, but for those who know 16 bits only."""
+    return "bfloat16" if name == "flashinfer" else "float32"
 
 
 def shaped_case(strategy: str, kind: str, shape: int, dtype: str, seed: int = 0) -> Case:
@@ -79,7 +100,7 @@ def test_torch_gives_what_the_formula_gives(strategy: str, kind: str, dtype: tor
             assert error(got, want) <= TOLERANCE[dtype], (shape, softcap, has_sinks)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
     """Scores in the tens, as a trained model has them: products must not be rounded early."""
@@ -99,7 +120,7 @@ def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
 def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str) -> None:
     """The chunks of the packed batch, each given alone, bring the same."""
     backend = make_backend(name)
-    case = shaped_case(strategy, "sliding", 1, "float32")
+    case = shaped_case(strategy, "sliding", 1, dtype_for(name))
     together = case.attend(backend, scale=2.0)
     starts = case.batch.query_starts.tolist()
     for index, (begin, end) in enumerate(pairwise(starts)):
@@ -111,12 +132,14 @@ def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str)
             block_size=case.batch.block_size,
         )
         got = backend.attend(case.q[begin:end], case.view, alone, spec=case.spec, scale=2.0)
-        assert error(got, together[begin:end]) <= TOLERANCE[torch.float32]
+        assert error(got, together[begin:end]) <= TOLERANCE[case.q.dtype]
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])  # torch refuses it; the engine gives none
+@pytest.mark.parametrize(
+    "name", ["reference", "cpu", "flashinfer"]
+)  # torch refuses it; the engine gives none
 def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> None:
-    case = shaped_case("paged", "full", 1, "float32")
+    case = shaped_case("paged", "full", 1, dtype_for(name))
     want = case.attend(make_backend(name), scale=2.0)
     starts = case.batch.query_starts
     idle = replace(
@@ -126,10 +149,10 @@ def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> Non
         tables=torch.cat([case.batch.tables[:3], case.batch.tables[2:]]),
     )
     got = make_backend(name).attend(case.q, case.view, idle, spec=case.spec, scale=2.0)
-    assert error(got, want) <= TOLERANCE[torch.float32]
+    assert error(got, want) <= TOLERANCE[case.q.dtype]
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
 def test_a_query_may_lie_anywhere(name: str) -> None:
     """Queries cut out of a wider tensor, as a fused projection leaves them; any sinks."""
     backend = make_backend(name)
@@ -156,7 +179,7 @@ def test_a_query_may_lie_anywhere(name: str) -> None:
 def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
     """A broken entry must not look like a good one, and stays in its sequence and head."""
     backend = make_backend(name)
-    case = shaped_case("paged", kind, 1, "float32")
+    case = shaped_case("paged", kind, 1, dtype_for(name))
     clean = case.attend(backend, scale=2.0)
     broken = 0  # the first of sequence 4's tokens that this step reads, in head 0
     history, length = CHUNKS[4]
@@ -171,7 +194,7 @@ def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
         entry.copy_(before)
         assert got[begin : begin + length, :3][readers].isnan().all()
         got[begin : begin + length, :3] = clean[begin : begin + length, :3]
-        assert error(got, clean) <= TOLERANCE[torch.float32]
+        assert error(got, clean) <= TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.parametrize("strategy", STORED)

@@ -27,6 +27,8 @@ from quire.memory import (
 )
 from quire.memory.machine.probe import process_memory, resident_bytes
 
+pytestmark = pytest.mark.device(default=True)
+
 DTYPES = [
     torch.uint8,
     torch.int8,

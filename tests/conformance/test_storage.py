@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
+import target
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore, StrategyMachine, is_state
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
@@ -86,11 +87,16 @@ def _backed_bytes(region: CheckedRegion) -> int | None:
 
 def canary(ids: Tensor, layer: int, heads: int, width: int, salt: int) -> Tensor:
     """i64[T] → [T, heads, width], whole numbers below 251, which 16 bits can hold."""
-    head = torch.arange(heads)[:, None] * 17
-    place = torch.arange(width)
+    head = torch.arange(heads, device=ids.device)[:, None] * 17
+    place = torch.arange(width, device=ids.device)
     # Even places tell ids apart that are near, odd ones those that are far.
     parts = torch.where(place % 2 == 0, ids[:, None, None], ids[:, None, None] // 251)
     return (parts + head + place + 29 * layer + salt) % 251
+
+
+def there(x: Ids) -> Tensor:
+    """On the device of this run."""
+    return torch.from_numpy(x).to(target.device())
 
 
 class TensorStore:
@@ -123,28 +129,28 @@ class TensorStore:
         self.replayed.write(group, slots, ids)
         if is_state(self.accounting.groups[group]):
             for _, tensor, want in self.states(group, ids):
-                tensor[torch.from_numpy(slots)] = want
+                tensor[there(slots)] = want
             return
         for layer in self.accounting.groups[group].layers:
             k, v = self.entries(group, layer, ids)
-            self.storage.write(layer, torch.from_numpy(slots), k, v)
+            self.storage.write(layer, there(slots), k, v)
 
     def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None:
         if not len(expected):
             return
         if is_state(self.accounting.groups[group]):
             for layer, tensor, want in self.states(group, expected):
-                found = tensor[torch.from_numpy(slots)]
+                found = tensor[there(slots)]
                 assert torch.equal(found, want), f"the state of layer {layer} is lost"
             return
         size = self.accounting.block_size(group)
-        positions = torch.arange(start, start + len(expected))
-        rows = torch.from_numpy(table)[positions // size]
+        positions = there(np.arange(start, start + len(expected)))
+        rows = there(table)[positions // size]
         for layer in self.accounting.groups[group].layers:
             view = self.storage.view(layer)
             seen = ((view.k, view.k_scale), (view.v, view.v_scale))
             written = self.entries(group, layer, expected)
-            gathered = self.storage.gather(layer, torch.from_numpy(slots))
+            gathered = self.storage.gather(layer, there(slots))
             for entries, got, (every, scales) in zip(written, gathered, seen, strict=True):
                 want = dequantize(*quantize(entries, every.dtype))
                 assert torch.equal(got.transpose(0, 1), want)
@@ -175,20 +181,22 @@ class TensorStore:
         for layer in self.accounting.groups[group].layers:
             for number, tensor in enumerate(self.storage.states(group).layer(layer)):
                 shape = (len(ids), 1, tensor[0].numel())
-                want = canary(torch.from_numpy(ids), layer, 1, shape[2], salt=50 * number)
+                want = canary(there(ids), layer, 1, shape[2], salt=50 * number)
                 yield layer, tensor, want.view(-1, *tensor.shape[1:]).to(tensor.dtype)
 
     def entries(self, group: int, layer: int, ids: Ids) -> tuple[Tensor, Tensor]:
         spec = attention_spec(self.accounting.groups[group])
         (heads, key_width), (_, value_width) = spec.entry_shapes
-        tokens = torch.from_numpy(ids)
+        tokens = there(ids)
         k = canary(tokens, layer, heads, key_width, salt=0)
         v = canary(tokens, layer, heads, value_width, salt=101)
         if dtype_bytes(spec.dtype) > 1:
             dtype = getattr(torch, spec.dtype)
             return k.to(dtype), v.to(dtype)
         # So that scales differ as well, from token to token, head to head, key to value.
-        size = 2.0 ** -((tokens[:, None] + torch.arange(heads)) % 5)[..., None]
+        size = (
+            2.0 ** -((tokens[:, None] + torch.arange(heads, device=tokens.device)) % 5)[..., None]
+        )
         return (k * size).bfloat16(), (v * size / 3).bfloat16()
 
 
@@ -222,6 +230,22 @@ def test_random_use_on_emulated_cuda(option: str) -> None:
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=PAGE, wide=True),
         settings=settings(SETTINGS, max_examples=3),
+    )
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_random_use_on_a_gpu(option: str) -> None:
+    """The real driver's pages, which the storage takes and gives back; canaries on the device."""
+    strategy, _ = OPTIONS[option]
+    page_bytes = target.memory().page_bytes
+
+    def store(accounting: Accounting, config: CacheConfig) -> TensorStore:
+        return TensorStore(strategy, accounting, config, target.memory())
+
+    run_state_machine_as_test(
+        lambda: StrategyMachine(option, store, page_bytes=page_bytes, wide=True),
+        settings=settings(SETTINGS, max_examples=2),
     )
 
 

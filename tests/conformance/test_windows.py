@@ -14,6 +14,8 @@ from conformance.memory_cases import CASES, GIB, SHARING_CASES, MemoryCase, is_m
 from quire.errors import MemoryUnavailable
 from quire.memory import MemoryProvider, Region, Window
 
+pytestmark = pytest.mark.device(default=True)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:

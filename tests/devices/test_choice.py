@@ -7,7 +7,7 @@ import torch
 
 import pretend
 from quire import LLM
-from quire.devices import choose_device, refuse_other_device
+from quire.devices import choice, choose_device, refuse_other_device
 from quire.errors import ConfigError
 from quire.models.loader import load
 
@@ -46,6 +46,18 @@ def test_a_gpu_that_cannot_be_used_is_no_traceback(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match=r"gives no memory.*\(CUDA error: out of memory\)"):
             choose_device("cuda")
         assert choose_device("auto") == torch.device("cpu")
+
+
+def test_a_gpu_whose_memory_cannot_be_mapped_is_refused_or_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(choice, "why_no_memory", lambda device: "cuda-bindings are not there")
+    with pretend.cuda():
+        assert choose_device("auto") == torch.device("cpu")
+        assert "device: cpu, for cuda-bindings are not there" in caplog.text
+        with pytest.raises(ConfigError, match="device=cuda: cuda-bindings are not there"):
+            choose_device("cuda")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ from quire.engine.scheduler import Drafts, Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sequence import Request, Sequence
-from quire.engine.swap_store import MemoryShelf, ShelfMover, SwapStore
+from quire.engine.swap.mover import ShelfMover
+from quire.engine.swap.shelves import MemoryShelf
+from quire.engine.swap.store import SwapStore
+from quire.engine.swap.timers import HostTimer
 from quire.errors import RequestTooLong
 from quire.memory import FailingMemory, HostMemory
 from quire.memory.governor import Governor
@@ -214,8 +217,8 @@ class World:
         self.scheduler = Scheduler(
             self.kv.accounting, limits, swap=SwapSpace(swap_bytes), costs=costs
         )
-        mover = ShelfMover(self.kv, MemoryShelf(), self.stage.now_s)
-        swap = SwapStore(self.kv, mover, costs, self.stage.now_s)
+        mover = ShelfMover(self.kv, MemoryShelf(), HostTimer(self.stage.now_s))
+        swap = SwapStore(self.kv, mover, costs)
         self.fault_share = rng.choice([0.0, 0.0, 0.02, 0.1])
         runner = ReadingRunner(self.kv, lambda: rng.random() < self.fault_share)
         self.sampler = Sampler(0)

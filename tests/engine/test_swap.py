@@ -10,7 +10,7 @@ import torch
 
 from engine.test_llm import ids, model_of, prompts
 from quire import LLM, SamplingParams
-from quire.engine.swap_store import FileShelf, MemoryShelf, Shelf
+from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
 from quire.errors import ConfigError
 
 KIB = 1 << 10  # of a token's keys and values, in these models

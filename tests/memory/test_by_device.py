@@ -8,7 +8,7 @@ from memory.cuda.fake_torch import FakeCuda, fake_cuda
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import HostMemory, by_device
 from quire.memory.budget import BUDGETS, Needs, make_ledger
-from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
+from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for, why_no_memory
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda import memory as cuda
 from quire.memory.cuda.resident import CudaResident
@@ -86,6 +86,9 @@ def test_no_bindings_no_driver_and_no_mapping_are_said(
     monkeypatch.setattr(cuda, "load_driver_functions", lambda: EmulatedDriver(can_map=False))
     with pytest.raises(ConfigError, match="cannot map memory to chosen addresses"):
         memory_for(torch.device("cuda:0"), "on-demand")
+    assert "cannot map memory" in str(why_no_memory(torch.device("cuda:0")))
+    monkeypatch.setattr(cuda, "load_driver_functions", EmulatedDriver)
+    assert why_no_memory(torch.device("cuda:0")) is None
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(ConfigError, match="GPUs of AMD"):
         memory_for(GPU, "on-demand")

@@ -28,6 +28,12 @@ class Event:
         if not self.query():
             self.gpu.wait("event", self._mark)
 
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds: one for each operation."""
+        assert self.query(), "the first event has not happened"
+        assert later.query(), "the second event has not happened"
+        return float(later._mark - self._mark)
+
     def wait(self, _: Any = None) -> None:
         """It is a stream that waits, and there is one."""
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -14,8 +15,10 @@ from quire.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "cpu", "sdpa", "reference")
-_FASTEST_FIRST = ("cpu", "sdpa")
+BACKENDS = ("auto", "flashinfer", "triton", "cpu", "sdpa", "reference")
+_FASTEST_FIRST = MappingProxyType(
+    {"cpu": ("cpu", "sdpa"), "cuda": ("flashinfer", "triton", "sdpa")}
+)
 
 
 def choose_backend(
@@ -35,7 +38,8 @@ def choose_backend(
         raise ConfigError(f"attention backend {name!r} is unknown; known: {', '.join(BACKENDS)}")
     several = tuple(specs)
     reasons: list[str] = []
-    for candidate in _FASTEST_FIRST if name == "auto" else (name,):
+    fastest_first = _FASTEST_FIRST.get(device.type, _FASTEST_FIRST["cpu"])
+    for candidate in fastest_first if name == "auto" else (name,):
         found = _find(candidate, several, device, kernel_dir)
         if isinstance(found, str):
             reasons.append(f"{candidate} cannot serve: {found}")
@@ -60,6 +64,16 @@ def _find(
         except (ImportError, OSError) as error:  # no wheel for this platform, or a broken one
             return f"llvmlite cannot be imported ({error})"
         backend = CpuAttention(cache_dir=kernel_dir)
+    elif name == "flashinfer":
+        from quire.attention.flashinfer import FlashInferAttention
+
+        backend = FlashInferAttention()
+    elif name == "triton":
+        try:
+            from quire.attention.triton import TritonAttention
+        except (ImportError, OSError) as error:  # torch for CUDA brings it, one for the CPU not
+            return f"Triton cannot be imported ({error})"
+        backend = TritonAttention()
     else:
         backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from quire.errors import ConfigError
+from quire.memory.by_device import why_no_memory
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def choose_device(name: str) -> torch.device:
         return _CPU
     asked = torch.device("cuda" if name == "auto" else name)
     index = asked.index or 0
-    reason = why_no_cuda(index)
+    reason = why_no_cuda(index) or why_no_memory(torch.device("cuda", index))
     if reason is None:
         log.info("device: cuda:%d (%s)", index, torch.cuda.get_device_name(index))
         return torch.device("cuda", index)

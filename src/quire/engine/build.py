@@ -27,7 +27,7 @@ from quire.engine.scheduling.swap import Costs, SwapSpace
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
-from quire.engine.swap_store import make_swap_store
+from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
@@ -108,7 +108,7 @@ def build(
         swap = None
         if config.swap_space:
             around = None if team is None else partial(team.open_swap, config.swap_path)
-            swap = make_swap_store(kv, config.swap_path, costs, around=around)
+            swap = make_swap_store(kv, config.swap_path, costs, loaded.device, around=around)
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,

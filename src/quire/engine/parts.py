@@ -1,6 +1,6 @@
 """What an engine is put together from: what computes, what chooses, what keeps. Protocols only.
 
-A model brings ``runner``, ``sampling``, ``kv_cache``, ``swap_store`` and ``speculation``. The
+A model brings ``runner``, ``sampling``, ``kv_cache``, ``swap`` and ``speculation``. The
 planner has others, which take no time but a clock's. The loop around them is the same.
 """
 

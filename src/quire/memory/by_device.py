@@ -6,7 +6,7 @@ of them a model is on.
 
 from typing import TYPE_CHECKING
 
-from quire.errors import ConfigError, MemoryUnavailable
+from quire.errors import ConfigError, MemoryUnavailable, QuireError
 from quire.memory.base import MemoryProvider
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.resident import CudaResident
@@ -46,6 +46,15 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
     # Steps run on the stream that is current here: what is given back waits for its kernels.
     stream = torch.cuda.current_stream(index).cuda_stream
     return CudaMemory(device=index, stream=stream)
+
+
+def why_no_memory(device: "torch.device") -> str | None:
+    """Why KV memory cannot lie there, and what to do; None if it can."""
+    try:
+        memory_for(device, "on-demand")
+    except QuireError as error:
+        return str(error)
+    return None
 
 
 def machine_for(device: "torch.device") -> Machine:

@@ -376,7 +376,7 @@ class Storage(Protocol):
         ...
 
     def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
-        """Copy entries out as they are stored, codes and scales, to host memory.
+        """Copy entries out as they are stored, codes and scales.
 
         Shapes: slots i64[T]; ``bytes_per_token`` of the layer for each, in a few tensors.
         """

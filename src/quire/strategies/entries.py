@@ -84,11 +84,11 @@ class RangeLayer:
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
         """Each part, tokens first: [T, K, D] and [T, K]."""
-        return [part[:, slots].transpose(0, 1).contiguous().cpu() for part in self.parts]
+        return [part[:, slots].transpose(0, 1).contiguous() for part in self.parts]
 
     def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:
         for held, part in zip(self.parts, parts, strict=True):
-            held.index_copy_(1, slots, part.transpose(0, 1).to(held.device))
+            held.index_copy_(1, slots, part.to(held.device).transpose(0, 1))
 
 
 def _from_every_slot(held: Entries, longest: int) -> Entries:

@@ -59,8 +59,8 @@ class StateRows:
         back(change, [Pages(self._region, start * self._row_bytes, length * self._row_bytes)])
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
-        """Copy rows out, to host memory: slots i64[n]; one tensor, u8[n, bytes]."""
-        return [self._rows[slots, : self._used_bytes].cpu()]
+        """Copy rows out: slots i64[n]; one tensor, u8[n, bytes]."""
+        return [self._rows[slots, : self._used_bytes]]
 
     def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:
         """Put back what ``save`` gave."""

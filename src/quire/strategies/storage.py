@@ -209,7 +209,7 @@ class BlockStorage:
 
     def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
         block, offset = slots // self._block_size, slots % self._block_size
-        return [part[block, :, offset].cpu() for part in self._layers[layer].parts]
+        return [part[block, :, offset] for part in self._layers[layer].parts]
 
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
         block, offset = slots // self._block_size, slots % self._block_size

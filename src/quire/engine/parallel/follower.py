@@ -37,7 +37,7 @@ from quire.engine.parallel.messages import (
 )
 from quire.engine.parallel.part import load_part
 from quire.engine.runner import ModelRunner
-from quire.engine.swap_store import Mover, make_mover
+from quire.engine.swap.mover import Mover, make_mover
 from quire.memory.by_device import machine_for, memory_for
 from quire.models.loader import LoadedModel
 from quire.models.placing import HostInputs
@@ -98,7 +98,9 @@ class Follower:
                     engine.close()
             case OpenSwap():
                 kv = _there(self._engines[message.engine].kv)
-                self._engines[message.engine].mover = make_mover(kv, message.path)
+                self._engines[message.engine].mover = make_mover(
+                    kv, message.path, self._engines[message.engine].loaded.device
+                )
             case Heard() | Leave():
                 raise AssertionError(f"{message} is not to be done")
             case _:

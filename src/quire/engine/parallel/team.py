@@ -25,7 +25,8 @@ from quire.engine.parallel.messages import (
     Save,
 )
 from quire.engine.parallel.storage import RankedStorage
-from quire.engine.swap_store import Mover
+from quire.engine.swap.mover import Mover
+from quire.engine.swap.timers import Note, Timer
 from quire.models.placing import HostInputs
 from quire.strategies import Change, Storage
 from quire.strategies.base import Slots
@@ -135,6 +136,10 @@ class RankedMover:
     def __init__(self, crew: Crew, engine: int, own: Mover) -> None:
         self._crew, self._engine, self._own = crew, engine, own
 
+    @property
+    def timer(self) -> Timer:
+        return self._own.timer
+
     def save(self, seq_id: int, slots: Sequence[Slots]) -> None:
         message = Save(engine=self._engine, seq_id=seq_id, slots=slots)
         try:
@@ -152,8 +157,8 @@ class RankedMover:
         if seq_ids:
             self._crew.try_tell(DropSaved(engine=self._engine, seq_ids=seq_ids))
 
-    def try_out(self, num_bytes: int) -> tuple[float, float]:
-        return self._own.try_out(num_bytes)
+    def try_out(self, num_bytes: int, saved: Note, loaded: Note) -> None:
+        self._own.try_out(num_bytes, saved, loaded)
 
     def close(self) -> None:
         self._own.close()  # the others' goes with their engine

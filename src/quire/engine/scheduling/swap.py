@@ -1,7 +1,7 @@
 """Who is swapped out, and what that costs: the part of swapping that needs no tensor.
 
 A preempted sequence either computes its entries again or has them saved, in host memory or a file,
-and brought back. Which is cheaper, is measured. The bytes themselves are ``engine.swap_store``'s.
+and brought back. Which is cheaper, is measured. The bytes themselves are ``engine.swap``'s.
 """
 
 from collections.abc import Callable, Iterable

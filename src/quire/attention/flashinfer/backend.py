@@ -1,0 +1,202 @@
+"""Attention by FlashInfer's kernels: a plan for each step and kind of layer, a run for each layer.
+
+Sequences with one query and those with several go to different kernels. Sinks, which its general
+kernels do not know, are put in afterwards by the sum of weights that they also return: a sink adds
+to that sum and gives no value.
+
+``limits`` says what it cannot do, ``pages`` what it reads, ``wrappers`` how it is called.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch
+from quire.attention.flashinfer.limits import cannot_run, cannot_serve, refused
+from quire.attention.flashinfer.pages import PageTables, page_tables, page_tokens_of
+from quire.attention.flashinfer.wrappers import Decode, Kind, Latent, Prefill, Wrapper
+from quire.attention.gather import output_width
+from quire.errors import ConfigError
+from quire.spec import AttentionSpec, LatentAttention
+from quire.strategies import LayerView, MakeWriter
+
+# For the partial results of sequences that are split among blocks of threads. FlashInfer says 128
+# MiB; many query heads on one key-value head have been seen to need more than twice that.
+WORKSPACE_BYTES = 384 * 2**20
+
+MakeWrapper: TypeAlias = Callable[[Any, Tensor, Kind], Wrapper]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Those of a step's sequences that one wrapper serves."""
+
+    make: MakeWrapper
+    tables: PageTables
+    queries: slice | Tensor  # which of the packed ones: in a row, or i64[Q]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    parts: tuple[_Part, ...]
+    serves_all: bool  # else some queries belong to nobody, as in a batch that was padded
+
+
+@dataclass(slots=True, eq=False)
+class _Planned:
+    """A wrapper, and what it was planned for last."""
+
+    wrapper: Wrapper
+    part: _Part | None = None
+
+
+class FlashInferAttention:
+    """FlashInfer, where it is installed; see ``unsupported``."""
+
+    name = "flashinfer"
+    plays = None
+    replays = None  # a plan is made by the host
+
+    def __init__(
+        self,
+        library: Any = None,
+        make_writer: MakeWriter | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> None:
+        """``library``: the module ``flashinfer``; None: imported when first needed."""
+        self.make_writer = make_writer
+        self._library = library
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: dict[torch.device, Tensor] = {}
+        self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        return cannot_run(device) or cannot_serve(spec)
+
+    def attend(
+        self,
+        q: Tensor,  # [T, H, D]
+        view: LayerView,
+        batch: AttentionBatch,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [H]
+    ) -> Tensor:
+        kind = self._kind(q, view, spec, scale, softcap)
+        step = _step_of(batch, kind, view, len(q), q.device)
+        k, v = (part[:, :, : page_tokens_of(view)] for part in (view.k, view.v))
+        shape = (*q.shape[:2], output_width(spec))
+        out = q.new_empty(shape) if step.serves_all else q.new_zeros(shape)
+        for part in step.parts:
+            wrapper = self._planned(part, kind, q.device)
+            some = q[part.queries].contiguous()
+            in_place = out[part.queries] if isinstance(part.queries, slice) else None
+            found, lse = wrapper.run(some, k, v, out=in_place, with_lse=sinks is not None)
+            if sinks is not None:
+                assert lse is not None
+                found = _with_sinks(found, lse, sinks)
+            if sinks is not None or in_place is None:
+                out[part.queries] = found
+        return out
+
+    def _kind(
+        self, q: Tensor, view: LayerView, spec: AttentionSpec, scale: float, softcap: float | None
+    ) -> Kind:
+        reason = refused(q, view)
+        if softcap is not None and isinstance(spec, LatentAttention):
+            reason = "it caps no scores of latents"
+        if reason is not None:
+            raise ConfigError(
+                f"attention backend 'flashinfer' cannot serve this model: {reason}."
+                " Choose attention_backend='triton'"
+            )
+        return Kind(
+            spec=spec,
+            num_heads=q.shape[1],
+            scale=scale,
+            softcap=softcap,
+            q_dtype=q.dtype,
+            kv_dtype=view.k.dtype,
+        )
+
+    def _planned(self, part: _Part, kind: Kind, device: torch.device) -> Wrapper:
+        """A wrapper whose plan is of this part: made for a step's first layer of a kind."""
+        key = (device, kind, part.make)
+        held = self._wrappers.get(key)
+        if held is None:
+            if self._library is None:
+                self._library = import_module("flashinfer")
+            held = _Planned(part.make(self._library, self._workspace(device), kind))
+            self._wrappers[key] = held
+        if held.part is not part:
+            held.part = None
+            held.wrapper.plan(part.tables)
+            held.part = part
+        return held.wrapper
+
+    def _workspace(self, device: torch.device) -> Tensor:
+        if device not in self._workspaces:
+            # Some of its kernels count in it, from zero.
+            empty = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
+            self._workspaces[device] = empty
+        return self._workspaces[device]
+
+
+def _step_of(
+    batch: AttentionBatch, kind: Kind, view: LayerView, num_tokens: int, device: torch.device
+) -> _Step:
+    """A step's parts, worked out for its first layer of a kind."""
+    key = ("flashinfer", kind.spec, page_tokens_of(view), device)
+    step: _Step | None = batch.memo.get(key)
+    if step is None:
+        step = batch.memo[key] = _split(batch, kind.spec, view, num_tokens, device)
+    return step
+
+
+def _split(
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    view: LayerView,
+    num_tokens: int,
+    device: torch.device,
+) -> _Step:
+    query_lens = np.diff(batch.query_starts)
+    live = (query_lens > 0) & (batch.context_lens > 0)
+    sorts: tuple[tuple[MakeWrapper, npt.NDArray[np.bool_]], ...]
+    if isinstance(spec, LatentAttention):
+        sorts = ((Latent, live),)
+    else:
+        sorts = ((Decode, live & (query_lens == 1)), (Prefill, live & (query_lens > 1)))
+    parts = []
+    for make, mask in sorts:
+        rows = np.flatnonzero(mask)
+        if len(rows):
+            tables = page_tables(spec, view, batch, rows)
+            parts.append(_Part(make, tables, _queries(batch, rows, device)))
+    return _Step(tuple(parts), int(query_lens[live].sum()) == num_tokens)
+
+
+def _queries(
+    batch: AttentionBatch, rows: npt.NDArray[np.intp], device: torch.device
+) -> slice | Tensor:
+    """The packed queries of these sequences."""
+    starts = batch.query_starts
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
+    each = [np.arange(starts[row], starts[row + 1]) for row in rows]
+    return torch.from_numpy(np.concatenate(each)).to(device)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Where weights sum up to s, a sink e leaves s / (s + exp e) of the values' sum."""
+    share = torch.sigmoid(lse * math.log(2) - sinks.float())
+    return (out.float() * share[..., None]).to(out.dtype)

@@ -1,0 +1,117 @@
+"""How much a program does: one small table, and nothing that is tried out while somebody waits.
+
+Reasons, rather than measurements, stand behind it: decision 38.
+"""
+
+from dataclasses import dataclass, replace
+
+from quire.attention.triton.gpu import Gpu
+from quire.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The shape of a program."""
+
+    rows: int  # queries × the heads that share a key-value head
+    tokens: int  # of a step
+    num_warps: int
+    buffers: int  # steps whose entries are on their way while one is worked on
+
+    def num_stages(self, *, looked_up: bool) -> int:
+        """Triton's word. Where each step's entries are found through a table, that is on its way
+        first, and Triton divides the stages evenly between the two."""
+        return 1 + self.buffers * (2 if looked_up else 1)
+
+    def heads(self, sharing: int) -> int:
+        """Of those that share one, in a tile: all of them, or an equal part."""
+        return ceil_div(sharing, ceil_div(sharing, self.rows))
+
+    def queries(self, sharing: int) -> int:
+        return self.rows // self.heads(sharing)
+
+
+# By the wider of an entry's two parts, in elements: it decides what lies in registers.
+_FEW = (
+    (128, Tile(rows=16, tokens=64, num_warps=4, buffers=2)),
+    (256, Tile(rows=16, tokens=32, num_warps=4, buffers=2)),
+    (512, Tile(rows=16, tokens=32, num_warps=4, buffers=2)),
+)
+_MANY = (
+    (128, Tile(rows=128, tokens=64, num_warps=8, buffers=2)),
+    (256, Tile(rows=64, tokens=32, num_warps=8, buffers=2)),
+    (512, Tile(rows=32, tokens=32, num_warps=8, buffers=2)),
+)
+# Where products take both sides from registers, or codes pass through them on their way.
+_MANY_IN_REGISTERS = (
+    (128, Tile(rows=128, tokens=32, num_warps=8, buffers=2)),
+    *_MANY[1:],
+)
+# Products of float32 are no tensor core's work: every factor passes through registers.
+_PLAIN_FEW = (
+    (128, Tile(rows=16, tokens=32, num_warps=8, buffers=1)),
+    (512, Tile(rows=16, tokens=16, num_warps=8, buffers=0)),
+)
+_PLAIN_MANY = (
+    (128, Tile(rows=32, tokens=16, num_warps=8, buffers=1)),
+    (512, Tile(rows=16, tokens=16, num_warps=8, buffers=0)),
+)
+MOST_WIDTH = 512
+LEAST_STEPS = 4  # of a split: joining costs about as much as a step or two
+MOST_SPLITS = 64
+_LITTLE_BYTES = 4096  # that Triton takes for places, maxima and the like
+# Programs that a call should have, for the last ones not to be waited for. Small ones run together
+# and are uneven; of large ones a processor has one or two.
+FEW_PER_PROCESSOR, MANY_PER_PROCESSOR = 8, 2
+
+
+def room(width: int) -> int:
+    """The next power of two, which is what Triton has vectors of; 16 at least, for products."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def few_queries(
+    *, key: int, value: int, entry_bytes: int, plain: bool, sharing: int, gpu: Gpu
+) -> Tile:
+    """For sequences with a tile of queries at most, as in decoding: the memory decides."""
+    width = max(room(key), room(value))
+    tile = _first(_PLAIN_FEW if plain else _FEW, width)
+    if not plain:
+        rows = min(room(sharing), 64 if width <= 256 else 32)
+        tile = replace(tile, rows=rows, num_warps=8 if rows * width > 32 * 128 else 4)
+    return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
+
+
+def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gpu) -> Tile:
+    """For longer chunks: arithmetic decides."""
+    from_shared = gpu.products_from_shared and entry_bytes > 1
+    table = _MANY if from_shared else _MANY_IN_REGISTERS
+    tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
+    if entry_bytes == 1 and not gpu.products_from_shared:  # two sides and codes in registers
+        tile = replace(tile, rows=min(tile.rows, 64))
+    return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
+
+
+def num_splits(num_programs: int, num_tokens: int, tile: Tile, wanted_programs: int) -> int:
+    """Parts of each walk over ``num_tokens`` at most: as many as keep the processors busy."""
+    wanted = ceil_div(wanted_programs, max(1, num_programs))
+    possible = ceil_div(num_tokens, LEAST_STEPS * tile.tokens)
+    return max(1, min(wanted, possible, MOST_SPLITS))
+
+
+def _first(table: tuple[tuple[int, Tile], ...], width: int) -> Tile:
+    return next(tile for most, tile in table if width <= most)
+
+
+def _fitting(tile: Tile, width: int, entry_bytes: int, gpu: Gpu) -> Tile:
+    """With fewer steps on their way, or shorter ones, where they would not fit beside the queries.
+
+    Where products are read from shared memory, the step that is worked on stays there meanwhile.
+    """
+    own = tile.rows * width * max(entry_bytes, 2) + _LITTLE_BYTES
+    while True:
+        fits = (gpu.shared_bytes - own) // (tile.tokens * width * entry_bytes)
+        fits -= gpu.products_from_shared
+        if fits >= min(tile.buffers, 1) or tile.tokens == 16:
+            return replace(tile, buffers=max(0, min(tile.buffers, fits)))
+        tile = replace(tile, tokens=tile.tokens // 2)

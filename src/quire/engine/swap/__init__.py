@@ -1,0 +1,1 @@
+"""Sequences that make room wait elsewhere, and come back as they were."""

@@ -1,0 +1,96 @@
+"""Swapping out of a device that is not there: the same bits back, and no wait of the host."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import pretend
+from pretend import Gpu, PretendMemory
+from quire import LLM, SamplingParams
+from quire.engine.runner import ModelRunner
+from quire.engine.swap import pinned
+from quire.engine.swap.pinned import PinnedShelf
+from quire.engine.swap.timers import DeviceTimer
+from tiny import tiny_model, tokens
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with pretend.cuda() as found:
+        yield found
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 300, 10**6])
+def test_pieces_come_back_bit_for_bit(
+    piece_bytes: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 64)
+    shelf = PinnedShelf(DEVICE)
+    host = [
+        [torch.randn(n, 3), torch.arange(n, dtype=torch.int8), torch.randn(n, 2).bfloat16()]
+        for n in (5, 1, 9, 4)
+    ]
+    there = [[part.to(DEVICE) for part in parts] for parts in host]
+    for _ in range(4):  # until both buffers are as large as is needed
+        shelf.put(0, iter(there * 2))
+    shelf.drop(0)
+    gpu.reset()
+    shelf.put(1, iter(there))
+    shelf.put(2, iter(there[:2]))
+    assert not gpu.waits
+    for parts in there:
+        for part in parts:
+            part.zero_()  # the cache gives their room to others
+    for seq_id, several in ((1, host), (2, host[:2]), (1, host)):
+        back = shelf.get(seq_id)
+        for parts, want in zip(back, several, strict=True):
+            assert [part.device for part in parts] == [DEVICE] * 3
+            for part, other in zip(parts, want, strict=True):
+                assert part.cpu().equal(other)
+    shelf.drop(1)
+    shelf.drop(3)
+    shelf.close()
+
+
+def test_what_a_device_takes_is_told_when_it_is_known(gpu: Gpu) -> None:
+    timer, told = DeviceTimer(DEVICE, torch.cuda.Stream(DEVICE)), list[float]()
+    begun = timer.begin()
+    torch.ones(3, device=DEVICE).add_(1)
+    timer.end(begun, told.append)
+    timer.settle()
+    assert not told
+    timer.settle(wait=True)
+    assert len(told) == 1
+    assert told[0] > 0
+
+
+def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda self, plan: run(self, plan).cpu())
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (50, 40, 60, 55)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    model = tiny_model("llama").to("cuda")
+
+    def outputs(num_tokens: int) -> list[tuple[int, ...]]:
+        with LLM(
+            model,
+            provider=PretendMemory(gpu),
+            max_model_len=128,
+            max_num_seqs=4,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=num_tokens * 1024,
+            swap_space="1MB",
+        ) as llm:
+            llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
+            texts = [each.token_ids for each in llm.generate(prompts, params)]
+            stats = llm.engine.scheduler.stats
+            assert stats.num_swaps == stats.num_preemptions
+            assert (stats.num_swaps > 0) == (num_tokens < 1000)
+            assert stats.num_recomputed_tokens == 0
+            return texts
+
+    assert outputs(256) == outputs(1024)
