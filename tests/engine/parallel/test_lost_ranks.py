@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import group
 from quire.engine.parallel.crew import Crew
@@ -54,7 +56,7 @@ class ToldCrew:
 
     def __init__(self, refuses: Callable[[int], bool]) -> None:
         self.refuses, self.messages = refuses, list[Message]()
-        self.committed = self.more_bytes = self.num_applied = 0
+        self.committed = self.more_bytes = self.num_applied = self.lost_at = 0
 
     def new_name(self) -> int:
         return 1 + len(self.messages)
@@ -67,9 +69,11 @@ class ToldCrew:
     def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
         self.messages.append(message)
         value = own()
+        self.num_applied += isinstance(message, Apply)
+        if 0 < self.lost_at <= self.num_applied:
+            raise RankLost("rank 1 (process 7) was ended by SIGKILL")
         if not isinstance(message, Apply):
             return value, [Done()]
-        self.num_applied += 1
         if self.refuses(self.num_applied):
             return value, [Failed(MemoryUnavailable("rank 1: no pages"), self.committed)]
         self.committed = value + self.more_bytes
@@ -110,6 +114,25 @@ def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
 
 
 # -- ranks that are gone --
+
+
+def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
+    loaded = with_other_rank(folder.of("llama"), lambda _: False)
+    crew: Any = loaded.ranks.crew
+
+    async def read() -> list[Any]:
+        async with AsyncLLM(loaded, tensor_parallel_size=2, **OPTIONS) as llm:
+            crew.lost_at = crew.num_applied + 3
+            asked = [llm.complete({"prompt_token_ids": prompt}, GREEDY) for prompt in PROMPTS]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(llm.failure, RankLost)
+            with pytest.raises(RankLost):
+                await llm.complete({"prompt_token_ids": PROMPTS[0]}, GREEDY)
+            return found
+
+    found = asyncio.run(read())
+    assert [type(each) for each in found] == [RankLost] * len(PROMPTS)
+    assert "rank 1 (process 7)" in str(found[0])
 
 
 def gone(pids: list[int], within_s: float = 60.0) -> bool:
