@@ -123,11 +123,11 @@ def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
     async def read() -> list[Any]:
         async with AsyncLLM(loaded, tensor_parallel_size=2, **OPTIONS) as llm:
             crew.lost_at = crew.num_applied + 3
-            asked = [llm.complete({"prompt_token_ids": prompt}, GREEDY) for prompt in PROMPTS]
+            asked = [llm.complete(prompt, GREEDY) for prompt in PROMPTS]
             found = await asyncio.gather(*asked, return_exceptions=True)
             assert isinstance(llm.failure, RankLost)
             with pytest.raises(RankLost):
-                await llm.complete({"prompt_token_ids": PROMPTS[0]}, GREEDY)
+                await llm.complete(PROMPTS[0], GREEDY)
             return found
 
     found = asyncio.run(read())
