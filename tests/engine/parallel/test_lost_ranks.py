@@ -210,7 +210,9 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
 
 
 @on_the_cpu
-def test_ranks_end_with_the_process_that_started_them() -> None:
+def test_ranks_end_with_the_process_that_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
     script = """
         import os, signal
@@ -219,6 +221,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
         print(*crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
     )
@@ -226,6 +229,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert pids
     assert gone(pids)
+    assert not list(tmp_path.glob("quire-ranks-*"))
 
 
 # -- what is not cut into parts --
@@ -261,6 +265,7 @@ def test_without_accelerate_the_extra_is_named(
 
 
 def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "find_spec", lambda _: True)
     llama = folder.of("llama")
     assert "device=cuda:1 is one device" in refused(llama, device="cuda:1")
     assert "built without CUDA" in refused(llama, device="cuda") or torch.version.cuda
