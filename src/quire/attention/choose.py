@@ -53,6 +53,23 @@ def choose_backend(
     raise ConfigError(f"attention backend {name!r}: {'; '.join(reasons)}")
 
 
+def backend_for_graphs(
+    chosen: AttentionBackend, name: str, specs: Iterable[AttentionSpec], device: torch.device
+) -> AttentionBackend:
+    """Who attends in steps that are captured as CUDA graphs: the chosen one, if it can.
+
+    Where the choice was left open (``name``) and fell on one whose calls depend on the host, Triton
+    takes its place there: a graph saves more than kernels differ by.
+    """
+    if chosen.replays is not None or name != "auto" or chosen.make_writer is None:
+        return chosen
+    found = _find("triton", tuple(specs), device, None)
+    if isinstance(found, str) or found.replays is None:
+        return chosen
+    log.info("attention backend of steps that are captured: triton")
+    return found
+
+
 def _find(
     name: str, specs: tuple[AttentionSpec, ...], device: torch.device, kernel_dir: Path | None
 ) -> AttentionBackend | str:
@@ -67,7 +84,11 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        backend = FlashInferAttention()
+        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
+        writer = _find("triton", specs, device, kernel_dir)
+        backend = FlashInferAttention(
+            make_writer=None if isinstance(writer, str) else writer.make_writer
+        )
     elif name == "triton":
         try:
             from quire.attention.triton import TritonAttention
