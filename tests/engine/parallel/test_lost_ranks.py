@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import group
 from quire.engine.parallel.crew import Crew
@@ -54,7 +56,7 @@ class ToldCrew:
 
     def __init__(self, refuses: Callable[[int], bool]) -> None:
         self.refuses, self.messages = refuses, list[Message]()
-        self.committed = self.more_bytes = self.num_applied = 0
+        self.committed = self.more_bytes = self.num_applied = self.lost_at = 0
 
     def new_name(self) -> int:
         return 1 + len(self.messages)
@@ -67,9 +69,11 @@ class ToldCrew:
     def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
         self.messages.append(message)
         value = own()
+        self.num_applied += isinstance(message, Apply)
+        if 0 < self.lost_at <= self.num_applied:
+            raise RankLost("rank 1 (process 7) was ended by SIGKILL")
         if not isinstance(message, Apply):
             return value, [Done()]
-        self.num_applied += 1
         if self.refuses(self.num_applied):
             return value, [Failed(MemoryUnavailable("rank 1: no pages"), self.committed)]
         self.committed = value + self.more_bytes
@@ -110,6 +114,25 @@ def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
 
 
 # -- ranks that are gone --
+
+
+def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
+    loaded = with_other_rank(folder.of("llama"), lambda _: False)
+    crew: Any = loaded.ranks.crew
+
+    async def read() -> list[Any]:
+        async with AsyncLLM(loaded, tensor_parallel_size=2, **OPTIONS) as llm:
+            crew.lost_at = crew.num_applied + 3
+            asked = [llm.complete(prompt, GREEDY) for prompt in PROMPTS]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(llm.failure, RankLost)
+            with pytest.raises(RankLost):
+                await llm.complete(PROMPTS[0], GREEDY)
+            return found
+
+    found = asyncio.run(read())
+    assert [type(each) for each in found] == [RankLost] * len(PROMPTS)
+    assert "rank 1 (process 7)" in str(found[0])
 
 
 def gone(pids: list[int], within_s: float = 60.0) -> bool:
@@ -162,15 +185,16 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
         raise ValueError("only here")
 
     crew = Crew(2, grace_s=1.0).start()
-    folder.crew = crew
-    with folder.ranked("llama") as llm:
-        engine = llm._team._engine  # type: ignore[union-attr]
-        with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
-            crew.required(Expect(engine=engine, max_tokens=16), fail)
-        with pytest.raises(RankLost):
-            crew.required(Expect(engine=engine, max_tokens=16), fail)
-        pids = crew.pids
-    crew.close()
+    folder.crew, pids = crew, crew.pids
+    try:
+        with folder.ranked("llama") as llm:
+            engine = llm._team._engine  # type: ignore[union-attr]
+            with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
+                crew.required(Expect(engine=engine, max_tokens=16), fail)
+            with pytest.raises(RankLost):
+                crew.required(Expect(engine=engine, max_tokens=16), fail)
+    finally:
+        crew.close()
     assert gone(pids)
 
     crew = Crew(2, grace_s=1.0).start()
@@ -186,7 +210,9 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
 
 
 @on_the_cpu
-def test_ranks_end_with_the_process_that_started_them() -> None:
+def test_ranks_end_with_the_process_that_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
     script = """
         import os, signal
@@ -195,6 +221,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
         print(*crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
     )
@@ -202,6 +229,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert pids
     assert gone(pids)
+    assert not list(tmp_path.glob("quire-ranks-*"))
 
 
 # -- what is not cut into parts --
@@ -237,6 +265,7 @@ def test_without_accelerate_the_extra_is_named(
 
 
 def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "find_spec", lambda _: True)
     llama = folder.of("llama")
     assert "device=cuda:1 is one device" in refused(llama, device="cuda:1")
     assert "built without CUDA" in refused(llama, device="cuda") or torch.version.cuda

@@ -68,8 +68,7 @@ def generated(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> Any:
 
 def of_generate(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
     out = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
-    found = out[0, len(prompt) :].tolist()
-    return tuple(found[:-1] if found[-1] == 2 else found)
+    return tuple(out[0, len(prompt) :].tolist())
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -6,6 +6,7 @@
 import logging
 import os
 import pickle
+import shutil
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,26 +21,29 @@ log = logging.getLogger(__name__)
 _NOT_HEARD = 70  # the exit code of who has failed alone, so that others may wait for it
 
 
-def main(channel: int, lifeline: int, grace_s: float) -> None:
-    """``lifeline`` is a pipe that ends with rank 0."""
-    threading.Thread(target=_end_with, args=(lifeline,), name="quire-lifeline", daemon=True).start()
+def main(channel: int, lifeline: int, folder: str, grace_s: float) -> None:
+    """``lifeline`` is a pipe that ends with rank 0, whose ``folder`` is cleared away then."""
+    threading.Thread(
+        target=_end_with, args=(lifeline, folder), name="quire-lifeline", daemon=True
+    ).start()
     logging.basicConfig(level=logging.ERROR)  # what rank 0 logs too need not be said twice
-    follow(Connection(channel), grace_s)
+    if not follow(Connection(channel), grace_s):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def follow(channel: "Connection[Any, Any]", grace_s: float) -> None:
-    """Answer messages until one says to leave, or rank 0 is gone."""
+def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
+    """Answer messages until one says to leave; False if rank 0 is gone without a word."""
     follower = Follower()
     _tell(channel, Done())  # it is there
     while True:
         try:
             message = pickle.loads(channel.recv_bytes())
         except (EOFError, OSError):
-            return
+            return False
         if isinstance(message, Leave):
             follower.close()
             leave()
-            return
+            return True
         if isinstance(message, Heard):
             continue
         answer = _answer(follower, message)
@@ -68,6 +72,7 @@ def _tell(channel: "Connection[Any, Any]", answer: Answer) -> None:
         os._exit(1)
 
 
-def _end_with(lifeline: int) -> None:
+def _end_with(lifeline: int, folder: str) -> None:
     os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

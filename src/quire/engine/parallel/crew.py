@@ -42,7 +42,8 @@ EXCHANGE_S = 600.0  # for one exchange of a step; a kernel may have to be compil
 _LOADING_S = 7200.0  # for what reads files
 _START = (
     "import sys; sys.path[:] = {path!r}; "
-    "from quire.engine.parallel.child import main; main({channel}, {lifeline}, {grace_s!r})"
+    "from quire.engine.parallel.child import main; "
+    "main({channel}, {lifeline}, {folder!r}, {grace_s!r})"
 )
 
 
@@ -65,12 +66,12 @@ class Crew:
         Raises: ConfigError where there cannot be so many; RankLost where one does not come up.
         """
         refuse_ranks(self.num_ranks, self.device_type)
-        folder = TemporaryDirectory(prefix="quire-ranks-")
+        folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
         ours, theirs = os.pipe()[::-1]  # nothing is written there: it ends when rank 0 does
         self._finalizer = weakref.finalize(self, _end, self._members, self._fate, ours, folder)
         try:
             for rank in range(1, self.num_ranks):
-                self._members.append(self._start(rank, theirs))
+                self._members.append(self._start(rank, theirs, folder.name))
             self._fate.watch()
             for member in self._members:  # each says when it is there, before all of them meet
                 self._answer(member, EXCHANGE_S)
@@ -142,13 +143,14 @@ class Crew:
         with self._lock:
             self._finalizer()
 
-    def _start(self, rank: int, lifeline: int) -> "_Member":
+    def _start(self, rank: int, lifeline: int, folder: str) -> "_Member":
         ours, theirs = socket.socketpair()
         with theirs:
             start = _START.format(
                 path=sys.path,
                 channel=theirs.fileno(),
                 lifeline=lifeline,
+                folder=folder,
                 grace_s=self._grace_s,
             )
             process = subprocess.Popen(

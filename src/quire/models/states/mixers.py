@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from quire.models.states.attributes import AttributeStates, find_attributes
+from quire.models.unkept import UnkeptLayer
 
 Parts: TypeAlias = tuple[Tensor | None, ...]
 Output: TypeAlias = Tensor | Parts
@@ -41,7 +41,7 @@ class Mixer:
 
     module: nn.Module
     layer: int
-    others: list[DummyLayer]  # the layers before it, as a cache has them
+    others: list[UnkeptLayer]  # the layers before it, as a cache has them
     num_states: int  # of each kind
     signature: inspect.Signature  # of its forward
     hidden_name: str
@@ -128,7 +128,7 @@ def find_mixers(model: PreTrainedModel) -> list[Mixer]:
                 Mixer(
                     module=module,
                     layer=layer,
-                    others=[DummyLayer()] * layer,
+                    others=[UnkeptLayer()] * layer,
                     num_states=keeps.number_of_states,
                     signature=signature,
                     hidden_name=names[0],

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from quire.attention.gather import read_sequence
 from quire.models.stand_ins import StandIns
+from quire.models.unkept import UnkeptLayer
 from quire.models.ways.hooks import Step
 from quire.models.ways.source import SourceLayer, forward
 from quire.spec import ChunkedAttention, SlidingWindow
@@ -89,7 +90,7 @@ def _chunks(step: Step) -> list[tuple[int, int, int]]:
 def _layers(step: Step, number: int) -> list[Any]:
     """Sequence ``number``'s cache, layer by layer; what keeps nothing has a place only."""
     keep_states = step.states.layers if step.states else ()
-    layers: list[Any] = [DummyLayer() for _ in range(max([*step.specs, *keep_states]) + 1)]
+    layers: list[Any] = [UnkeptLayer() for _ in range(max([*step.specs, *keep_states]) + 1)]
     for layer in step.specs:
         layers[layer] = LoneLayer(step, layer, number)
     return layers
