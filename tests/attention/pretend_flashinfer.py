@@ -77,11 +77,11 @@ class Decode:
     ) -> None:
         assert pos_encoding_mode == "NONE"
         starts = torch.arange(len(indptr), dtype=torch.int32)
-        self._graph.check(len(indptr) - 1, len(indices))
+        indptr, indices, last_page_len = self._graph.kept(indptr, indices, last_page_len)
         self._plan = _Plan(
             starts,
             _lengths(indptr, last_page_len, page_size),
-            _pages(indptr, indices),
+            _pages(indptr, indices, may_be_empty=self._graph.is_used),
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -267,6 +267,10 @@ class _Plan:
         results, sums = [], []
         starts = self.query_starts.tolist()
         for i, (begin, end) in enumerate(pairwise(starts)):
+            if not self.pages[i]:  # nobody, in a step that was recorded: garbage comes out
+                results.append(torch.full((end - begin, self.num_qo_heads, self.width), 7.0))
+                sums.append(torch.full((end - begin, self.num_qo_heads), 7.0))
+                continue
             k, v = (x.double() for x in read(i))  # [K, L, D]
             length = k.shape[1]
             assert 0 < end - begin <= length
@@ -298,22 +302,24 @@ class _Plan:
 
 
 class _Graph:
-    """Buffers that a recorded step reads."""
+    """Arrays that a recorded step reads: plans are copied there, and nothing may outgrow them."""
 
-    def __init__(self, used: bool, *buffers: Tensor | None) -> None:
-        self._buffers = buffers if used else None
-        if used:
-            assert all(buffer is not None for buffer in buffers)
+    def __init__(self, used: bool, *arrays: Tensor | None) -> None:
+        self.is_used = used
+        self._arrays = [each for each in arrays if each is not None]
+        assert len(self._arrays) == (3 if used else 0)
 
-    def check(self, num_sequences: int, num_pages: int) -> None:
-        if self._buffers is not None:
-            indptr, indices, last = self._buffers
-            assert indptr is not None
-            assert indices is not None
-            assert last is not None
-            assert len(indptr) == num_sequences + 1
-            assert len(last) == num_sequences
-            assert len(indices) >= num_pages
+    def kept(self, *given: Tensor) -> tuple[Tensor, ...]:
+        if not self.is_used:
+            return given
+        (starts, pages, last), (own_starts, own_pages, own_last) = given, self._arrays
+        assert len(starts) == len(own_starts), "the number of sequences is a graph's for good"
+        assert len(last) == len(own_last)
+        assert len(pages) <= len(own_pages)
+        own_starts.copy_(starts)
+        own_last.copy_(last)
+        own_pages[: len(pages)].copy_(pages)
+        return own_starts, own_pages[: len(pages)], own_last
 
 
 def _check_workspace(buffer: Tensor) -> None:
@@ -321,14 +327,14 @@ def _check_workspace(buffer: Tensor) -> None:
     assert not buffer.any(), "the workspace is to be zero at first"
 
 
-def _pages(indptr: Tensor, indices: Tensor) -> list[list[int]]:
+def _pages(indptr: Tensor, indices: Tensor, *, may_be_empty: bool = False) -> list[list[int]]:
     assert indptr.dtype == indices.dtype == torch.int32
     starts = indptr.tolist()
     assert starts[0] == 0
     assert starts[-1] == len(indices)
     pages = [indices[a:b].tolist() for a, b in pairwise(starts)]
-    assert all(pages), "a sequence has no page"
-    assert min(map(min, pages)) >= 0
+    assert may_be_empty or all(pages), "a sequence has no page"
+    assert not len(indices) or int(indices.min()) >= 0
     return pages
 
 
@@ -336,7 +342,8 @@ def _lengths(indptr: Tensor, last: Tensor, page_size: int) -> list[int]:
     assert last.dtype == torch.int32
     assert len(last) == len(indptr) - 1
     assert all(1 <= n <= page_size for n in last.tolist())
-    return (((indptr[1:] - indptr[:-1]) - 1) * page_size + last).tolist()
+    counts = indptr[1:] - indptr[:-1]
+    return torch.where(counts == 0, 0, (counts - 1) * page_size + last).tolist()
 
 
 def _gather(
