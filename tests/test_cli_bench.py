@@ -101,7 +101,12 @@ def test_a_trace_is_replayed_and_kept(
     assert (found["completed"], found["failed"], found["request_rate"]) == (2, 1, "trace")
     assert [bool(error) for error in found["errors"]] == [False, False, True]
     assert "raise max_model_len" in found["errors"][2]
-    assert [len(itls) for itls in found["itls"]] == [3, 8, 0]
+    # One for each piece of text; tokens that came while nobody could look are one piece.
+    assert [1 <= len(itls) <= most for itls, most in zip(found["itls"], (3, 8), strict=False)] == [
+        True,
+        True,
+    ]
+    assert found["itls"][2] == []
     assert found["start_times"][1] - found["start_times"][0] >= 0.019
 
 

@@ -5,15 +5,19 @@ whatever is unmapped under one, or read where nothing is mapped, ends the test, 
 """
 
 import gc
+from typing import Any
 
 import pytest
+import torch
 
+import quire
 from engine.schedules import TEXTS, Result, Schedule, demo, prompts
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from memory.cuda.streams import Work
 from quire import LLM, SamplingParams
 from quire.engine.plan import StepPlan
 from quire.memory.cuda import CudaMemory
+from quire.memory.machine.readings import MemoryReading
 from quire.strategies import STRATEGIES
 
 PAGE = 4096  # small, as the model is
@@ -127,6 +131,82 @@ def test_what_is_prefaulted_is_there_from_the_beginning() -> None:
         assert device.driver.physical_bytes == 4 * 2**20
         llm.resize(2**20)
         assert device.driver.physical_bytes <= 2**20
+    assert device.driver.physical_bytes == 0
+
+
+class Neighbour:
+    """A gauge of the emulated device, of which another process takes ``taken_bytes``."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.taken_bytes, self.time_s = device, 0, 0.0
+
+    def now_s(self) -> float:
+        self.time_s += 1.0
+        return self.time_s
+
+    def read(self) -> MemoryReading:
+        total = self.device.driver.total_bytes
+        free = total - self.device.driver.physical_bytes - self.taken_bytes
+        return MemoryReading(total_bytes=total, available_bytes=max(0, free), source="emulated")
+
+
+def test_what_others_take_of_the_device_is_given_up() -> None:
+    device = Device(keep_pages=256)
+    neighbour = Neighbour(device)
+    with LLM(
+        demo(),
+        provider=device.memory,
+        gauge=neighbour,
+        kv_cache_memory_bytes="32MiB",
+        max_model_len=128,
+    ) as llm:
+        llm.generate([list(each) for each in prompts()[::3]], SamplingParams(max_tokens=8))
+        cached = llm.usage().cached_bytes
+        assert cached > 0
+        assert device.memory.kept_bytes > 0
+        total = device.driver.total_bytes
+        neighbour.taken_bytes = total - total // 4 - device.driver.physical_bytes + cached // 2
+        llm.step()
+        assert llm.usage().cached_bytes < cached
+        assert llm.elastic.ceiling_bytes < 32 * 2**20
+        assert device.memory.kept_bytes == 0
+        assert "is missing" in llm.elastic.reason
+        assert llm.elastic.memory is not None
+        assert llm.elastic.memory.available_bytes < neighbour.read().available_bytes
+
+
+@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+def test_tokens_are_those_of_generate_on_pages_as_large_as_a_gpus(cache: str) -> None:
+    """Four of the eight layers lie together: 512 tokens fill a page."""
+    device = Device(page_bytes=2**21, keep_pages=2)
+    schedule = Schedule(3, cache, provider=device.memory)
+    schedule.options |= {"kv_cache_memory_bytes": "16MiB", "swap_space": "1MiB"}
+    schedule.began, schedule.stepped = device.began, device.stepped
+    result = schedule.run()
+    assert result.num_sequences
+    assert not result.faults
+    device.idle()
+    assert device.driver.physical_bytes == 0
+
+
+@pytest.mark.parametrize("cache", STRATEGIES)
+def test_generate_with_a_cache_on_large_pages(cache: str) -> None:
+    device, model = Device(page_bytes=2**21, keep_pages=0), demo().model
+    prompt = torch.tensor([prompts()[0], prompts()[0]])
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12)
+    options["attention_mask"] = torch.ones_like(prompt)
+    with quire.cache(
+        model,
+        cache,
+        provider=device.memory,
+        max_model_len=256,
+        max_num_seqs=2,
+        kv_cache_memory_bytes="64MiB",
+    ) as kept:
+        told = model.generate(prompt, past_key_values=kept, **options)
+        assert kept.usage().committed_bytes == kept.memory.committed_bytes > 0
+    assert told.equal(model.generate(prompt, **options))
+    device.memory.poll(wait=True)
     assert device.driver.physical_bytes == 0
 
 

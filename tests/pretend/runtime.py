@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -30,6 +30,13 @@ class _Pending:
 
     mark: int
     settle: Callable[[], None]
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Inside of kernels all tensors are the host's."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 class Graph:
@@ -53,13 +60,14 @@ class Graph:
     @torch.inference_mode()
     def replay(self) -> None:
         self._gpu.launch("graph")
-        for func, args, kwargs, out in self._notes:
-            again = func(*args, **kwargs)
-            if out is None:
-                continue
-            for held, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(held, Tensor) and held is not new:
-                    held.copy_(new)
+        with _plainly():
+            for func, args, kwargs, out in self._notes:
+                again = func(*args, **kwargs)
+                if out is None:
+                    continue
+                for held, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(held, Tensor) and held is not new:
+                        held.copy_(new)
 
     def pool(self) -> tuple[int, int]:
         return (0, 0)
@@ -106,7 +114,8 @@ class Gpu:
         if self.capturing is not None:
             self.capturing.note(function, inner, {}, None)
         else:
-            function(*inner)
+            with _plainly():
+                function(*inner)
 
     def wait(self, why: str, mark: int | None = None) -> None:
         """The host waits, for all that was launched (up to ``mark``)."""
@@ -199,6 +208,8 @@ class _Functions(TorchFunctionMode):
             if func is Tensor.numpy and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             return func(args[0].cpu())
+        if func is Tensor.__format__ and isinstance(args[0], PretendTensor):
+            return func(args[0].cpu(), *args[1:])
         if func is Tensor.pin_memory:
             return self._gpu.pin(args[0].clone())
         if func is Tensor.is_pinned:

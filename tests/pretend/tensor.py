@@ -97,7 +97,7 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} is not pretended")
     asked = kwargs.get("device")
     device = named(asked) if asked is not None else _common(func, pretended, leaves)
-    if asked is not None:
+    if asked is not None and device.type == "cuda":
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         return gpu.pin(func(*args, **{**kwargs, "pin_memory": False}))
@@ -141,8 +141,10 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
         if graph is not None:
             graph.note(func, args, kwargs, None if writes else out)
 
-    def wrapped(x: Tensor) -> PretendTensor:
+    def wrapped(x: Tensor) -> Tensor:
         held = outer.get(id(x))
+        if device.type != "cuda":  # made like one that is there
+            return x
         return PretendTensor(x, gpu, device) if held is None else held
 
     return tree_map_only(Tensor, wrapped, out)

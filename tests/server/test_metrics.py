@@ -176,6 +176,8 @@ def test_gauges_are_those_of_the_moment() -> None:
         held = scrape("quire:kv_bytes", state="committed")
         assert scrape("vllm:kv_cache_usage_perc") == held / scrape("quire:kv_ceiling_bytes") > 0
         assert scrape("quire:engine_up") == 1
+        available = scrape("quire:memory_bytes", state="available")
+        assert 0 < available < scrape("quire:memory_bytes", state="total")
 
 
 def test_a_lowered_ceiling_is_seen(llm: LLM) -> None:

@@ -16,7 +16,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
 from quire.memory.governor import Decision, Governor, Reading
-from quire.memory.machine.readings import Gauge
+from quire.memory.machine.readings import Gauge, MemoryReading
 from quire.memory.residency import Resident
 
 _INTERVAL_S = 0.2
@@ -32,6 +32,7 @@ class Elasticity:
     returned_bytes: int  # in them
     num_preemptions: int  # of running sequences, for the machine's or an operator's sake
     reason: str  # of the last decision
+    memory: MemoryReading | None  # where the cache lies, as it was last looked at
 
 
 class Elastic:
@@ -56,6 +57,7 @@ class Elastic:
         self._thread: threading.Thread | None = None
         self._num_shrinks = self._returned_bytes = self._num_preemptions = 0
         self._reason = ""
+        self._memory: MemoryReading | None = None
 
     @property
     def state(self) -> Elasticity:
@@ -66,6 +68,7 @@ class Elastic:
             returned_bytes=self._returned_bytes,
             num_preemptions=self._num_preemptions,
             reason=self._reason,
+            memory=self._memory,
         )
 
     def settle(self) -> None:
@@ -81,7 +84,7 @@ class Elastic:
             return
         self._due_s = now_s + _INTERVAL_S
         try:
-            memory = self._gauge.read()
+            memory = self._memory = self._gauge.read()
         except MemoryUnavailable as error:
             self._due_s, self._reason = math.inf, str(error)
             return

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
+from quire.models.placed import device_of
 from quire.spec import ModelSpec
 
 
 def footprint(model: PreTrainedModel) -> Footprint:
     """Of a model in memory, or on the meta device: what lies where the model computes."""
-    every = (*model.parameters(), *model.buffers())
-    tensors = [part for t in every if t.device == model.device for part in _parts(t)]
+    device, every = device_of(model), (*model.parameters(), *model.buffers())
+    tensors = [part for t in every if t.device == device for part in _parts(t)]
     storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
     on_files = mapped_from_files([s.data_ptr() for s in storages.values() if s.data_ptr()])
     config = model.config.get_text_config()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.triton.interpreter import backend, checking_overflow, shrink_tiles
+from attention.triton.interpreter import backend, checking_overflow, shrink_tiles, tiles
 from conformance.attention_cases import (
     TOLERANCE,
     error,
@@ -221,6 +221,31 @@ def test_a_recorded_step_may_be_played_with_other_sequences(
             call()
         want = real_part(other, len(lengths))
         assert error(out[: len(want)], want) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("as_shipped", [False, True])
+def test_parts_take_room_for_programs_and_not_for_tokens(
+    as_shipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long sequence beside a long chunk is split, and nobody keeps parts for the chunk."""
+    sizes: list[tuple[Any, ...]] = []
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda out, part_out, *args, **options: sizes.append((grid, part_out))
+
+    for name in ("attend", "join"):
+        monkeypatch.setattr(backend_module, name, Counting())
+    if as_shipped:
+        monkeypatch.setattr(tiles, "LEAST_STEPS", 4)
+    step = make_step([(1, 128)] * 3 + [(2000, 0)], num_seqs=4, num_tokens=2003, spec=FULL, pool=64)
+    placed = replace(step.batch.on(step.q.device), max_context_len=100_000)
+    step.batch.memo[step.q.device] = placed
+    backend().attend(step.q, step.view, step.batch, spec=FULL, scale=1.0)
+    assert max(grid[1] for grid, _ in sizes) > 1
+    for grid, part in sizes:
+        if part is not None:
+            assert part.numel() <= 2 * grid[0] * grid[1] * 64 * 16
 
 
 def test_addresses_are_computed_in_64_bits() -> None:

@@ -108,13 +108,13 @@ def test_queries_that_do_not_fit_are_refused() -> None:
             backend().attend(q, case.view, case.fresh_batch(), spec=case.spec, scale=1.0)
 
 
-@pytest.mark.parametrize("cache", ["paged", "virtual"])
-def test_an_engine_gives_the_same_tokens(cache: str) -> None:
-    options = {"max_model_len": 64, "kv_cache_memory_bytes": "16MB", "cache": cache}
-    params = quire.SamplingParams(max_tokens=3, temperature=0.0)
-    texts = []
-    for name in ("sdpa", "triton"):
+def test_an_engine_gives_the_same_tokens() -> None:
+    options = {"max_model_len": 64, "kv_cache_memory_bytes": "16MB"}
+    params = quire.SamplingParams(max_tokens=2, temperature=0.0)
+    found = []
+    for name in ("cpu", "triton"):
         with quire.LLM(attention_backend=name, **options) as llm:
-            outputs = llm.generate(["The keys of a", "One"], params)
-            texts.append([output.token_ids for output in outputs])
-    assert texts[0] == texts[1]
+            assert llm.attention_backend == name
+            outputs = llm.generate(["The keys", "One"], params)
+            found.append([output.token_ids for output in outputs])
+    assert found[0] == found[1]

@@ -146,18 +146,18 @@ class Ways:
     """Makes samplers of the way that a test module is in."""
 
     def __init__(self) -> None:
-        self._way = "host"
+        self.way = "host"
 
     def __call__(self, seed: int = 0, eos: frozenset[int] = frozenset()) -> Sampler | Moved:
-        if self._way == "cuda":
+        if self.way == "cuda":
             return Moved(Sampler(seed, eos))
-        return Sampler(seed, eos, as_on_device=self._way == "device")
+        return Sampler(seed, eos, as_on_device=self.way == "device")
 
     @contextmanager
     def taken(self, way: str) -> Iterator[None]:
-        self._way = way
+        self.way = way
         yield
-        self._way = "host"
+        self.way = "host"
 
 
 sampler_of = Ways()

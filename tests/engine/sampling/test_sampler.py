@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,18 @@ def test_every_row_is_what_the_twin_chooses(
 
 
 def same(found: list[Sampled], want: list[Sampled]) -> bool:
-    return repr(found) == repr(want)  # NaN and all
+    """NaN and all. How many rows a GPU works on may decide how it rounds a row's norm."""
+    if sampler_of.way == "cuda":
+        found, want = ([rounded(result) for result in several] for several in (found, want))
+    return repr(found) == repr(want)
+
+
+def rounded(result: Sampled) -> Sampled:
+    told = (
+        replace(own, logprob=round(own.logprob, 6), top=tuple((t, round(p, 6)) for t, p in own.top))
+        for own in result.logprobs
+    )
+    return replace(result, logprobs=tuple(told))
 
 
 @given(batch=any_batch())
@@ -310,7 +322,7 @@ def test_rows_past_those_of_the_plan_are_nobodys() -> None:
     logits = rows(8)
     logits[3:] = math.nan
     found = sampler_of().sample(logits, plan_of(batch))
-    assert found == sampler_of().sample(logits[:3], plan_of(batch))
+    assert same(found, sampler_of().sample(logits[:3], plan_of(batch)))
     assert not any(result.error for result in found)
 
 
@@ -328,7 +340,7 @@ def test_logits_may_lie_in_any_way(laid: str) -> None:
     for kind in kinds:
         batch = [sequence(seq_id=i, **{"seed": i, **kind}) for i in range(4)]
         found = sampler_of().sample(logits, plan_of(batch))
-        assert found == sampler_of().sample(plain, plan_of(batch))
+        assert same(found, sampler_of().sample(plain, plan_of(batch)))
 
 
 @pytest.mark.parametrize("kind", [{"repetition_penalty": 1.2}, {"prompt_logprobs": 1}])
@@ -360,7 +372,7 @@ def test_a_broken_row_says_so_and_the_others_go_on(
     logits[1, VOCAB - len(values) :] = torch.tensor(values)
     broken = sequence(seq_id=1, logprobs=2, **kind)
     found = sampler_of().sample(logits, plan_of([healthy[0], broken, healthy[1]]))
-    assert [found[0], found[2]] == want
+    assert same([found[0], found[2]], want)
     assert found[1].token_ids == ()
     assert cause in found[1].error
 

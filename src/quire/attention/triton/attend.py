@@ -17,16 +17,20 @@ from quire.attention.triton.elements import factor, rounded, stored_factor, wide
 from quire.attention.triton.walk import live_start, queries_of, walk_of
 
 
-@triton.jit(
-    do_not_specialize=["table_seq", "num_seqs", "num_tokens", "num_splits", "above", "upto"]
-)
+@triton.jit(  # what differs from step to step is never a reason to compile again
+    do_not_specialize=[
+        "table_seq", "num_seqs", "num_tiles", "num_queries", "num_splits", "above", "upto", "reach",
+    ],
+    do_not_specialize_on_alignment=["query_starts", "context_lens", "tables", "sinks"],
+)  # fmt: skip
 def attend(  # noqa: C901, PLR0913, PLR0915
     out, part_out, part_max, part_sum, q, k, v, k_scale, v_scale, sinks,
     query_starts, context_lens, tables,
     out_token, out_head, q_token, q_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
     scale_row, scale_head, scale_token,
-    table_seq, num_seqs, num_tokens, num_splits, above, upto, reach, scale, cap_in, cap_out,
+    table_seq, num_seqs, num_tiles, num_queries, num_splits, above, upto, reach,
+    scale, cap_in, cap_out,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
     READS: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr, CAPPED: tl.constexpr,
@@ -153,7 +157,8 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     mask = exists[:, None] & (out_at < OUT)[None, :]
     if SPLIT:
         best = tl.where(context > 0, best, 0.0)
-        at = (split.to(tl.int64) * num_tokens + token) * (KV_HEADS * SHARING) + head
+        own = (split.to(tl.int64) * num_tiles + tile) * num_queries + row // HEADS
+        at = own * (KV_HEADS * SHARING) + head
         tl.store(part_max + at, best, exists)
         tl.store(part_sum + at, total, exists)
         tl.store(part_out + at[:, None] * OUT + out_at[None, :], result, mask)

@@ -47,6 +47,15 @@ class _Call:
     num_queries: int  # of a tile, at most
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What a group's layers have in common."""
+
+    spec: AttentionSpec  # kept, so that its id stays its own
+    shape: AttendShape
+    calls: list[_Call]
+
+
 @final
 class TritonAttention:
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
@@ -87,8 +96,14 @@ class TritonAttention:
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
         gpu = self._known_gpu(q.device)
-        shape = shape_of(q, view, spec)
         placed = batch.on(q.device)
+        key = (self.name, q.shape, q.dtype, id(spec))
+        step = batch.memo.get(key)
+        if step is None:
+            shape = shape_of(q, view, spec)
+            calls = self._calls(shape, placed, gpu, len(q))
+            step = batch.memo[key] = _Step(spec=spec, shape=shape, calls=calls)
+        shape = step.shape
         # Tokens beyond the last sequence's are padding, whose results are zeros.
         padded = len(q) != batch.query_starts[-1]
         make = q.new_zeros if padded else q.new_empty
@@ -99,7 +114,7 @@ class TritonAttention:
             sinks = sinks.contiguous()
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
         with on_device(q.device):
-            for call in self._calls(shape, placed, gpu, len(q)):
+            for call in step.calls:
                 _launch(out, q, view, placed, batch.block_size, shape, gpu, call, **options)
         return out
 
@@ -152,14 +167,16 @@ class TritonAttention:
         num_tokens = placed.max_context_len
         if shape.reads != "full":
             num_tokens = min(num_tokens, shape.reach + queries + tile.tokens)
+        several = serves[0] > 0
+        each = tiles.MANY_PER_PROCESSOR if several else tiles.FEW_PER_PROCESSOR
         programs = num_tiles * shape.kv_heads * parts
         return _Call(
             tile=tile,
-            several=serves[0] > 0,
+            several=several,
             above=serves[0],
             upto=serves[1],
             num_tiles=num_tiles,
-            num_splits=tiles.num_splits(programs, num_tokens, tile, gpu.num_processors),
+            num_splits=tiles.num_splits(programs, num_tokens, tile, each * gpu.num_processors),
             num_queries=min(queries, placed.max_query_len),
         )
 
@@ -183,9 +200,9 @@ def _launch(  # noqa: PLR0913
     parts = ceil_div(shape.sharing, tile.rows)
     split = call.num_splits > 1
     part_out = part_max = part_sum = None
-    num_tokens, num_heads, width = out.shape
+    _, num_heads, width = out.shape
     if split:
-        rows = call.num_splits, num_tokens, num_heads
+        rows = call.num_splits, call.num_tiles * call.num_queries, num_heads
         part_out = q.new_empty(*rows, width, dtype=torch.float32)
         part_max = q.new_empty(rows, dtype=torch.float32)
         part_sum = q.new_empty(rows, dtype=torch.float32)
@@ -211,8 +228,8 @@ def _launch(  # noqa: PLR0913
         placed.query_starts, placed.context_lens, placed.tables,
         *out.stride()[:2], *q.stride()[:2], *k.stride()[:2], *k.stride()[2:],
         *v.stride()[:2], *v.stride()[2:], *scale_strides,
-        placed.tables.stride(0), num_seqs, num_tokens, call.num_splits, call.above, call.upto,
-        shape.reach, factor, cap_in, cap_out,
+        placed.tables.stride(0), num_seqs, call.num_tiles, call.num_queries, call.num_splits,
+        call.above, call.upto, shape.reach, factor, cap_in, cap_out,
         BLOCK=block_size if looked_up else 0,
         KV_HEADS=shape.kv_heads,
         SHARING=shape.sharing,
@@ -234,7 +251,7 @@ def _launch(  # noqa: PLR0913
     if split:
         join[(call.num_tiles * call.num_queries, num_heads)](
             out, part_out, part_max, part_sum, sinks, placed.query_starts, placed.context_lens,
-            *out.stride()[:2], num_seqs, num_tokens, call.num_splits, call.num_queries,
+            *out.stride()[:2], num_seqs, call.num_tiles, call.num_queries, call.num_splits,
             call.above, call.upto, shape.reach,
             NUM_HEADS=num_heads,
             OUT=width,

@@ -13,11 +13,14 @@ from quire.attention.triton.walk import queries_of, walk_of
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "num_splits", "num_queries", "above", "upto"]
-)
+    do_not_specialize=[
+        "num_seqs", "num_tiles", "num_queries", "num_splits", "above", "upto", "reach",
+    ],
+    do_not_specialize_on_alignment=["query_starts", "context_lens", "sinks"],
+)  # fmt: skip
 def join(  # noqa: PLR0913
     out, part_out, part_max, part_sum, sinks, query_starts, context_lens,
-    out_token, out_head, num_seqs, num_tokens, num_splits, num_queries, above, upto, reach,
+    out_token, out_head, num_seqs, num_tiles, num_queries, num_splits, above, upto, reach,
     NUM_HEADS: tl.constexpr, OUT: tl.constexpr, OUT_ROOM: tl.constexpr,
     READS: tl.constexpr, SINKS: tl.constexpr, SEVERAL: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
@@ -36,8 +39,8 @@ def join(  # noqa: PLR0913
     # At least one, which of padding is zeros.
     used = tl.maximum(tl.cdiv(stop - start // TOKENS * TOKENS, share), 1)
     token = (begin + query).to(tl.int64)
-    each = num_tokens.to(tl.int64) * NUM_HEADS
-    own = token * NUM_HEADS + head
+    each = num_tiles.to(tl.int64) * num_queries * NUM_HEADS
+    own = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
 
     every = tl.arange(0, MOST)
     top = tl.max(tl.load(part_max + every * each + own, every < used, float("-inf")), 0)

@@ -60,7 +60,9 @@ MOST_WIDTH = 512
 LEAST_STEPS = 4  # of a split: joining costs about as much as a step or two
 MOST_SPLITS = 64
 _LITTLE_BYTES = 4096  # that Triton takes for places, maxima and the like
-_PROGRAMS_PER_PROCESSOR = 8  # that a call should have, for the last ones not to be waited for
+# Programs that a call should have, for the last ones not to be waited for. Small ones run together
+# and are uneven; of large ones a processor has one or two.
+FEW_PER_PROCESSOR, MANY_PER_PROCESSOR = 8, 2
 
 
 def room(width: int) -> int:
@@ -85,14 +87,14 @@ def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gp
     from_shared = gpu.products_from_shared and entry_bytes > 1
     table = _MANY if from_shared else _MANY_IN_REGISTERS
     tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
-    if entry_bytes == 1 and not gpu.fp8_converts:  # what is converted by hand takes registers
+    if entry_bytes == 1 and not gpu.products_from_shared:  # two sides and codes in registers
         tile = replace(tile, rows=min(tile.rows, 64))
     return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
 
-def num_splits(num_programs: int, num_tokens: int, tile: Tile, num_processors: int) -> int:
+def num_splits(num_programs: int, num_tokens: int, tile: Tile, wanted_programs: int) -> int:
     """Parts of each walk over ``num_tokens`` at most: as many as keep the processors busy."""
-    wanted = ceil_div(_PROGRAMS_PER_PROCESSOR * num_processors, max(1, num_programs))
+    wanted = ceil_div(wanted_programs, max(1, num_programs))
     possible = ceil_div(num_tokens, LEAST_STEPS * tile.tokens)
     return max(1, min(wanted, possible, MOST_SPLITS))
 

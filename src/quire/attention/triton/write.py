@@ -10,7 +10,7 @@ import triton.language as tl
 from quire.attention.triton.elements import rounded, to_fp8, wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write(  # noqa: PLR0913
     slots, from_k, from_v, k, v, k_scale, v_scale,
     from_k_token, from_k_head, from_v_token, from_v_head,

@@ -1,4 +1,4 @@
-"""Between the cache and a shelf: what is in a sequence's slots, and back into those that it has then."""
+"""Between the cache and a shelf: what a sequence has in its slots, and back into new ones."""
 
 import time
 from collections.abc import Callable, Iterator

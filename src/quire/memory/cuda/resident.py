@@ -23,6 +23,7 @@ class CudaResident:
     def __init__(self, provider: CudaMemory, residency: Residency, capacity_bytes: int) -> None:
         self.provider = provider
         self._capacity_bytes = capacity_bytes if residency == "prefault" else 0
+        self._ceiling_bytes = capacity_bytes
 
     def prefault(self) -> None:
         """Create the capacity's pages. Raises: MemoryUnavailable."""
@@ -42,12 +43,14 @@ class CudaResident:
         return True
 
     def prepare(self) -> None:
-        """Create pages up to those that would be kept. Safe while kernels run."""
+        """Create pages up to those that would be kept, within the ceiling. Safe under kernels."""
         memory = self.provider
-        if memory.kept_bytes >= memory.keep_bytes:
+        in_use = memory.physical_bytes - memory.kept_bytes
+        wanted = min(memory.keep_bytes, self._ceiling_bytes - in_use)
+        if memory.kept_bytes + memory.page_bytes > wanted:
             return
         try:
-            memory.prepare(memory.keep_bytes)
+            memory.prepare(wanted)
         except MemoryUnavailable as error:
             log.debug("no page is prepared: %s", str(error))  # who needs one, is told
 
@@ -56,7 +59,7 @@ class CudaResident:
 
     def follow(self, ceiling_bytes: int) -> None:
         """Keep nothing beyond the ceiling, and unmap what no kernel can use any more."""
-        memory = self.provider
+        memory, self._ceiling_bytes = self.provider, ceiling_bytes
         if self._capacity_bytes:
             memory.hold_bytes = min(ceiling_bytes, self._capacity_bytes)
         memory.poll()

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from quire.errors import MemoryUnavailable
-from quire.memory.machine.readings import MemoryReading, stalled_s
+from quire.memory.machine.readings import MemoryReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def cuda_devices() -> tuple[DeviceMemory | str, ...]:
 
 
 class CudaGauge:
-    """One device, asked several times a second. Who waits for memory, only the host knows."""
+    """One device, asked several times a second. Nobody says who waits for memory of it."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -86,7 +86,6 @@ class CudaGauge:
         return MemoryReading(
             total_bytes=memory.total_bytes,
             available_bytes=memory.free_bytes,
-            stalled_s=stalled_s(),
             source=memory.name,
         )
 

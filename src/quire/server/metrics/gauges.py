@@ -21,6 +21,13 @@ def _kv_bytes(reading: Reading) -> dict[str, float]:
     }
 
 
+def _memory_bytes(reading: Reading) -> dict[str, float]:
+    memory = reading.elastic.memory
+    if memory is None:  # nobody has looked yet, or the system does not say
+        return {}
+    return {"total": memory.total_bytes, "available": memory.available_bytes}
+
+
 GAUGES = (
     one(
         "gauge",
@@ -96,6 +103,15 @@ GAUGES = (
         "bytes",
         "The most that may be committed now: lower while the machine is short of memory.",
         lambda r: r.elastic.ceiling_bytes,
+    ),
+    each(
+        "gauge",
+        "quire:memory_bytes",
+        "bytes",
+        "state",
+        "Memory of the GPU where KV memory lies, or of the machine within its tightest limit: all "
+        "of it, and what is available to anybody.",
+        _memory_bytes,
     ),
     one(
         "gauge",

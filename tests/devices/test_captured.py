@@ -1,0 +1,127 @@
+"""Graphs of decode steps: which sizes, when they go, and what runs where there can be none."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import pretend
+from pretend import Gpu, PretendAttention, PretendMemory
+from quire import LLM, SamplingParams
+from quire.engine import assembly
+from quire.models.captured import graph_sizes
+from tiny import tiny_model, tokens
+
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 9)]
+SIZES: dict[str, Any] = dict(
+    max_model_len=64, kv_cache_memory_bytes="32MB", max_num_seqs=3, max_num_batched_tokens=48
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    monkeypatch.setattr(assembly, "choose_backend", lambda *_, **__: PretendAttention())
+    with pretend.cuda() as found:
+        yield found
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+
+
+def texts(llm: LLM, num_tokens: int = 8) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in llm.generate(PROMPTS, greedy(num_tokens))]
+
+
+def own(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """What Transformers generates."""
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return [
+        tuple(model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist()) for p in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (4, [1, 2, 4]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_sizes_are_few_and_end_with_all(most: int, sizes: list[int]) -> None:
+    assert graph_sizes(most) == sizes
+    assert graph_sizes(512)[-2:] == [496, 512]
+
+
+def test_steps_of_any_size_are_replayed(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = tiny_model("llama")
+    want = own(model)
+    llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    assert "3 CUDA graphs of decode steps, up to 3 sequences" in caplog.text
+    gpu.reset()
+    params = [greedy(n) for n in (8, 3, 5)]  # 3, then 2, then 1
+    got = [c.token_ids for c in llm.generate(PROMPTS, params)]
+    assert got == [text[:n] for text, n in zip(want, (8, 3, 5), strict=True)]
+    assert gpu.num_replays == 7
+    # A replay, the copy of tables, and what the sampler does: not a launch for every operation.
+    gpu.reset()
+    llm.generate(PROMPTS, greedy(8))
+    assert len(gpu.launches) - gpu.launches.index("graph") < 7 * 12
+
+
+def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    before = texts(llm)
+    assert llm.reset_prefix_cache()
+    llm.engine._begin_anew()
+    gpu.reset()
+    assert texts(llm) == before
+    assert gpu.num_replays == 7 + 1  # and one to see whether it does the same
+
+
+def test_a_model_that_was_changed_is_captured_anew(gpu: Gpu) -> None:
+    model = tiny_model("llama").to("cuda")
+    llm = LLM(model, provider=PretendMemory(gpu), **SIZES, enable_prefix_caching=False)
+    before = texts(llm)
+    weight = tiny_model("llama", seed=1).model.layers[0].mlp.down_proj.weight
+    model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(weight.to("cuda"), False)
+    after = texts(llm)
+    fresh = LLM(model, provider=PretendMemory(gpu), **SIZES, enable_prefix_caching=False)
+    assert after == texts(fresh) != before
+
+
+def test_what_asks_the_host_runs_without(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    want = own(model)
+    model.to("cuda")
+    layer = model.model.layers[1].mlp
+    forward = type(layer).forward
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        assert x.abs().max().item() >= 0
+        return forward(layer, x)
+
+    layer.forward = asks
+    llm = LLM(model, provider=PretendMemory(gpu), **SIZES)
+    assert "runs without CUDA graphs" in caplog.text
+    gpu.reset()
+    assert texts(llm) == want
+    assert not gpu.num_replays
+
+
+def test_a_failed_capture_is_said_once(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("gemma3").to("cuda")
+    module = model.model.layers[1].mlp
+    act = module.act_fn
+
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return act(x) if bool((x == x).all()) else x
+
+    module.act_fn = Asks()
+    llm = LLM(model, provider=PretendMemory(gpu), **SIZES)
+    assert len(texts(llm)) == len(PROMPTS)
+    said = [r.message for r in caplog.records if "CUDA graphs" in r.message]
+    assert len(said) == 1
+    assert "not permitted when stream is capturing" in said[0]
