@@ -74,7 +74,8 @@ class FlashInferAttention:
         self.make_writer = make_writer
         self._library = library
         self._workspace_bytes = workspace_bytes
-        self.replays = CapturedPlans()
+        # Torch would write what nobody has, too.
+        self.replays = None if make_writer is None else CapturedPlans()
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
 
@@ -94,8 +95,11 @@ class FlashInferAttention:
     ) -> Tensor:
         kind = self._kind(q, view, spec, scale, softcap)
         k, v = (part[:, :, : page_tokens_of(view)] for part in (view.k, view.v))
-        if is_nobody(batch):
-            return self._captured(q, k, v, view, batch, kind, sinks)
+        if self.replays is not None and is_nobody(batch):
+            planned = self.replays.wrapper(
+                self._imported(), self._workspace(q.device), kind, view, batch.on(q.device)
+            )
+            return _captured(planned, q, k, v, batch, sinks)
         step = _step_of(batch, kind, view, len(q), q.device)
         shape = (*q.shape[:2], output_width(spec))
         out = q.new_empty(shape) if step.serves_all else q.new_zeros(shape)
@@ -110,26 +114,6 @@ class FlashInferAttention:
             if sinks is not None or in_place is None:
                 out[part.queries] = found
         return out
-
-    def _captured(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        view: LayerView,
-        batch: AttentionBatch,
-        kind: Kind,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """A step that is captured, or about to be: whose it is, is known when it is replayed."""
-        placed = batch.on(q.device)
-        workspace = self._workspace(q.device)
-        wrapper = self.replays.wrapper(self._imported(), workspace, kind, view, placed)
-        out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
-        if sinks is not None:
-            assert lse is not None
-            out = _with_sinks(out, lse, sinks)
-        return out.masked_fill((placed.context_lens == 0)[:, None, None], 0)
 
     def _kind(
         self, q: Tensor, view: LayerView, spec: AttentionSpec, scale: float, softcap: float | None
@@ -226,6 +210,22 @@ def _queries(
         return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
     each = [np.arange(starts[row], starts[row + 1]) for row in rows]
     return torch.from_numpy(np.concatenate(each)).to(device)
+
+
+def _captured(
+    wrapper: Wrapper,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: AttentionBatch,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A step that is captured, or about to be: whose it is, is known when it is replayed."""
+    out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
+    if sinks is not None:
+        assert lse is not None
+        out = _with_sinks(out, lse, sinks)
+    return out.masked_fill((batch.on(q.device).context_lens == 0)[:, None, None], 0)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

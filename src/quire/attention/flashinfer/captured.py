@@ -99,9 +99,7 @@ def _with_nobody(batch: AttentionBatch, held: _Held) -> PageTables:
         page_starts=torch.cat([found.page_starts, found.page_starts[-1:].expand(missing)]),
         page_ids=found.page_ids,
         # Of who has no page, FlashInfer asks for one token all the same.
-        last_page_tokens=torch.cat(
-            [found.last_page_tokens, torch.ones(missing, dtype=torch.int32)]
-        ),
-        context_lens=torch.cat([found.context_lens, torch.zeros(missing, dtype=torch.int32)]),
+        last_page_tokens=torch.cat([found.last_page_tokens, nobody + 1]),
+        context_lens=torch.cat([found.context_lens, nobody]),
         page_tokens=held.page_tokens,
     )
