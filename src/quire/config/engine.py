@@ -56,8 +56,8 @@ class EngineConfig:
     cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
     attention_backend: str = option(
         "auto",
-        "What computes attention: auto (the fastest that can), cpu (own kernels), sdpa (torch), "
-        "reference (slow, float64).",
+        "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
+        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
     )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens, prompt included. Default: the model's own."
