@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretend import PretendTensor
 from quire.attention.flashinfer import FlashInferAttention
+from quire.strategies import MakeWriter
 
 WIDTHS = (64, 128, 256, 512)
 HALVES = (torch.float16, torch.bfloat16)
@@ -77,11 +79,11 @@ class Decode:
     ) -> None:
         assert pos_encoding_mode == "NONE"
         starts = torch.arange(len(indptr), dtype=torch.int32)
-        self._graph.check(len(indptr) - 1, len(indices))
+        indptr, indices, last_page_len = self._graph.kept(indptr, indices, last_page_len)
         self._plan = _Plan(
             starts,
             _lengths(indptr, last_page_len, page_size),
-            _pages(indptr, indices),
+            _pages(indptr, indices, may_be_empty=self._graph.is_used),
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -101,8 +103,12 @@ class Decode:
         out: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        k, v = paged_kv_cache
+        return _launched(self, q, k, v, out, return_lse)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert self._plan is not None, "run came before plan"
-        return self._plan.run(q, paged_kv_cache, out, return_lse, self._wants)
+        return self._plan.run(q, k, v, self._wants)
 
 
 class Prefill:
@@ -158,8 +164,12 @@ class Prefill:
         out: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        k, v = paged_kv_cache
+        return _launched(self, q, k, v, out, return_lse)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert self._plan is not None, "run came before plan"
-        return self._plan.run(q, paged_kv_cache, out, return_lse, self._wants)
+        return self._plan.run(q, k, v, self._wants)
 
 
 class Latent:
@@ -213,16 +223,17 @@ class Latent:
         out: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        assert self._plan is not None, "run came before plan"
         assert (q_nope.shape[-1], q_pe.shape[-1]) == self._widths
         assert (ckv_cache.shape[-1], kpe_cache.shape[-1]) == self._widths
         assert ckv_cache.stride(-1) == kpe_cache.stride(-1) == 1
-        return self._plan.attend(
-            torch.cat([q_nope, q_pe], -1),
-            lambda i: _gather(self._plan, i, ckv_cache[:, None], kpe_cache[:, None]),
-            out,
-            return_lse,
-        )
+        q = torch.cat([q_nope, q_pe], -1)
+        if out is None:
+            out = torch.empty_like(q_nope)
+        return _launched(self, q, ckv_cache[:, None], kpe_cache[:, None], out, return_lse)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._plan is not None, "run came before plan"
+        return self._plan.attend(q, lambda i: _gather(self._plan, i, k, v))
 
 
 @dataclass(frozen=True)
@@ -240,15 +251,7 @@ class _Plan:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
 
-    def run(
-        self,
-        q: Tensor,
-        cache: tuple[Tensor, Tensor],
-        out: Tensor | None,
-        return_lse: bool,
-        wants: Wants,
-    ) -> Any:
-        k, v = cache
+    def run(self, q: Tensor, k: Tensor, v: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
         wants.check(q, self.width)
         assert k.dtype == v.dtype == self.kv_dtype
         for part in (k, v):
@@ -259,14 +262,19 @@ class _Plan:
             assert k.stride() == v.stride(), "keys and values must have equal strides"
             assert k.shape == v.shape
             assert k.shape[-1] == self.width
-        return self.attend(q, lambda i: _gather(self, i, k, v, joined=False), out, return_lse)
+        return self.attend(q, lambda i: _gather(self, i, k, v, joined=False))
 
-    def attend(self, q: Tensor, read: Any, out: Tensor | None, return_lse: bool) -> Any:
+    def attend(self, q: Tensor, read: Any) -> tuple[Tensor, Tensor]:
+        """The result, and log2 of the sum of weights."""
         assert q.dtype == self.q_dtype
         assert q.shape[:2] == (int(self.query_starts[-1]), self.num_qo_heads)
         results, sums = [], []
         starts = self.query_starts.tolist()
         for i, (begin, end) in enumerate(pairwise(starts)):
+            if not self.pages[i]:  # nobody, in a step that was recorded: garbage comes out
+                results.append(torch.full((end - begin, self.num_qo_heads, self.width), 7.0))
+                sums.append(torch.full((end - begin, self.num_qo_heads), 7.0))
+                continue
             k, v = (x.double() for x in read(i))  # [K, L, D]
             length = k.shape[1]
             assert 0 < end - begin <= length
@@ -288,47 +296,67 @@ class _Plan:
             values = values.masked_fill(seen[:, None], torch.nan)
             results.append(values.flatten(0, 1).transpose(0, 1))
             sums.append(total.flatten(0, 1).T / torch.log(torch.tensor(2.0)))
-        result = torch.cat(results).to(q.dtype)
-        if out is not None:
-            assert out.shape == result.shape
-            assert out.dtype == result.dtype
-            assert out.is_contiguous()
-            result = out.copy_(result)
-        return (result, torch.cat(sums).float()) if return_lse else result
+        return torch.cat(results).to(q.dtype), torch.cat(sums).float()
+
+
+def _launched(
+    wrapper: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+) -> Any:
+    """Computed at once; on the pretended GPU as a kernel, which a graph plays with later plans."""
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+    assert out.shape[:2] == q.shape[:2]
+    assert out.dtype == q.dtype
+    assert out.is_contiguous()
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def flashinfer(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        result, sums = wrapper.compute(q, k, v)
+        out.copy_(result)
+        lse.copy_(sums)
+
+    if isinstance(q, PretendTensor):
+        q.gpu.kernel(flashinfer, out, lse, q, k, v)
+    else:
+        flashinfer(out, lse, q, k, v)
+    return (out, lse) if return_lse else out
 
 
 class _Graph:
-    """Buffers that a recorded step reads."""
+    """Arrays that a recorded step reads: plans are copied there, and nothing may outgrow them."""
 
-    def __init__(self, used: bool, *buffers: Tensor | None) -> None:
-        self._buffers = buffers if used else None
-        if used:
-            assert all(buffer is not None for buffer in buffers)
+    def __init__(self, used: bool, *arrays: Tensor | None) -> None:
+        self.is_used = used
+        self._arrays = [each for each in arrays if each is not None]
+        assert len(self._arrays) == (3 if used else 0)
 
-    def check(self, num_sequences: int, num_pages: int) -> None:
-        if self._buffers is not None:
-            indptr, indices, last = self._buffers
-            assert indptr is not None
-            assert indices is not None
-            assert last is not None
-            assert len(indptr) == num_sequences + 1
-            assert len(last) == num_sequences
-            assert len(indices) >= num_pages
+    def kept(self, *given: Tensor) -> tuple[Tensor, ...]:
+        if not self.is_used:
+            return given
+        (starts, pages, last), (own_starts, own_pages, own_last) = given, self._arrays
+        assert len(starts) == len(own_starts), "the number of sequences is a graph's for good"
+        assert len(last) == len(own_last)
+        assert len(pages) <= len(own_pages)
+        own_starts.copy_(starts)
+        own_last.copy_(last)
+        own_pages[: len(pages)].copy_(pages)
+        return given
 
 
 def _check_workspace(buffer: Tensor) -> None:
     assert buffer.dtype == torch.uint8
-    assert not buffer.any(), "the workspace is to be zero at first"
+    if not isinstance(buffer, PretendTensor):  # where to look is to wait
+        assert not buffer.any(), "the workspace is to be zero at first"
 
 
-def _pages(indptr: Tensor, indices: Tensor) -> list[list[int]]:
+def _pages(indptr: Tensor, indices: Tensor, *, may_be_empty: bool = False) -> list[list[int]]:
     assert indptr.dtype == indices.dtype == torch.int32
     starts = indptr.tolist()
     assert starts[0] == 0
     assert starts[-1] == len(indices)
     pages = [indices[a:b].tolist() for a, b in pairwise(starts)]
-    assert all(pages), "a sequence has no page"
-    assert min(map(min, pages)) >= 0
+    assert may_be_empty or all(pages), "a sequence has no page"
+    assert not len(indices) or int(indices.min()) >= 0
     return pages
 
 
@@ -336,7 +364,8 @@ def _lengths(indptr: Tensor, last: Tensor, page_size: int) -> list[int]:
     assert last.dtype == torch.int32
     assert len(last) == len(indptr) - 1
     assert all(1 <= n <= page_size for n in last.tolist())
-    return (((indptr[1:] - indptr[:-1]) - 1) * page_size + last).tolist()
+    counts = indptr[1:] - indptr[:-1]
+    return torch.where(counts == 0, 0, (counts - 1) * page_size + last).tolist()
 
 
 def _gather(
@@ -359,8 +388,10 @@ def _gather(
     return (torch.cat([keys, values], -1), keys) if joined else (keys, values)
 
 
-def pretended_backend(*, real: bool = True) -> FlashInferAttention:
-    return FlashInferAttention(pretend_flashinfer(real=real), workspace_bytes=2**12)
+def pretended_backend(
+    *, real: bool = True, make_writer: MakeWriter | None = None
+) -> FlashInferAttention:
+    return FlashInferAttention(pretend_flashinfer(real=real), make_writer, workspace_bytes=2**12)
 
 
 def pretend_flashinfer(*, real: bool = True) -> Any:

@@ -25,6 +25,7 @@ from conformance.attention_cases import (
     make_spec,
     same_bits,
 )
+from quire.attention import AttentionBatch, PlacedBatch
 from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.flashinfer.limits import cannot_run, cannot_serve
 from quire.attention.flashinfer.pages import page_tables, page_tokens_of
@@ -131,11 +132,88 @@ def test_rows_that_stand_for_nobody_are_zeros_and_are_not_planned() -> None:
     assert not got[6:].any()
 
 
+class Nothing:
+    """A writer that is not asked."""
+
+    def __init__(self, view: LayerView) -> None:
+        pass
+
+    def __call__(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+@pytest.mark.parametrize("strategy", STORED)
+def test_a_captured_step_is_planned_before_each_replay(
+    strategy: str, kind: str, has_sinks: bool
+) -> None:
+    """A graph plays what was captured with nobody, over arrays that stay where they are."""
+    case = wide_case(kind, strategy, chunks=MIXES["decodes"], reach=37)
+    flashinfer, size = backend(make_writer=Nothing), 8
+    assert flashinfer.replays is not None
+    sinks = make_sinks(case.q.shape[1]) if has_sinks else None
+    width = max(case.batch.tables.shape[1], 1)
+    placed = PlacedBatch(
+        query_starts=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=torch.zeros(size, dtype=torch.int32),
+        tables=torch.zeros(size, width, dtype=torch.int32),
+        slots=torch.full((size,), -1),
+        max_query_len=1,
+        max_context_len=200,
+    )
+    q = torch.zeros(size, *case.q.shape[1:], dtype=case.q.dtype)
+    nobody = AttentionBatch(
+        query_starts=np.arange(size + 1),
+        context_lens=np.zeros(size, np.int64),
+        tables=torch.zeros(size, 0, dtype=torch.long),
+        slots=placed.slots,
+        block_size=case.batch.block_size,
+        memo={q.device: placed},
+    )
+
+    def play() -> torch.Tensor:
+        """What a graph does: the same again, wherever it reads."""
+        return flashinfer.attend(q, case.view, nobody, spec=case.spec, scale=0.1, sinks=sinks)
+
+    assert not play().any()
+    for num_seqs in (6, 3):
+        few = slice(num_seqs)
+        step = AttentionBatch(
+            query_starts=np.arange(size + 1),
+            context_lens=np.pad(case.batch.context_lens[few], (0, size - num_seqs)),
+            tables=torch.cat([case.batch.tables[few], torch.full((size - num_seqs, width), -1)]),
+            slots=placed.slots,
+            block_size=case.batch.block_size,
+            memo={q.device: placed},
+        )
+        placed.context_lens.copy_(torch.from_numpy(step.context_lens))
+        q[few] = case.q[few]
+        flashinfer.replays.prepare(step)
+        got = play()
+        want = case.attend(backend(), scale=0.1, sinks=sinks)
+        assert same_bits(got[few], want[few])
+        assert not got[few.stop :].any()
+
+
+def test_latents_are_not_captured() -> None:
+    case = wide_case("latent", chunks=MIXES["decodes"])
+    nobody = replace(case.fresh_batch(), context_lens=np.zeros(6, np.int64))
+    with pytest.raises(RuntimeError, match="latents are not captured"):
+        backend(make_writer=Nothing).attend(case.q, case.view, nobody, spec=case.spec, scale=0.1)
+
+
 @pytest.mark.parametrize("strategy", STORED)
 def test_pages_are_those_that_a_window_leaves(strategy: str) -> None:
     case = wide_case("sliding", strategy, chunks=((149, 1), (3, 1), (100, 30)), reach=37)
     batch = case.batch
-    tables = page_tables(case.spec, case.view, batch, np.arange(3))
+    tables = page_tables(
+        case.spec,
+        batch,
+        np.arange(3),
+        page_tokens=page_tokens_of(case.view),
+        of_ranges=case.view.slots_per_row == 1,
+    )
     assert tables.page_tokens == page_tokens_of(case.view) == (16 if strategy == "paged" else 64)
     assert tables.query_starts.tolist() == [0, 1, 2, 32]
     kept = tables.context_lens.tolist()

@@ -12,6 +12,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 from quire.errors import ConfigError
 from quire.spec import AttentionSpec
+from quire.strategies import MakeWriter
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,7 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
-        writer = _find("triton", specs, device, kernel_dir)
-        backend = FlashInferAttention(
-            make_writer=None if isinstance(writer, str) else writer.make_writer
-        )
+        backend = FlashInferAttention(make_writer=_triton_writer(device))
     elif name == "triton":
         try:
             from quire.attention.triton import TritonAttention
@@ -99,3 +96,13 @@ def _find(
         backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)
     return next((reason for reason in reasons if reason is not None), backend)
+
+
+def _triton_writer(device: torch.device) -> MakeWriter | None:
+    """What writes entries for kernels that only read them; None where torch has to."""
+    try:
+        from quire.attention.triton import TritonAttention
+        from quire.attention.triton.gpu import find_gpu
+    except (ImportError, OSError):
+        return None
+    return None if isinstance(find_gpu(device), str) else TritonAttention().make_writer

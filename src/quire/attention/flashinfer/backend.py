@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
+from quire.attention.flashinfer.captured import CapturedPlans, is_nobody
 from quire.attention.flashinfer.limits import cannot_run, cannot_serve, refused
 from quire.attention.flashinfer.pages import PageTables, page_tables, page_tokens_of
 from quire.attention.flashinfer.wrappers import Decode, Kind, Latent, Prefill, Wrapper
@@ -62,7 +63,6 @@ class FlashInferAttention:
 
     name = "flashinfer"
     plays = None
-    replays = None  # a plan is made by the host
 
     def __init__(
         self,
@@ -74,6 +74,8 @@ class FlashInferAttention:
         self.make_writer = make_writer
         self._library = library
         self._workspace_bytes = workspace_bytes
+        # Torch would write what nobody has, too.
+        self.replays = None if make_writer is None else CapturedPlans()
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
 
@@ -92,8 +94,13 @@ class FlashInferAttention:
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
         kind = self._kind(q, view, spec, scale, softcap)
-        step = _step_of(batch, kind, view, len(q), q.device)
         k, v = (part[:, :, : page_tokens_of(view)] for part in (view.k, view.v))
+        if self.replays is not None and is_nobody(batch):
+            planned = self.replays.wrapper(
+                self._imported(), self._workspace(q.device), kind, view, batch.on(q.device)
+            )
+            return _captured(planned, q, k, v, batch, sinks)
+        step = _step_of(batch, kind, view, len(q), q.device)
         shape = (*q.shape[:2], output_width(spec))
         out = q.new_empty(shape) if step.serves_all else q.new_zeros(shape)
         for part in step.parts:
@@ -133,15 +140,18 @@ class FlashInferAttention:
         key = (device, kind, part.make)
         held = self._wrappers.get(key)
         if held is None:
-            if self._library is None:
-                self._library = import_module("flashinfer")
-            held = _Planned(part.make(self._library, self._workspace(device), kind))
+            held = _Planned(part.make(self._imported(), self._workspace(device), kind))
             self._wrappers[key] = held
         if held.part is not part:
             held.part = None
             held.wrapper.plan(part.tables)
             held.part = part
         return held.wrapper
+
+    def _imported(self) -> Any:
+        if self._library is None:
+            self._library = import_module("flashinfer")
+        return self._library
 
     def _workspace(self, device: torch.device) -> Tensor:
         if device not in self._workspaces:
@@ -180,7 +190,13 @@ def _split(
     for make, mask in sorts:
         rows = np.flatnonzero(mask)
         if len(rows):
-            tables = page_tables(spec, view, batch, rows)
+            tables = page_tables(
+                spec,
+                batch,
+                rows,
+                page_tokens=page_tokens_of(view),
+                of_ranges=view.slots_per_row == 1,
+            )
             parts.append(_Part(make, tables, _queries(batch, rows, device)))
     return _Step(tuple(parts), int(query_lens[live].sum()) == num_tokens)
 
@@ -194,6 +210,22 @@ def _queries(
         return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
     each = [np.arange(starts[row], starts[row + 1]) for row in rows]
     return torch.from_numpy(np.concatenate(each)).to(device)
+
+
+def _captured(
+    wrapper: Wrapper,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: AttentionBatch,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A step that is captured, or about to be: whose it is, is known when it is replayed."""
+    out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
+    if sinks is not None:
+        assert lse is not None
+        out = _with_sinks(out, lse, sinks)
+    return out.masked_fill((batch.on(q.device).context_lens == 0)[:, None, None], 0)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -40,19 +40,33 @@ def page_tokens_of(view: LayerView) -> int:
     return min(longest, RANGE_PAGE_TOKENS) if view.slots_per_row == 1 else longest
 
 
+def empty_tables(num_seqs: int, page_tokens: int) -> PageTables:
+    """One query each, and nothing to read."""
+    nobody = torch.zeros(num_seqs, dtype=torch.int32)
+    return PageTables(
+        query_starts=torch.arange(num_seqs + 1, dtype=torch.int32),
+        page_starts=torch.zeros(num_seqs + 1, dtype=torch.int32),
+        page_ids=nobody[:0],
+        last_page_tokens=nobody + 1,  # it asks for one all the same
+        context_lens=nobody,
+        page_tokens=page_tokens,
+    )
+
+
 def page_tables(
     spec: AttentionSpec,
-    view: LayerView,
     batch: AttentionBatch,
     rows: npt.NDArray[np.intp],
+    *,
+    page_tokens: int,
+    of_ranges: bool,
 ) -> PageTables:
     """The pages of the sequences ``rows``, each of which has a query and something to read."""
     query_lens = np.diff(batch.query_starts)[rows]
     context_lens = batch.context_lens[rows]
     starts: Counts = np.asarray(spec.live_start(context_lens - query_lens))
-    page_tokens = page_tokens_of(view)
     table = batch.tables.numpy()[rows]
-    if view.slots_per_row == 1:
+    if of_ranges:
         context_lens = context_lens - starts
         counts = -(-context_lens // page_tokens)
         # Page j of a sequence begins j pages after its range's first slot that is read.

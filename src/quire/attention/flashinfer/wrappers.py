@@ -61,10 +61,11 @@ class Decode:
     them it reads no slower, and the kernel is the prefill's, so there is one less to compile.
     """
 
-    def __init__(self, library: Any, workspace: Tensor, kind: Kind) -> None:
+    def __init__(self, library: Any, workspace: Tensor, kind: Kind, **arrays: Any) -> None:
+        """``arrays``: where the plan's numbers are put, for a graph that looks for them there."""
         self._kind = kind
         self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, kv_layout="HND", use_tensor_cores=True
+            workspace, kv_layout="HND", use_tensor_cores=True, **arrays
         )
 
     def plan(self, tables: PageTables) -> None:
@@ -84,6 +85,25 @@ class Decode:
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         return _pair(self._wrapper.run(q, (k, v), out=out, return_lse=with_lse))
+
+
+def captured_decode(
+    library: Any, workspace: Tensor, kind: Kind, num_seqs: int, num_pages: int
+) -> Decode:
+    """For a graph of ``num_seqs`` sequences that have at most ``num_pages`` pages together."""
+
+    def room(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=workspace.device)
+
+    return Decode(
+        library,
+        workspace,
+        kind,
+        use_cuda_graph=True,
+        paged_kv_indptr_buffer=room(num_seqs + 1),
+        paged_kv_indices_buffer=room(num_pages),
+        paged_kv_last_page_len_buffer=room(num_seqs),
+    )
 
 
 class Prefill:
