@@ -17,7 +17,7 @@ from tiny import tiny_model, tokens
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 11)]
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 9)]
 SIZES: dict[str, Any] = dict(
     max_model_len=64, kv_cache_memory_bytes="32MB", max_num_seqs=4, max_num_batched_tokens=32
 )
