@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel
 import pretend
 from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
+from quire.attention import AttentionBatch, SdpaAttention, backend_for_graphs, choose
 from quire.engine import assembly
 from quire.models.captured import graph_sizes
+from quire.spec import FullAttention
 from tiny import tiny_model, tokens
 
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 9)]
@@ -68,6 +71,52 @@ def test_steps_of_any_size_are_replayed(gpu: Gpu, caplog: pytest.LogCaptureFixtu
     gpu.reset()
     llm.generate(PROMPTS, greedy(8))
     assert len(gpu.launches) - gpu.launches.index("graph") < 7 * 12
+
+
+@dataclass
+class ByTheHost:
+    """A backend whose calls are planned by the host; what it writes with is the other's."""
+
+    kernels: PretendAttention = field(default_factory=PretendAttention)
+    name = "planned"
+    plays = replays = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attend(self, q: torch.Tensor, view: Any, batch: AttentionBatch, **options: Any) -> Any:
+        assert len(batch.chunks()) == len(batch.on(q.device).context_lens)
+        assert (batch.context_lens > 0).all(), "a step that is captured"
+        return self.kernels.attend(q, view, batch, **options)
+
+
+def test_who_cannot_be_captured_leaves_such_steps_to_another(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "choose_backend", lambda *_, **__: ByTheHost())
+    monkeypatch.setattr(assembly, "backend_for_graphs", lambda *_: PretendAttention())
+    model = tiny_model("gemma3")
+    want = own(model)
+    llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    assert llm.attention_backend == "planned"
+    gpu.reset()
+    assert texts(llm) == want
+    assert gpu.num_replays == 7
+
+
+def test_only_an_open_choice_is_another_one_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, device = (
+        FullAttention(num_kv_heads=2, head_dim=16, dtype="float32"),
+        torch.device("cuda", 0),
+    )
+    chosen: Any = ByTheHost()
+    monkeypatch.setattr(choose, "_find", lambda *_: PretendAttention())
+    assert backend_for_graphs(chosen, "planned", [spec], device) is chosen
+    assert backend_for_graphs(chosen, "auto", [spec], device).name == "pretend"
+    assert backend_for_graphs(chosen.kernels, "auto", [spec], device) is chosen.kernels
+    assert backend_for_graphs(SdpaAttention(), "auto", [spec], device).name == "sdpa"
+    monkeypatch.setattr(choose, "_find", lambda *_: "there is none")
+    assert backend_for_graphs(chosen, "auto", [spec], device) is chosen
 
 
 def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:

@@ -43,7 +43,11 @@ def expected(model: PreTrainedModel, num_tokens: int = 8) -> list[tuple[int, ...
 
 def on(gpu: Gpu, model: PreTrainedModel, **options: Any) -> LLM:
     defaults: dict[str, Any] = dict(
-        max_model_len=64, kv_cache_memory_bytes="64MB", max_num_seqs=4, max_num_batched_tokens=64
+        attention_backend="sdpa",  # kernels in an interpreter know no pretended device
+        max_model_len=64,
+        kv_cache_memory_bytes="64MB",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
     )
     return LLM(model.to("cuda"), provider=PretendMemory(gpu), **{**defaults, **options})
 

@@ -22,7 +22,11 @@ GIB = 2**30
 def test_a_model_is_loaded_where_it_is_to_run() -> None:
     params = SamplingParams(max_tokens=5, temperature=0)
     sizes: dict[str, Any] = dict(
-        max_model_len=64, kv_cache_memory_bytes="16MB", max_num_seqs=2, dtype="float32"
+        max_model_len=64,
+        kv_cache_memory_bytes="16MB",
+        max_num_seqs=2,
+        dtype="float32",
+        attention_backend="sdpa",
     )
     (want,) = LLM(**sizes).generate("A small", params)
     with pretend.cuda() as gpu:

@@ -26,7 +26,10 @@ NEW = 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (4, 23, 11)]
 SIZES: dict[str, Any] = dict(
-    kv_cache_memory_bytes="32MB", max_num_seqs=4, max_num_batched_tokens=16
+    attention_backend="sdpa",  # kernels in an interpreter know no pretended device
+    kv_cache_memory_bytes="32MB",
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
 )
 _IDS: dict[str, Any] = dict(vocab_size=199, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 _COMMON: dict[str, Any] = dict(
@@ -103,7 +106,7 @@ def test_encoder_decoders_read_their_sources_there(name: str) -> None:
 def test_eight_bits_are_the_same_there(kept_as: str, strategy: str) -> None:
     options = dict(**SIZES, max_model_len=64, kv_cache_dtype=kept_as, cache=strategy)
     model = tiny_model("llama")
-    here = LLM(model, attention_backend="sdpa", **options)
+    here = LLM(model, **options)
     want = [c.token_ids for c in here.generate(PROMPTS, GREEDY)]
     with pretend.cuda() as gpu:
         llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **options)

@@ -12,7 +12,7 @@ from quire.attention.base import (
     make_batch,
     packed_tokens,
 )
-from quire.attention.choose import BACKENDS, choose_backend
+from quire.attention.choose import BACKENDS, backend_for_graphs, choose_backend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 
@@ -28,6 +28,7 @@ __all__ = [
     "Replays",
     "SdpaAttention",
     "VaryingCall",
+    "backend_for_graphs",
     "choose_backend",
     "make_batch",
     "packed_tokens",

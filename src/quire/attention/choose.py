@@ -11,8 +11,7 @@ from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 from quire.errors import ConfigError
-from quire.spec import AttentionSpec
-from quire.strategies import MakeWriter
+from quire.spec import AttentionSpec, LatentAttention
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +53,23 @@ def choose_backend(
     raise ConfigError(f"attention backend {name!r}: {'; '.join(reasons)}")
 
 
+def backend_for_graphs(
+    chosen: AttentionBackend, name: str, specs: Iterable[AttentionSpec], device: torch.device
+) -> AttentionBackend:
+    """Who attends in steps that are captured as CUDA graphs: the chosen one, if it can.
+
+    Where the choice was left open (``name``) and fell on one whose calls depend on the host, Triton
+    takes its place there: a graph saves more than kernels differ by.
+    """
+    if chosen.replays is not None or name != "auto" or chosen.make_writer is None:
+        return chosen
+    found = _find("triton", tuple(specs), device, None)
+    if isinstance(found, str) or found.replays is None:
+        return chosen
+    log.info("attention backend of steps that are captured: triton")
+    return found
+
+
 def _find(
     name: str, specs: tuple[AttentionSpec, ...], device: torch.device, kernel_dir: Path | None
 ) -> AttentionBackend | str:
@@ -68,7 +84,12 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        backend = FlashInferAttention(make_writer=_triton_writer(device))
+        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
+        writer = _find("triton", specs, device, kernel_dir)
+        backend = FlashInferAttention(
+            make_writer=None if isinstance(writer, str) else writer.make_writer,
+            captures=not any(isinstance(spec, LatentAttention) for spec in specs),
+        )
     elif name == "triton":
         try:
             from quire.attention.triton import TritonAttention
@@ -79,13 +100,3 @@ def _find(
         backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)
     return next((reason for reason in reasons if reason is not None), backend)
-
-
-def _triton_writer(device: torch.device) -> MakeWriter | None:
-    """What writes entries for kernels that only read them; None where torch has to."""
-    try:
-        from quire.attention.triton import TritonAttention
-        from quire.attention.triton.gpu import find_gpu
-    except (ImportError, OSError):
-        return None
-    return None if isinstance(find_gpu(device), str) else TritonAttention().make_writer

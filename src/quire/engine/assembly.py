@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.attention import AttentionBackend, choose_backend
+from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.runner import ModelRunner, Ranks, refuse_switching_positions, refuse_too_little
@@ -35,8 +35,21 @@ class Assembly:
 
     kv: KVCache
     runner: ModelRunner
-    attention_backend: str
+    backend: AttentionBackend
     attention_way: str  # one of ``models.ways``
+
+    def capture(self, config: EngineConfig, max_model_len: int) -> None:
+        """Capture decode steps as graphs, where there is a GPU for them."""
+        groups = attention_groups(self.kv.accounting.groups)
+        graphs_by = backend_for_graphs(
+            self.backend,
+            config.attention_backend,
+            [attention_spec(group) for group in groups],
+            self.runner.device,
+        )
+        self.runner.capture(
+            max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, backend=graphs_by
+        )
 
 
 def assemble(
@@ -65,7 +78,7 @@ def assemble(
     except BaseException:
         kv.close()
         raise
-    return Assembly(kv=kv, runner=runner, attention_backend=backend.name, attention_way=runner.way)
+    return Assembly(kv=kv, runner=runner, backend=backend, attention_way=runner.way)
 
 
 def prepare(

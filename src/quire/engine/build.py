@@ -93,7 +93,7 @@ def build(
         kv = model.kv
         undo.callback(kv.close)
         resident.prefault()
-        model.runner.capture(max_model_len=sizes.max_model_len, max_num_seqs=config.max_num_seqs)
+        model.capture(config, sizes.max_model_len)
         drafter = make_drafter(
             config,
             draft,
@@ -125,7 +125,7 @@ def build(
         ledger=ledger,
         max_model_len=sizes.max_model_len,
         most_bytes=sizes.most_bytes,
-        attention_backend=model.attention_backend,
+        attention_backend=model.backend.name,
         attention_way=model.attention_way,
         engine=Engine(
             scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap

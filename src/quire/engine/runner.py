@@ -77,7 +77,7 @@ class ModelRunner:
         self._backend = backend
         self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
-        self._device = loaded.device
+        self.device = loaded.device
         self._captured: CapturedDecodes | None = None
 
     @property
@@ -97,7 +97,7 @@ class ModelRunner:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        with on_device(self._device):
+        with on_device(self.device):
             logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
@@ -143,39 +143,57 @@ class ModelRunner:
         complete: Callable[[Step], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, whoever decided on it: logits, and the layers that did not report."""
-        inputs = given.on(self._device, batches)
+        inputs = given.on(self.device, batches)
         accounting, storage = self._kv.accounting, self._kv.storage
         step = make_step(accounting, storage, self._backend, batches, self._lenders)
         if complete is not None:
             complete(step)
         return self._run(step, inputs), step.silent
 
-    def capture(self, *, max_model_len: int, max_num_seqs: int) -> None:
-        """On a GPU, capture decode steps as graphs, if they can be; the log says why not."""
-        if self._device.type != "cuda":
+    def capture(
+        self, *, max_model_len: int, max_num_seqs: int, backend: AttentionBackend | None = None
+    ) -> None:
+        """On a GPU, capture decode steps as graphs, if they can be; the log says why not.
+
+        ``backend``: who attends in them, if it is not who attends in others.
+        """
+        if self.device.type != "cuda":
             return
-        replays = self._backend.replays
-        reason = self._why_not_captured
+        backend = self._backend if backend is None else backend
+        reason = self._why_not_captured(backend)
+        if reason is None and backend is not self._backend:
+            reason = self._why_not_right(backend, max_model_len)
+        replays = backend.replays
         if reason is not None or replays is None:
             log.info("%s runs without CUDA graphs: %s", self._name, reason)
             return
         groups = range(len(attention_groups(self._kv.accounting.groups)))
-        with on_device(self._device):
+        with on_device(self.device):
             self._captured = CapturedDecodes(
                 self._loaded.model,
-                self._run_decode,
+                partial(self._run_decode, backend),
                 replays,
-                self._device,
+                self.device,
                 block_sizes=[self._kv.accounting.block_size(group) for group in groups],
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
             )
             self._captured.capture(self._kv.storage)
 
-    @property
-    def _why_not_captured(self) -> str | None:
-        if self._backend.replays is None:
-            return f"attention by {self._backend.name} depends on numbers of the host"
+    def _why_not_right(self, backend: AttentionBackend, max_tokens: int) -> str | None:
+        """The trial once more, with another backend."""
+        own, self._backend = self._backend, backend
+        try:
+            self._try(self.make_trial(max_tokens), max_tokens)
+        except UnsupportedModel as error:
+            return f"attention by {backend.name}: {error}"
+        finally:
+            self._backend = own
+        return None
+
+    def _why_not_captured(self, backend: AttentionBackend) -> str | None:
+        if backend.replays is None:
+            return f"attention by {backend.name} depends on numbers of the host"
         if self.way != "table":
             return f"by way of {self.way!r} the host decides what is computed"
         if self._recurrent is not None:
@@ -306,10 +324,12 @@ class ModelRunner:
         assert self._model is not None, "no way to run the model has been taken"
         return self._model.forward(step, inputs.token_ids, inputs.positions, inputs.logits_at)
 
-    def _run_decode(self, batches: Several[AttentionBatch], inputs: Inputs) -> Tensor:
+    def _run_decode(
+        self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs
+    ) -> Tensor:
         """A step that is captured."""
         accounting, storage = self._kv.accounting, self._kv.storage
-        step = make_step(accounting, storage, self._backend, [*batches], self._lenders)
+        step = make_step(accounting, storage, backend, [*batches], self._lenders)
         return self._run(step, inputs)
 
 

@@ -92,7 +92,7 @@ def make_drafter(
         enable_prefix_caching=False,
     )
     model = assemble(draft, draft.spec, "paged", sizes, provider, config)
-    model.runner.capture(max_model_len=sizes.max_model_len, max_num_seqs=config.max_num_seqs)
+    model.capture(config, sizes.max_model_len)
     return DraftModel(
         model.kv,
         model.runner,
