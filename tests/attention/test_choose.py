@@ -10,7 +10,7 @@ import torch
 import quire
 from quire.attention import BACKENDS, choose_backend
 from quire.errors import ConfigError
-from quire.spec import FullAttention
+from quire.spec import FullAttention, LatentAttention
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,12 @@ def test_on_a_gpu_flashinfer_is_asked_first(
     monkeypatch.setattr("quire.attention.flashinfer.backend.cannot_run", lambda device: None)
     gpu = torch.device("cuda")
     wide = FullAttention(num_kv_heads=2, head_dim=128, dtype="bfloat16")
-    assert choose_backend("auto", [wide], gpu).name == "flashinfer"
+    found = choose_backend("auto", [wide], gpu)
+    assert found.name == "flashinfer"
+    # Its plans are made anew for each replay; those of latents are not, and Triton takes those.
+    assert (found.replays is None) == (found.make_writer is None)
+    latent = LatentAttention(latent_dim=512, rope_dim=64, dtype="bfloat16")
+    assert choose_backend("flashinfer", [latent], gpu).replays is None
     assert choose_backend("auto", [layer()], gpu).name != "flashinfer"
     assert "its heads are 64, 128, 256 wide, not 16" in caplog.text
 

@@ -11,8 +11,7 @@ from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 from quire.errors import ConfigError
-from quire.spec import AttentionSpec
-from quire.strategies import MakeWriter
+from quire.spec import AttentionSpec, LatentAttention
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +44,9 @@ def choose_backend(
         if isinstance(found, str):
             reasons.append(f"{candidate} cannot serve: {found}")
             continue
-        told = f"attention backend: {candidate}"
-        if reasons:
-            log.warning("%s, for %s", told, "; ".join(reasons))
-        else:
-            log.info(told)
+        told = "; ".join([f"attention backend: {candidate}", *reasons])
+        # Only the last of them is slow.
+        log.log(logging.WARNING if reasons and candidate == "sdpa" else logging.INFO, told)
         return found
     raise ConfigError(f"attention backend {name!r}: {'; '.join(reasons)}")
 
@@ -85,7 +82,12 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        backend = FlashInferAttention(make_writer=_triton_writer(device))
+        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
+        writer = _find("triton", specs, device, kernel_dir)
+        backend = FlashInferAttention(
+            make_writer=None if isinstance(writer, str) else writer.make_writer,
+            captures=not any(isinstance(spec, LatentAttention) for spec in specs),
+        )
     elif name == "triton":
         try:
             from quire.attention.triton import TritonAttention
@@ -96,13 +98,3 @@ def _find(
         backend = SdpaAttention() if name == "sdpa" else ReferenceAttention()
     reasons = (backend.unsupported(spec, device) for spec in specs)
     return next((reason for reason in reasons if reason is not None), backend)
-
-
-def _triton_writer(device: torch.device) -> MakeWriter | None:
-    """What writes entries for kernels that only read them; None where torch has to."""
-    try:
-        from quire.attention.triton import TritonAttention
-        from quire.attention.triton.gpu import find_gpu
-    except (ImportError, OSError):
-        return None
-    return None if isinstance(find_gpu(device), str) else TritonAttention().make_writer

@@ -68,14 +68,19 @@ class FlashInferAttention:
         self,
         library: Any = None,
         make_writer: MakeWriter | None = None,
+        *,
+        captures: bool = True,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
-        """``library``: the module ``flashinfer``; None: imported when first needed."""
+        """``library``: the module ``flashinfer``; None: imported when first needed.
+
+        ``captures``: steps of its layers may become CUDA graphs. Those of latents may not.
+        """
         self.make_writer = make_writer
         self._library = library
         self._workspace_bytes = workspace_bytes
         # Torch would write what nobody has, too.
-        self.replays = None if make_writer is None else CapturedPlans()
+        self.replays = CapturedPlans() if captures and make_writer is not None else None
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
 
