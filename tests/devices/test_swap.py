@@ -79,6 +79,7 @@ def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPa
         with LLM(
             model,
             provider=PretendMemory(gpu),
+            attention_backend="sdpa",  # kernels in an interpreter take minutes
             max_model_len=128,
             max_num_seqs=4,
             enable_prefix_caching=False,
