@@ -54,6 +54,7 @@ def test_on_a_gpu_flashinfer_is_asked_first(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("quire.attention.flashinfer.backend.cannot_run", lambda device: None)
+    caplog.set_level(logging.INFO, "quire")
     gpu = torch.device("cuda")
     wide = FullAttention(num_kv_heads=2, head_dim=128, dtype="bfloat16")
     found = choose_backend("auto", [wide], gpu)

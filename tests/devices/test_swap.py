@@ -85,7 +85,6 @@ def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPa
             enable_prefix_caching=False,
             kv_cache_memory_bytes=num_tokens * 1024,
             swap_space="1MB",
-            attention_backend="sdpa",
         ) as llm:
             llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
             texts = [each.token_ids for each in llm.generate(prompts, params)]
