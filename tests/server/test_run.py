@@ -25,7 +25,7 @@ SECRET = "def a_name_that_no_log_may_have():"
 def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
     flags = ("-tp", "1", "--served-model-name", "mine", "--num-gpu-blocks-override", "300")
     with running(*flags) as process:
-        for said in ("-tp 1 changes nothing: there is one device", "mine at http://127.0.0.1:"):
+        for said in ("-tp 1 is taken for --tensor-parallel-size 1", "mine at http://127.0.0.1:"):
             assert said in " ".join(process.log.split())
         for said in ("tokens fit", "of this machine only, no key needed", "KV memory 18.75 MiB"):
             assert said in " ".join(process.log.split())

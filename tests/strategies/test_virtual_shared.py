@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from conformance.memory_cases import memfd_bytes, rollup_bytes
 from quire import LLM, SamplingParams
-from quire.blocks import Change, Commit, Map, NotNow, Unmap
+from quire.blocks import Change, Commit, Fits, Map, NotNow, Unmap
 from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine.probe import num_mappings
@@ -581,3 +582,17 @@ def test_at_the_limit_of_mappings_sequences_wait(monkeypatch: pytest.MonkeyPatch
 def test_without_prefix_caching_ranges_are_private() -> None:
     with LLM(model_of("llama"), cache="virtual", enable_prefix_caching=False, **OPTIONS) as llm:
         assert isinstance(llm._kv.accounting, VirtualAccounting)
+
+
+def test_a_copy_of_a_sequence_whose_only_block_has_passed_shows_nothing() -> None:
+    """Cut back to a block's end, where a window of one token reads nothing before the next one."""
+    cache = Cache(FULL, replace(WINDOW, window=1))
+    cache.accounting.add(1)
+    for num_tokens in (SIZE, SIZE + 1, SIZE + 2):
+        cache.extend(1, num_tokens)
+    cache.accounting.trim(1, SIZE)
+    cache.step()
+    assert isinstance(cache.accounting.fork(1, 2), Fits)
+    shown = [change for change in cache.step() if isinstance(change, Map)]
+    assert [change.group for change in shown] == [0]
+    cache.extend(2, 2 * SIZE)

@@ -117,7 +117,8 @@ class Windows:
         for group, table in enumerate(tables):
             end = max(len(table), int(self._ends[group, row]))
             held = self._columns(group, end)[row, :end]
-            if len(table) == self._ends[group, row] + 1 and (held[:-1] == table[:-1]).all():
+            is_one_more = len(table) == self._ends[group, row] + 1 and table[-1] >= 0
+            if is_one_more and (held[:-1] == table[:-1]).all():
                 shown.append(self._append(group, row, end - 1, int(table[-1])))
                 continue
             after = np.full(end, _NOTHING, np.int32)
