@@ -212,4 +212,4 @@ class CudaMachine(RuleBasedStateMachine):
 
 
 TestCudaMemory = CudaMachine.TestCase
-TestCudaMemory.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestCudaMemory.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
