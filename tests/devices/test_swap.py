@@ -56,6 +56,18 @@ def test_pieces_come_back_bit_for_bit(
     shelf.close()
 
 
+def test_who_writes_to_a_new_buffer_waits_for_what_its_memory_was(gpu: Gpu) -> None:
+    """Kernels that were launched before may still read there, on the other stream."""
+    shelf = PinnedShelf(DEVICE)
+    for num_bytes in (100, 100, 200):
+        torch.ones(3, device=DEVICE).add_(1)
+        _, spare = shelf._next_buffer(num_bytes)
+        assert spare._mark >= gpu.mark > 0
+    torch.ones(3, device=DEVICE).add_(1)
+    _, spare = shelf._next_buffer(100)  # one that is large enough: its own event is all
+    assert spare._mark < gpu.mark
+
+
 def test_what_a_device_takes_is_told_when_it_is_known(gpu: Gpu) -> None:
     timer, told = DeviceTimer(DEVICE, torch.cuda.Stream(DEVICE)), list[float]()
     begun = timer.begin()

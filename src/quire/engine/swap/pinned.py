@@ -111,6 +111,9 @@ class PinnedShelf:
             self._spare[self._turn].synchronize()  # it may be in use on the other stream
             room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._buffers[self._turn] = room
+            # Torch gives memory again to the stream that last had it, which may still read what
+            # was there: the other stream has to wait for that.
+            self._spare[self._turn].record(torch.cuda.current_stream(self._device))
         return self._buffers[self._turn], self._spare[self._turn]
 
 
