@@ -10,7 +10,9 @@ import torch
 
 from engine.test_llm import ids, model_of, prompts
 from quire import LLM, SamplingParams
+from quire.engine.swap.mover import Mover
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
+from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError
 
 KIB = 1 << 10  # of a token's keys and values, in these models
@@ -206,3 +208,14 @@ def test_a_folder_that_is_not_there_is_named() -> None:
         made(swap_path="/nowhere/at/all")
     with pytest.raises(ConfigError, match=r"swap_path=.* needs swap_space"):
         made(swap_path="/tmp", swap_space=0)
+
+
+def test_a_place_that_the_other_ranks_cannot_have_is_closed(tmp_path: Path) -> None:
+    def refuse(_: Mover) -> Mover:
+        raise ConfigError("rank 1: there can be no file")
+
+    with made() as llm:
+        num_open = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConfigError, match="rank 1"):
+            make_swap_store(llm._kv, str(tmp_path), llm.engine.scheduler.costs, around=refuse)
+        assert len(os.listdir("/proc/self/fd")) == num_open

@@ -103,3 +103,6 @@ def make_swap_store(
     except OSError as error:
         mover.close()
         raise ConfigError(f"swap_path={swap_path!r}: {error}") from error
+    except BaseException:
+        mover.close()
+        raise
