@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +23,22 @@ from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
-from quire.engine.parallel import group
+from quire.engine.parallel import child, group
 from quire.engine.parallel.crew import Crew
-from quire.engine.parallel.messages import Answer, Apply, Done, Expect, Failed, Message
-from quire.engine.parallel.part import PartedModel
+from quire.engine.parallel.messages import (
+    Answer,
+    Apply,
+    Assemble,
+    Disassemble,
+    Done,
+    Expect,
+    Failed,
+    Load,
+    Look,
+    Message,
+    Unload,
+)
+from quire.engine.parallel.part import PartedModel, load_parts
 from quire.errors import (
     ConfigError,
     MemoryUnavailable,
@@ -32,6 +46,8 @@ from quire.errors import (
     RankLost,
     RequestError,
 )
+from quire.memory.cuda.driver import DriverError
+from quire.memory.machine import DeviceMemory, read_machine
 from quire.models.loader import LoadedModel, load
 from tiny import VOCAB, tiny_model
 
@@ -111,6 +127,72 @@ def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
     crew.more_bytes = 4096
     with pytest.raises(RuntimeError, match=r"the ranks have committed .* bytes for the same"):
         LLM(loaded, tensor_parallel_size=2, **OPTIONS)
+
+
+class RefusingCrew(ToldCrew):
+    """The other rank does not do what messages of one kind say."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        super().__init__(lambda _: False)
+        self.kind = kind
+
+    def required(self, message: Message, own: Callable[[], Any]) -> Any:
+        value, answers = self.all_of(message, own)
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise answer.error
+        return value
+
+    def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
+        value, answers = super().all_of(message, own)
+        if isinstance(message, self.kind):
+            answers = [Failed(MemoryUnavailable("rank 1: no room"))]
+        return value, answers
+
+
+def test_what_one_rank_refuses_is_held_by_none(folder: Folder) -> None:
+    crew: Any = RefusingCrew(Assemble)
+    loaded = replace(load(folder.of("llama")), ranks=PartedModel(crew, 1, owns_crew=False))
+    with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
+        LLM(loaded, tensor_parallel_size=2, **OPTIONS)
+    made, undone = crew.messages
+    assert isinstance(made, Assemble)
+    assert undone == Disassemble(engine=made.engine)
+
+    crew = RefusingCrew(Load)
+    crew.all_of = lambda message, _: (crew.messages.append(message), [Failed(OSError("gone"))])
+    with pytest.raises(OSError, match="gone"):
+        load_parts(folder.of("llama"), 2, crew=crew)
+    asked, undone = crew.messages
+    assert isinstance(asked, Load)
+    assert undone == Unload(model=asked.model)
+
+
+def test_a_rank_that_does_not_say_what_it_has_is_an_error() -> None:
+    crew: Any = RefusingCrew(Look)
+    device = DeviceMemory(name="fake", total_bytes=2, free_bytes=1)
+    with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
+        PartedModel(crew, 1, owns_crew=False).share_of(read_machine(device=device))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), MemoryUnavailable),
+        (ConfigError("no such option"), ConfigError),
+        (KeyError(7), RuntimeError),
+    ],
+)
+def test_whatever_a_rank_raises_arrives(error: Exception, kind: type[Exception]) -> None:
+    def fail(_: Message) -> None:
+        raise error
+
+    follower: Any = SimpleNamespace(rank=1, do=fail, committed_bytes=lambda _: 5)
+    answer = pickle.loads(pickle.dumps(child._answer(follower, Look(model=1))))
+    assert isinstance(answer, Failed)
+    assert type(answer.error) is kind
+    assert str(error) in str(answer.error)
+    assert answer.value == 5
 
 
 # -- ranks that are gone --
@@ -200,7 +282,7 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     crew = Crew(2, grace_s=1.0).start()
     try:
         unknown = Expect(engine=10**6, max_tokens=16)
-        with pytest.raises((RankLost, RuntimeError)):
+        with pytest.raises(RankLost, match=r"it had failed: rank 1: KeyError\(1000000\)"):
             crew.required(unknown, lambda: torch.distributed.all_reduce(torch.zeros(1)))
         with pytest.raises(RankLost, match="exit code 70"):
             crew.required(unknown, fail)

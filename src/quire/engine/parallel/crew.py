@@ -196,8 +196,10 @@ class Crew:
         answers = [self._answer(member, patience_s) for member in self._members]
         if isinstance(message, EXCHANGES):
             for member, answer in zip(self._members, answers, strict=True):
-                if isinstance(answer, Failed):  # it waits to hear that nobody waits for it
-                    member.tell(Heard())
+                # It waits to hear that nobody waits for it; or somebody did, and it has ended.
+                if isinstance(answer, Failed) and not member.tell(Heard()):
+                    self._fate.wait_for(member)
+                    self._refuse_if_lost(f" (it had failed: {answer.error})")
         return answers
 
     def _answer(self, member: "_Member", patience_s: float) -> Answer:
@@ -216,12 +218,12 @@ class Crew:
             raise AssertionError("a channel ends with its process") from None
         return answer
 
-    def _refuse_if_lost(self) -> None:
+    def _refuse_if_lost(self, why: str = "") -> None:
         """Raises: RankLost."""
         if self.lost is not None:
             raise RankLost(
-                f"{self.lost}: a model on {self.num_ranks} ranks cannot go on without one of them; "
-                f"make a new LLM, or set tensor_parallel_size=1"
+                f"{self.lost}{why}: a model on {self.num_ranks} ranks cannot go on without one of "
+                f"them; make a new LLM, or set tensor_parallel_size=1"
             )
 
 
@@ -238,12 +240,14 @@ class _Member:
     ) -> None:
         self.rank, self.process, self.channel = rank, process, channel
 
-    def tell(self, message: Message) -> None:
-        """It may be gone: whoever waits for its answer finds out."""
+    def tell(self, message: Message) -> bool:
+        """False if it is gone: whoever waits for its answer finds out."""
         try:
             self.channel.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except OSError as error:
             log.debug("%s is not told: %s", self, error)
+            return False
+        return True
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"

@@ -88,7 +88,10 @@ class Follower:
                     message.name, dtype=message.dtype, rank=self.rank, num_ranks=self._num_ranks
                 )
             case Look():
-                return machine_for(self._models[message.model].model.device).device
+                device = self._models[message.model].model.device
+                if device.type == "cuda":  # what torch keeps of a step that was tried is free
+                    torch.cuda.empty_cache()
+                return machine_for(device).device
             case Unload():
                 del self._models[message.model]
             case Assemble():

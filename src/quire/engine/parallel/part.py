@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.devices import choose_device
 from quire.engine.parallel.crew import Crew
 from quire.engine.parallel.group import meeting
-from quire.engine.parallel.messages import Assemble, Done, Load, Look, Unload
+from quire.engine.parallel.messages import Assemble, Failed, Load, Look, Unload
 from quire.engine.parallel.team import Team
 from quire.errors import ConfigError
 from quire.memory.machine import Machine
@@ -56,12 +56,19 @@ class PartedModel:
         )
 
     def share_of(self, machine: Machine) -> Machine:
-        """A rank's part of where rank 0 is; of CUDA devices the one with the least left."""
+        """A rank's part of where rank 0 is; of CUDA devices the one with the least left.
+
+        Raises: MemoryUnavailable where one of them does not say how much it has; RankLost.
+        """
         if machine.device is None:
             return machine.share(self.num_ranks)
         _, answers = self._crew.all_of(Look(model=self._model), _nothing)
-        found = [answer.value for answer in answers if isinstance(answer, Done)]
-        devices = [machine.device, *filter(None, found)]
+        devices = [machine.device]
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise answer.error
+            if answer.value is not None:
+                devices.append(answer.value)
         return replace(machine, device=min(devices, key=lambda device: device.free_bytes))
 
     def close(self) -> None:
@@ -94,8 +101,8 @@ def load_parts(
     started = None if crew else Crew(num_ranks, choose_device(device).type).start()
     ranks = started or crew
     assert ranks is not None
+    model = ranks.new_name()
     try:
-        model = ranks.new_name()
         message = Load(model=model, name="" if name is None else str(name), dtype=dtype)
 
         def load_own() -> LoadedModel:
@@ -107,6 +114,8 @@ def load_parts(
     except BaseException:
         if started is not None:
             started.close()
+        else:
+            ranks.try_tell(Unload(model=model))  # where it is loaded all the same
         raise
     if loaded.spec.bytes_per_token == spec.computed_in(loaded.dtype).bytes_per_token:
         log.warning(

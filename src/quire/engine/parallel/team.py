@@ -46,7 +46,11 @@ class Team:
         self._crew, self._engine = crew, assembly.engine
         self.num_ranks, self.shares_machine = crew.num_ranks, crew.device_type == "cpu"
         self.least_committed_bytes = 0
-        crew.required(assembly, _nothing)
+        try:
+            crew.required(assembly, _nothing)
+        except Exception:
+            self.close()  # where it is assembled all the same
+            raise
 
     def make_storage(self, make: Callable[[], Storage]) -> Storage:
         """Rank 0's, which tells the others. Raises: MemoryUnavailable, and there is none then."""
