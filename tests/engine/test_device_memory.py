@@ -16,6 +16,7 @@ from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from memory.cuda.streams import Work
 from quire import LLM, SamplingParams
 from quire.engine.plan import StepPlan
+from quire.errors import MemoryUnavailable
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine.readings import MemoryReading
 from quire.strategies import STRATEGIES
@@ -215,3 +216,18 @@ def test_generate_with_a_cache_on_large_pages(cache: str) -> None:
 def test_a_hundred_schedules(cache: str) -> None:
     for seed in range(100):
         run(seed, cache)
+
+
+def test_what_was_taken_at_the_start_goes_back_if_there_is_no_engine() -> None:
+    device = Device(keep_pages=0)
+    device.driver.total_bytes = 2**22
+    with pytest.raises(MemoryUnavailable, match="lower the KV budget"):
+        LLM(
+            demo(),
+            provider=device.memory,
+            max_model_len=128,
+            residency="prefault",
+            kv_cache_memory_bytes=2**23,
+        )
+    assert device.driver.calls["cuMemCreate"]
+    assert device.driver.physical_bytes == 0

@@ -3,12 +3,19 @@
 import pytest
 import torch
 
-from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
+from memory.cuda.emulator import TENSOR_DEVICE, CUresult, EmulatedDriver
 from memory.cuda.fake_torch import FakeCuda, fake_cuda
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import HostMemory, by_device
 from quire.memory.budget import BUDGETS, Needs, make_ledger
-from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for, why_no_memory
+from quire.memory.by_device import (
+    gauge_for,
+    give_back_kept,
+    machine_for,
+    make_resident,
+    memory_for,
+    why_no_memory,
+)
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda import memory as cuda
 from quire.memory.cuda.resident import CudaResident
@@ -202,3 +209,28 @@ def test_a_device_without_so_much_says_so() -> None:
         resident.prefault()
     resident.close()
     assert driver.physical_bytes == 0
+
+
+def test_closing_goes_on_where_the_driver_takes_nothing_back() -> None:
+    driver, memory = emulated()
+    resident = make_resident(memory, "prefault", 2 * memory.page_bytes)
+    resident.prefault()
+    unknown = CUresult.CUDA_ERROR_UNKNOWN
+    driver.fails = lambda name, _: unknown if name == "cuMemRelease" else None
+    resident.close()
+    assert driver.physical_bytes
+    driver.fails = lambda *_: None
+    memory.poll()
+    assert driver.physical_bytes == 0
+
+
+def test_what_is_kept_of_a_step_that_was_tried_goes_back() -> None:
+    driver = EmulatedDriver(total_bytes=GIB)
+    memory = CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE)
+    region = memory.reserve(2 * memory.page_bytes)
+    region.commit(0, 2 * memory.page_bytes)
+    region.close()
+    assert driver.physical_bytes == 2 * memory.page_bytes
+    give_back_kept(memory)
+    assert driver.physical_bytes == 0
+    give_back_kept(HostMemory())

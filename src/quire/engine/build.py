@@ -31,7 +31,7 @@ from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
-from quire.memory.by_device import gauge_for, make_resident, memory_for
+from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
 from quire.memory.governor import Governor
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge, SharedGauge
@@ -86,6 +86,7 @@ def build(
     resident = make_resident(provider, _residency(config, ledger), sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
+        undo.callback(resident.close)
         team = None if parted is None else parted.team(spec, config.cache, sizes, config)
         if team is not None:
             undo.callback(team.close)
@@ -182,6 +183,7 @@ def _claimed(
             # The ledger says who has it and what would fit; if it finds room, this is the news.
             kv_ledger(config, loaded, page_bytes, draft).require()
             raise
+        give_back_kept(provider)  # pages of that step, which the device would count as taken
     return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured)
 
 

@@ -85,6 +85,12 @@ def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes
     return HostResident(provider, residency, capacity_bytes)
 
 
+def give_back_kept(provider: MemoryProvider) -> None:
+    """Pages that a device's memory keeps to commit them again. Raises: MemoryUnavailable."""
+    if isinstance(provider, CudaMemory):
+        provider.trim()
+
+
 def _index(device: "torch.device") -> int:
     """Its number; without one, that of the device in use."""
     import torch

@@ -68,10 +68,7 @@ class CudaResident:
         """Give back what is kept in case it is needed again; what torch keeps goes too."""
         import torch
 
-        try:
-            self.provider.trim()
-        except MemoryUnavailable as error:
-            log.warning("memory is not given back yet: %s", str(error))
+        self._trim()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -83,4 +80,11 @@ class CudaResident:
         """Nothing is kept any more."""
         self._capacity_bytes = 0
         self.provider.hold_bytes = 0
-        self.provider.trim()
+        self._trim()
+
+    def _trim(self) -> None:
+        """What the driver does not take back now is tried again later."""
+        try:
+            self.provider.trim()
+        except MemoryUnavailable as error:
+            log.warning("memory is not given back yet: %s", str(error))
