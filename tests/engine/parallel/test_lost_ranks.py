@@ -24,7 +24,7 @@ from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import child, group
-from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.crew import Crew, _Member
 from quire.engine.parallel.messages import (
     Answer,
     Apply,
@@ -193,6 +193,28 @@ def test_whatever_a_rank_raises_arrives(error: Exception, kind: type[Exception])
     assert type(answer.error) is kind
     assert str(error) in str(answer.error)
     assert answer.value == 5
+
+
+@pytest.mark.parametrize("where", ["send_bytes", "own", "poll", "recv_bytes"])
+def test_after_an_interrupt_no_answer_is_taken_for_the_next_ones(where: str) -> None:
+    """Else the answer that was not waited for would be read as that to another message."""
+
+    def call(name: str) -> Any:
+        if name == where:
+            raise KeyboardInterrupt
+        return pickle.dumps(Done()) if name == "recv_bytes" else True
+
+    names = "send_bytes", "poll", "recv_bytes"
+    channel = SimpleNamespace(**{name: lambda *_, name=name: call(name) for name in names})
+    killed: list[bool] = []
+    process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
+    crew = Crew(2)
+    crew._members.append(_Member(1, process, channel))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        crew.required(Look(model=1), lambda: call("own"))
+    assert killed
+    with pytest.raises(RankLost, match="interrupted in the middle of a step"):
+        crew.required(Look(model=1), bool)
 
 
 # -- ranks that are gone --

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,18 +101,14 @@ class Crew:
 
         Raises: what rank 0's part raises; RankLost.
         """
-        with self._lock:
+        with self._lock, self._fate.shared_by_all():
             self._tell(message)
             try:
                 value = own()
             except Exception:
                 self._answers(message, self._grace_s)
                 raise
-            except BaseException:  # an interrupt: nobody knows how far the others are
-                self._fate.give_up("rank 0 was interrupted in the middle of a step")
-                raise
-            answers = self._answers(message, _LOADING_S)
-        return value, answers
+            return value, self._answers(message, _LOADING_S)
 
     def required(self, message: Message, own: Callable[[], T]) -> T:
         """``all_of``, where an answer that says that it is not done is raised."""
@@ -280,6 +277,19 @@ class _Fate:
         for member in self._members:
             member.process.kill()
         abort()
+
+    @contextmanager
+    def shared_by_all(self) -> Iterator[None]:
+        """For a message and its answers. After an interrupt nobody knows how far the others are,
+        and whose the next answer is.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.give_up("rank 0 was interrupted in the middle of a step")
+            raise
 
     def wait_for(self, member: _Member) -> None:
         """A member whose channel has ended has ended, or is about to."""
