@@ -1,7 +1,9 @@
 """Graphs of decode steps: which sizes, when they go, and what runs where there can be none."""
 
 import logging
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,8 @@ from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.attention import AttentionBatch, SdpaAttention, backend_for_graphs, choose
 from quire.engine import assembly
-from quire.models.captured import graph_sizes
+from quire.engine.runner import ModelRunner
+from quire.models.captured import CapturedDecodes, graph_sizes
 from quire.spec import FullAttention
 from tiny import tiny_model, tokens
 
@@ -174,3 +177,87 @@ def test_a_failed_capture_is_said_once(gpu: Gpu, caplog: pytest.LogCaptureFixtur
     said = [r.message for r in caplog.records if "CUDA graphs" in r.message]
     assert len(said) == 1
     assert "not permitted when stream is capturing" in said[0]
+
+
+def captured_of(llm: LLM) -> CapturedDecodes:
+    runner = llm.engine._runner
+    assert isinstance(runner, ModelRunner)
+    assert runner._captured is not None
+    return runner._captured
+
+
+def test_all_sizes_share_a_stream_and_what_comes_out(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[dict[str, Any]] = []
+    plain, pools = torch.cuda.graph, iter(range(100))
+
+    def graph(own: Any, **options: Any) -> Any:
+        captures.append(options)
+        return plain(own, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (1 + next(pools), 0))
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    own: Any = captured_of(llm)
+    assert [options["stream"] is own._stream for options in captures] == [True] * 3
+    assert {options["pool"] for options in captures} == {(1, 0)}
+    assert {g.logits.inner.data_ptr() for g in own._graphs.values()} == {
+        own._logits.inner.data_ptr()
+    }
+    # Torch refuses a pool all of whose graphs are gone, if anything of it is still there.
+    llm.engine._begin_anew()
+    texts(llm)
+    assert captures[3]["pool"] == (2, 0)
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [torch.cuda.current_stream()]
+
+    @contextmanager
+    def stream(other: Any) -> Iterator[None]:
+        before, current[0] = current[0], other
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Fails:
+        """As torch's: where a capture cannot be ended, its stream is not left."""
+
+        def __init__(self, _: Any, stream: Any = None, **__: Any) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            current[0] = self._stream
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+    before = current[0]
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    assert current[0] is before
+    assert not gpu.num_replays
+    assert len(texts(llm)) == len(PROMPTS)
+
+
+def test_graphs_go_when_the_engine_is_closed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    texts(llm)
+    own = captured_of(llm)
+    graphs = [weakref.ref(each.graph) for each in own._graphs.values()]
+    assert len(graphs) == 3
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: given_back.append(not any(g() for g in graphs))
+    )
+    llm.close()
+    assert given_back == [True]
+    assert not own._tables
+    assert own._logits is None
+    assert not own._room.numel()
+    assert llm.engine._runner._captured is None  # type: ignore[attr-defined]

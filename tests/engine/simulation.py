@@ -87,6 +87,9 @@ class ReadingRunner:
 
     overwrites_states = False
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _write(self, chunk: Chunk) -> None:
         tokens = torch.tensor(chunk.token_ids, dtype=torch.float32)
         positions = torch.arange(chunk.start, chunk.stop, dtype=torch.float32)

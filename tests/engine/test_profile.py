@@ -60,6 +60,21 @@ def test_the_largest_step_is_run_with_a_token_for_each(
     assert (term.num_bytes, term.source.split(",")[0]) == (-12_345, "measured")
 
 
+def test_what_a_backend_keeps_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its own memory when the model is tried out, before the step."""
+    meter, tries = Meter(), list[bool]()
+    try_out = ModelRunner.try_out
+
+    def seen(self: ModelRunner, *, max_tokens: int) -> None:
+        tries.append(meter.begun)
+        try_out(self, max_tokens=max_tokens)
+
+    monkeypatch.setattr(ModelRunner, "try_out", seen)
+    config = EngineConfig(max_num_batched_tokens=64, max_model_len=256)
+    measured_step_bytes(config, adopt(tiny_model("qwen3")), emulated()[1], meter)
+    assert tries == [True]
+
+
 def test_too_little_memory_is_said_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, memory = emulated()
 

@@ -24,9 +24,10 @@ from transformers import (
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from models.steps import LENGTH, World, alone, deviation, world_of
+from quire.attention import SdpaAttention
 from quire.models.ways import latent_read
 from quire.models.ways.latent import LatentLayers
-from quire.spec import LatentAttention
+from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import STRATEGIES
 from tiny import VOCAB, random_model, tokens
 
@@ -359,6 +360,31 @@ def test_long_chunks_that_begin_a_sequence_are_expanded_and_no_more(
             assert seen["tokens"] == 3 * begun  # in each of three layers
             for n, count in step:
                 done[n] += count
+
+
+class OnlyLatents(SdpaAttention):
+    """As FlashInfer, whose kernels for latents say nothing of the widths they expand to."""
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        return None if isinstance(spec, LatentAttention) else "its heads are 64 wide, not 20"
+
+    def attend(self, q: Tensor, view: Any, batch: Any, *, spec: AttentionSpec, **given: Any) -> Any:
+        assert isinstance(spec, LatentAttention)
+        return super().attend(q, view, batch, spec=spec, **given)
+
+
+def test_who_cannot_read_what_is_expanded_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_read, "WORTH_EXPANDING", 8)
+    model, texts = model_of("minicpm3"), tokens(1, LENGTH)
+    want = alone(model, texts)[0, :20]
+    with world_of(model) as world:
+        world.runner.go("table")
+        world.runner._backend = OnlyLatents()
+        world.kv.accounting.add(0, max_tokens=LENGTH)
+        with counted(model) as seen:
+            got = world.logits([(0, 0, 20)], texts)
+        assert (got - want).abs().max() / want.abs().max() <= TOLERANCE
+        assert seen["tokens"] == 3 * 20
 
 
 def test_what_is_read_is_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ class AheadRunner:
     def overwrites_states(self) -> bool:
         return self._runner.overwrites_states
 
+    def close(self) -> None:
+        self._runner.close()
+
     def run(self, plan: StepPlan) -> Any:
         logits = self._runner.run(plan)
         self._resident.prepare()

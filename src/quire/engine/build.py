@@ -93,6 +93,7 @@ def build(
         model = assemble(loaded, spec, config.cache, sizes, resident.provider, config, team)
         kv = model.kv
         undo.callback(kv.close)
+        undo.callback(model.runner.close)
         resident.prefault()
         model.capture(config, sizes.max_model_len)
         drafter = make_drafter(

@@ -115,6 +115,7 @@ class Engine:
         """End every sequence, and give back what is held outside of the cache."""
         self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish_all(reason, detail)
+        self._runner.close()
         if self.drafter is not None:
             self.drafter.close()
         if self._swap is not None:

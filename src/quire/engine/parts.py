@@ -25,6 +25,10 @@ class Runner(Protocol):
         """Whether a step that fails leaves its sequences with states that are of no use."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds beside the model."""
+        ...
+
 
 class Chooser(Protocol):
     """Chooses tokens from what the runner beside it gives."""

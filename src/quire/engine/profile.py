@@ -79,11 +79,11 @@ def _peak_bytes(
         if loaded.ranks is not None:
             team = loaded.ranks.team(spec, "paged", sizes, config)
             undo.callback(team.close)
+        meter.begin()  # before what attends takes memory that it keeps from step to step
         model = assemble(loaded, spec, "paged", sizes, provider, config, team)
         undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
         _make_room(model, plan)
-        meter.begin()
         Sampler(config.seed).sample(model.runner.run(plan), plan)
         return meter.peak_bytes()
 

@@ -101,6 +101,12 @@ class ModelRunner:
             logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
+    def close(self) -> None:
+        """Give back what only steps need. Nothing is run any more."""
+        if self._captured is not None:
+            self._captured.close()
+            self._captured = None
+
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
         self._model, self.way = make_way(way, self._loaded, self._stand_ins), way

@@ -3,7 +3,7 @@
 A step of decoding, one token a sequence, does the same each time, on other numbers. So it is
 captured once for each of a few sizes, over memory that stays, and replayed: the step's numbers are
 copied there and rows that nobody has are padding, which keeps nothing and reads nothing. What comes
-out lies where it lay the last time, until the next replay.
+out lies in one place for all sizes, until the next replay.
 
 A graph knows addresses. It goes when the model has changed or the cache was begun anew, and is
 captured again when it is asked for. How a pass is run is not known here, nor what it reads.
@@ -75,8 +75,11 @@ class CapturedDecodes:
         room = staged_bytes([*_inputs(batches).arrays, *batch_arrays(batches)])
         room += sum(tables.nbytes + 16 for tables in self._tables)
         self._room = torch.zeros(room, dtype=torch.uint8, device=device)
+        # One for all sizes: libraries keep memory for each stream that they have ever seen.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._graphs: dict[int, Captured] = {}
+        self._logits: Tensor | None = None  # [max_num_seqs, vocabulary]
         self._unchanged: Unchanged | None = None
         self._cache: object = None  # of which the graphs know the addresses
         self._works = True
@@ -121,16 +124,29 @@ class CapturedDecodes:
         captured.graph.replay()
         return captured.logits[:num_seqs]
 
+    def close(self) -> None:
+        """Give back the graphs, and to the system what they alone had. Nothing is replayed then."""
+        self._works, self._cache, self._unchanged = False, None, None
+        self._forget()
+        self._tables, self._room = [], self._room[:0].clone()
+        torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        """A pool of which no graph is left cannot be captured into any more."""
+        self._graphs, self._pool, self._logits = {}, None, None
+
     def _begin(self, cache: object) -> None:
         """Forget the graphs, which are of another model or cache."""
-        self._graphs, self._cache = {}, cache
+        self._forget()
+        self._cache = cache
         self._unchanged = Unchanged(self._model)
         if not self._unchanged.holds():
             self._give_up("its owner listens to what it does")
 
     def _give_up(self, reason: str) -> None:
         log.warning("%s runs without CUDA graphs: %s", type(self._model).__name__, reason)
-        self._works, self._graphs = False, {}
+        self._works = False
+        self._forget()
 
     def _captured(self, size: int) -> Captured | None:
         """The graph of a size, captured if it is not there."""
@@ -150,15 +166,23 @@ class CapturedDecodes:
         batches = self._nobody(size)
         inputs = self._place(batches, _inputs(batches))
         # First without a graph, for what is done only the first time: kernels are compiled.
-        ours, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        other.wait_stream(ours)
-        with torch.cuda.stream(other):
-            self._run(batches, inputs)
-        ours.wait_stream(other)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(batches, inputs)
+        ours = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(ours)
+        # Outside of the capture too: one that fails leaves its stream as the current one.
+        with torch.cuda.stream(self._stream):
+            found = self._run(batches, inputs)
+            if self._logits is None:
+                self._logits = found.new_empty(self._sizes[-1], found.shape[-1])
+            logits = self._logits[:size]
+            logits.copy_(found)
+            del found
+            ours.wait_stream(self._stream)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                logits.copy_(self._run(batches, inputs))
         return Captured(graph=graph, logits=logits)
 
     def _require_alike(self, captured: Captured) -> None:

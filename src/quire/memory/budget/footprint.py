@@ -32,9 +32,10 @@ class Footprint:
     def graph_bytes(self, num_tokens: int) -> int:
         """An estimate of what recorded steps of up to so many tokens keep, logits for each.
 
-        They share what they compute with, so that the largest counts. Tokens are chosen outside.
+        They share what they compute with, so that the largest counts, and where their logits come
+        out. Tokens are chosen outside.
         """
-        return self._layer_bytes(num_tokens) + num_tokens * self.vocab_size * self.item_bytes
+        return self._layer_bytes(num_tokens) + 2 * num_tokens * self.vocab_size * self.item_bytes
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * (

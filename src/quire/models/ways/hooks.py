@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from quire.attention import AttentionBackend, AttentionBatch
+from quire.attention import AttentionBackend, AttentionBatch, SdpaAttention
 from quire.errors import UnsupportedModel
 from quire.models.states.recurrent import StepStates
 from quire.models.ways.gathered import attend_gathered, gather
@@ -28,7 +28,7 @@ from quire.models.ways.latent import AbsorbedLatent
 from quire.models.ways.latent_read import attend_latents
 from quire.models.ways.source import KeptSource
 from quire.spec import AttentionSpec
-from quire.strategies import Accounting, Storage
+from quire.strategies import Accounting, LayerView, Storage
 from quire.strategies.layout import attention_groups, attention_spec
 
 ATTENTION_NAME = "quire"
@@ -187,8 +187,29 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
     if absorbed is None:
         out = read(q, view, batch, spec=spec)
     else:
-        out = attend_latents(q, key, value, absorbed, view, batch, read, spec=spec)
+        alone = partial(_attend_expanded, quire_step.backend, scale=scale, softcap=softcap)
+        out = attend_latents(
+            q, key, value, absorbed, view, batch, read, partial(alone, sinks=s_aux), spec=spec
+        )
     return out[None], None
+
+
+def _attend_expanded(
+    backend: AttentionBackend,
+    q: Tensor,
+    row: LayerView,
+    batch: AttentionBatch,
+    *,
+    spec: AttentionSpec,
+    **options: Any,
+) -> Tensor:
+    """Over keys and values that are kept by nobody, and need not be of a kind that is."""
+    key = ("expanded", spec.entry_shapes)
+    if key not in batch.memo:
+        serves = backend.unsupported(spec, q.device) is None
+        batch.memo[key] = backend if serves else SdpaAttention()
+    found: Tensor = batch.memo[key].attend(q, row, batch, spec=spec, **options)
+    return found
 
 
 def _layer_of(module: torch.nn.Module, step: Step) -> int:

@@ -32,7 +32,7 @@ class _Parts:
     queries: Tensor  # i64: theirs
 
 
-def attend_latents(
+def attend_latents(  # noqa: PLR0913
     q: Tensor,  # [T, H, Dn + rope]
     latents: Tensor,  # [1, 1, T, R]: the step's own
     rotary: Tensor,  # [1, 1, T, rope]
@@ -40,6 +40,7 @@ def attend_latents(
     view: LayerView,
     batch: AttentionBatch,
     attend: Callable[..., Tensor],  # a backend's, with its scale
+    attend_expanded: Callable[..., Tensor],  # the same, of what may be of another kind
     *,
     spec: AttentionSpec,
 ) -> Tensor:
@@ -66,7 +67,7 @@ def attend_latents(
             dtype=spec.dtype,
         )
         row = LayerView(k=k, v=v, slots_per_row=1)
-        part = attend(q[begin:end], row, alone, spec=own)
+        part = attend_expanded(q[begin:end], row, alone, spec=own)
         if out is None:
             out = part.new_empty(*q.shape[:2], part.shape[-1])
         out[begin:end] = part

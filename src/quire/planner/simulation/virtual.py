@@ -77,6 +77,9 @@ class VirtualRunner:
     def run(self, plan: StepPlan) -> None:
         self._clock.now_s += self._costs.seconds(self._reach.of(plan))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 @final
 class ForeseenTokens:
