@@ -107,18 +107,3 @@ def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPa
             return texts
 
     assert outputs(256) == outputs(1024)
-
-
-def test_a_new_buffer_is_not_written_to_before_who_had_its_memory_is_done(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf = PinnedShelf(DEVICE)
-    shelf.put(0, [[torch.ones(4, device=DEVICE)]])
-    waits: list[str] = []
-    monkeypatch.setattr(
-        type(shelf.copying), "wait_stream", lambda *_: waits.append("for the step"), raising=True
-    )
-    for _ in range(2):  # the other buffer, which is new, and then the first one again
-        list(shelf.get(0))
-    assert waits == ["for the step"]
-    shelf.close()

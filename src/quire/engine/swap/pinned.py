@@ -110,8 +110,6 @@ class PinnedShelf:
         if len(self._buffers[self._turn]) < num_bytes:
             self._spare[self._turn].synchronize()  # it may be in use on the other stream
             room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            # Whoever had it before may still be computing, and the other stream writes to it too.
-            self.copying.wait_stream(torch.cuda.current_stream(self._device))
             self._buffers[self._turn] = room
             # Torch gives memory again to the stream that last had it, which may still read what
             # was there: the other stream has to wait for that.
