@@ -492,6 +492,20 @@ def test_close_gives_everything_back_and_ends_what_runs(strategy: str) -> None:
             use(prompts()[0])
 
 
+def test_whatever_cannot_be_closed_the_cache_is() -> None:
+    def fail() -> None:
+        raise RuntimeError("a graph cannot be freed")
+
+    memory = CountedMemory(HostMemory())
+    llm = small(provider=memory)
+    next(llm.stream(prompts(), GREEDY))
+    llm.engine._runner.close = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="cannot be freed"):
+        llm.close()
+    assert memory.committed_bytes == memory.reserved_bytes == 0
+    llm.close()
+
+
 def test_a_stream_begun_after_close_ends_at_once() -> None:
     with small() as llm:
         stream = llm.stream(prompts()[0], GREEDY)

@@ -115,11 +115,11 @@ class Engine:
         """End every sequence, and give back what is held outside of the cache."""
         self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish_all(reason, detail)
-        self._runner.close()
         if self.drafter is not None:
             self.drafter.close()
         if self._swap is not None:
             self._swap.close()
+        self._runner.close()
 
     def _compute(self, plan: StepPlan) -> list[Sampled]:
         """What came of each draw. Done twice, it gives the same, if no states are overwritten."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -349,15 +350,14 @@ class LLM:
         self._closed = True
         self._elastic.close()
         self._resident.close()
-        with self._elastic.lock:
-            self.engine.close(reason, detail)
-            self._kv.close()
-            self._resident.rest(short=True)  # what was kept for it is of no use to it now
-            if self._team is not None:
-                self._team.close()
-            if self._ranks is not None:
-                self._ranks.close()
+        with self._elastic.lock, ExitStack() as parts:  # all of them, whatever one raises
+            for part in (self._ranks, self._team):
+                if part is not None:
+                    parts.callback(part.close)
+            parts.callback(self._resident.rest, short=True)  # what was kept for it is of no use now
+            parts.callback(self._kv.close)
             self._noted_usage = _NOTHING
+            self.engine.close(reason, detail)
 
     def _requests(
         self,
