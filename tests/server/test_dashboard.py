@@ -247,10 +247,8 @@ def test_frames_stay_small_whatever_the_cache() -> None:
     async def body() -> None:
         async with serving(kv_cache_memory_bytes="2GB", max_num_seqs=128, observe=slowly) as client:
             llm, feed = client.service.llm, client.call(FEED, method="GET")
-            tasks = [
-                asyncio.create_task(llm.complete(f"# {i}\n" * 9, SamplingParams(max_tokens=60)))
-                for i in range(100)
-            ]
+            params = SamplingParams(max_tokens=300, ignore_eos=True)  # a frame will come by then
+            tasks = [asyncio.create_task(llm.complete(f"# {i}\n" * 9, params)) for i in range(100)]
             frame = await a_frame(feed, lambda f: f.num_running + f.num_waiting > 80)
             cells: Cells = frame.cells[0]
             assert cells.each > 1
