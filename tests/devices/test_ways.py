@@ -8,14 +8,12 @@ import torch
 from transformers import (
     BloomConfig,
     DiffLlamaConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
     MambaConfig,
     PreTrainedConfig,
-    Qwen3NextConfig,
 )
 
 import pretend
+from models.test_recurrent import HYBRIDS
 from pretend import PretendMemory
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
@@ -44,31 +42,9 @@ _COMMON: dict[str, Any] = dict(
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gathered": lambda: DiffLlamaConfig(**_COMMON),
     "alone": lambda: BloomConfig(**_IDS, hidden_size=64, n_layer=3, n_head=4),
-    "convolutions": lambda: Lfm2Config(**_COMMON, layer_types=["conv", "full_attention", "conv"]),
-    "delta": lambda: Qwen3NextConfig(
-        **_COMMON,
-        head_dim=16,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "linear_attention", "full_attention"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    ),
-    "mamba2": lambda: GraniteMoeHybridConfig(
-        **_COMMON,
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_expand=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=32,
-        layer_types=["mamba", "attention", "mamba"],
-    ),
+    "convolutions": HYBRIDS["lfm2"],
+    "delta": HYBRIDS["qwen3_next"],
+    "mamba2": HYBRIDS["granitemoehybrid"],
     "no attention": lambda: MambaConfig(**_IDS, hidden_size=16, num_hidden_layers=2, state_size=4),
 }
 

@@ -69,17 +69,37 @@ class AttentionBatch:
 
     def on(self, device: torch.device) -> PlacedBatch:
         """On a device; the same for every layer of a step."""
-        placed = self.memo.get(device)
-        if placed is None:
-            placed = self.memo[device] = PlacedBatch(
+        if device not in self.memo:
+            self.place(
+                device,
                 query_starts=torch.from_numpy(self.query_starts).to(device, torch.int32),
                 context_lens=torch.from_numpy(self.context_lens).to(device, torch.int32),
                 tables=self.tables.to(device, torch.int32),
                 slots=self.slots.to(device),
-                max_query_len=int(np.diff(self.query_starts).max(initial=0)),
-                max_context_len=int(self.context_lens.max(initial=0)),
             )
+        placed: PlacedBatch = self.memo[device]
         return placed
+
+    def place(
+        self,
+        device: torch.device,
+        *,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        tables: Tensor,
+        slots: Tensor,
+        max_context_len: int | None = None,  # if it may become longer than now
+    ) -> None:
+        """Its numbers lie there, from now on."""
+        longest = int(self.context_lens.max(initial=0))
+        self.memo[device] = PlacedBatch(
+            query_starts=query_starts,
+            context_lens=context_lens,
+            tables=tables,
+            slots=slots,
+            max_query_len=int(np.diff(self.query_starts).max(initial=0)),
+            max_context_len=longest if max_context_len is None else max_context_len,
+        )
 
     def slots_on(self, device: torch.device) -> Tensor:
         """Where tensors of a device are written to by torch."""

@@ -91,10 +91,9 @@ def prepare(
     team: Team | None = None,
 ) -> tuple[AttentionBackend, MakePair]:
     """What attends, and what makes a cache's pair. Raises: ConfigError."""
-    empty = build_accounting(strategy, spec, sizes)
     backend = choose_backend(
         config.attention_backend,
-        [attention_spec(group) for group in attention_groups(empty.groups)],
+        [attention_spec(group) for group in attention_groups(spec.groups)],
         loaded.device,
         kernel_dir=kernel_dir(),
     )

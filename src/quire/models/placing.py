@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention import AttentionBatch, PlacedBatch
+from quire.attention import AttentionBatch
 from quire.devices.staging import Array, to_device
 
 _PER_BATCH = 4  # arrays
@@ -68,14 +68,13 @@ def place_batches(
     tables = found[(_PER_BATCH - 1) * len(batches) :]
     for number, batch in enumerate(batches):
         starts, context_lens, slots = found[(_PER_BATCH - 1) * number :][: _PER_BATCH - 1]
-        longest = int(batch.context_lens.max(initial=0))
-        batch.memo[device] = PlacedBatch(
+        batch.place(
+            device,
             query_starts=starts,
             context_lens=context_lens,
             tables=tables[number],
             slots=slots,
-            max_query_len=int(np.diff(batch.query_starts).max(initial=0)),
-            max_context_len=longest if max_context_len is None else max_context_len,
+            max_context_len=max_context_len,
         )
 
 

@@ -44,7 +44,6 @@ from quire.strategies.storage import BlockStorage, RangeStorage
 from quire.strategies.view import EntryWriter, LayerView, MakeWriter
 from quire.strategies.virtual import VirtualAccounting
 from quire.strategies.virtual_shared import SharedVirtualAccounting
-from quire.strategies.window_storage import WindowStorage
 
 
 class _MakeAccounting(Protocol):
@@ -65,7 +64,7 @@ def _virtual_storage(
     accounting: Accounting, provider: MemoryProvider, make_writer: MakeWriter | None
 ) -> Storage:
     if isinstance(accounting, SharedVirtualAccounting):
-        return WindowStorage(accounting, provider, make_writer)
+        return StackedStorage(accounting, provider, make_writer)
     return _range_storage(accounting, provider, make_writer)
 
 

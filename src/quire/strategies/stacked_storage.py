@@ -1,14 +1,17 @@
-"""Where the bytes of ranges lie on large pages: layers in stacks, a token's entries together.
+"""Where the bytes of layers in stacks lie: a token's entries of all of them together.
 
 In a stack, layer l of all tokens is a range ``[K, slots, D]`` with equal strides, so that a kernel
-reads it as it reads any range. What is committed is one piece of each stack.
+reads it as it reads any range. What is committed is one piece of each stack. Sequences see it as it
+lies (ranges on large pages), or through a window each, which shows blocks in heaps (``virtual``
+with sharing).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from quire.blocks import Change, Commit, Copy, Release
+from quire.blocks import Change, Commit, Copy, Map, Release, Unmap
+from quire.errors import MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes, scale_bytes
@@ -19,6 +22,7 @@ from quire.strategies.pages import Pages, back
 from quire.strategies.stacking import Stacking
 from quire.strategies.states import StateRows, make_states
 from quire.strategies.view import LayerView, MakeWriter
+from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,18 +42,40 @@ class _Stack:
 
     region: Region
     rows: "Tensor"  # u8[slots, token_bytes]
+    window: Window | None = None  # None: it is seen as it lies
+
+    def seen(self, slots: int) -> "Tensor":
+        """u8[slots, token_bytes]"""
+        return self.rows if self.window is None else _rows(self.window, slots, self.rows.shape[1])
 
     def pages(self, change: Commit | Release) -> Pages:
         size = self.rows.shape[1]
         return Pages(self.region, change.start * size, (change.stop - change.start) * size)
 
+    def copy(self, change: Copy) -> None:
+        """All that some tokens have here."""
+        source = self.rows[change.source : change.source + change.num_slots]
+        if abs(change.source - change.target) < change.num_slots:  # they overlap
+            source = source.clone()
+        self.rows[change.target : change.target + change.num_slots] = source
+
+    def show(self, change: Map) -> None:
+        assert self.window is not None, f"{change} asks for a window"
+        size = self.rows.shape[1]
+        self.window.map(change.target * size, change.source * size, change.num_slots * size)
+
+    def hide(self, start: int, stop: int) -> None:
+        assert self.window is not None, "nothing is hidden without a window"
+        size = self.rows.shape[1]
+        self.window.unmap(start * size, (stop - start) * size)
+
 
 class StackedStorage:
-    """Ranges of tokens; see ``Storage``."""
+    """See ``Storage``."""
 
     def __init__(
         self,
-        accounting: RangeAccounting,
+        accounting: RangeAccounting | SharedVirtualAccounting,
         provider: MemoryProvider,
         make_writer: MakeWriter | None = None,
     ) -> None:
@@ -65,10 +91,13 @@ class StackedStorage:
             assert layout is not None, "its ranges are head-major"
             self._stacks[index] = []
             for layers in layout.stacks(group):
-                region = self.memory.reserve(slots * layout.token_bytes)
-                rows = token_rows(region, slots, layout.token_bytes)
-                self._stacks[index].append(_Stack(region, rows))
-                self._layers |= stacked_layers(rows, spec, layers, longest, make_writer)
+                if isinstance(accounting, SharedVirtualAccounting):
+                    stack = self._in_heaps(accounting, index, layout.token_bytes)
+                else:
+                    stack = self._in_a_row(slots, layout.token_bytes)
+                self._stacks[index].append(stack)
+                rows = stack.seen(slots)
+                self._layers |= _layers(rows, spec, layers, longest, make_writer)
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
@@ -76,11 +105,15 @@ class StackedStorage:
                 self._states[change.group].apply(change)
                 continue
             stacks = self._stacks[change.group]
-            if isinstance(change, Copy):
+            if isinstance(change, Map):
+                _show(stacks, change)
+            elif isinstance(change, Unmap):
                 for stack in stacks:
-                    copy_tokens(stack.rows, change)
+                    stack.hide(change.start, change.stop)
+            elif isinstance(change, Copy):
+                for stack in stacks:
+                    stack.copy(change)
             else:
-                assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 back(change, [stack.pages(change) for stack in stacks])
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
@@ -107,15 +140,40 @@ class StackedStorage:
         for rows in self._states.values():
             rows.close()
 
+    def _in_a_row(self, slots: int, token_bytes: int) -> _Stack:
+        region = self.memory.reserve(slots * token_bytes)
+        return _Stack(region, _rows(region, slots, token_bytes))
 
-def token_rows(memory: Region | Window, slots: int, token_bytes: int) -> "Tensor":
+    def _in_heaps(
+        self, accounting: SharedVirtualAccounting, group: int, token_bytes: int
+    ) -> _Stack:
+        slots = accounting.pool_slots(group)
+        region = self.memory.reserve(
+            slots * token_bytes, heap_bytes=accounting.heap_slots(group) * token_bytes
+        )
+        window = region.window(accounting.num_slots(group) * token_bytes)
+        return _Stack(region, _rows(region, slots, token_bytes), window)
+
+
+def _show(several: list[_Stack], change: Map) -> None:
+    """In all stacks, or in none."""
+    for index, stack in enumerate(several):
+        try:
+            stack.show(change)
+        except MemoryUnavailable:
+            for done in several[:index]:
+                done.hide(change.target, change.target + change.num_slots)
+            raise
+
+
+def _rows(memory: Region | Window, slots: int, token_bytes: int) -> "Tensor":
     """A row for each token: u8[slots, token_bytes]."""
     import torch
 
     return memory.tensor(torch.uint8)[: slots * token_bytes].view(slots, token_bytes)
 
 
-def stacked_layers(
+def _layers(
     rows: "Tensor",
     spec: AttentionSpec,
     layers: Sequence[int],
@@ -128,14 +186,6 @@ def stacked_layers(
         keys, values = _entries(rows, spec, number * spec.bytes_per_token)
         found[layer] = RangeLayer(keys, values, longest, make_writer)
     return found
-
-
-def copy_tokens(rows: "Tensor", change: Copy) -> None:
-    """All that some tokens have in a stack."""
-    source = rows[change.source : change.source + change.num_slots]
-    if abs(change.source - change.target) < change.num_slots:  # they overlap
-        source = source.clone()
-    rows[change.target : change.target + change.num_slots] = source
 
 
 def _entries(rows: "Tensor", spec: AttentionSpec, start: int) -> tuple[Entries, Entries]:
