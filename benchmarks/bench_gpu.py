@@ -22,6 +22,7 @@ import torch
 import typer
 from gpu_attention import bandwidth, decode, prefill
 from gpu_engine import engine
+from gpu_growing import growing
 from gpu_memory import layouts, release, session
 from gpu_setting import Found, Setting
 from report import show
@@ -34,6 +35,7 @@ PARTS: Mapping[str, Callable[[Setting], Found]] = MappingProxyType(
         "prefill": prefill,
         "session": session,
         "release": release,
+        "growing": growing,
         "layouts": layouts,
         "engine": engine,
     }
@@ -63,7 +65,7 @@ def main(  # noqa: PLR0913 - each is a flag
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
     part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Bandwidth, decode, prefill, sessions, layouts, and an engine, on a GPU."""
+    """Bandwidth, decode, prefill, sessions, grown buffers, layouts, and an engine, on a GPU."""
     setting = Setting(emulated=emulated, seed=seed, rounds=2 if emulated else rounds)
     if part:
         _alone(part, setting, keep)

@@ -264,7 +264,7 @@ def _a_hundred_tokens(setting: Setting, geometry: Geometry, whole: int, found: F
             layers_per_page="auto",
             **options,
         )
-        accounting = build_accounting(strategy, _spec(geometry, whole), sizes)
+        accounting = build_accounting(strategy, spec_of(geometry, whole), sizes)
         storage = build_storage(strategy, accounting, memory)
         accounting.add(0)
         assert isinstance(accounting.try_extend(0, 100), Fits)
@@ -285,7 +285,7 @@ def _a_hundred_tokens(setting: Setting, geometry: Geometry, whole: int, found: F
     return Table(title="100 tokens under a strategy", columns=columns, rows=rows)
 
 
-def _spec(geometry: Geometry, max_model_len: int) -> ModelSpec:
+def spec_of(geometry: Geometry, max_model_len: int) -> ModelSpec:
     attention = FullAttention(
         num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, dtype="bfloat16"
     )
@@ -301,7 +301,7 @@ def release(setting: Setting) -> Found:
     """Bytes of the device that are free before, during and after sequences of each strategy."""
     geometry = TINY if setting.emulated else QWEN3_4B
     tokens, num_seqs = (64, 2) if setting.emulated else (4096, 8)
-    spec = _spec(geometry, tokens)
+    spec = spec_of(geometry, tokens)
     found, rows = Found(), []
     for strategy in STRATEGIES:
         memory, driver = setting.memory()

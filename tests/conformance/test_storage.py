@@ -64,6 +64,9 @@ class RegionsInView:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
+    def used_on(self, stream: int) -> None:
+        self._upstream.used_on(stream)
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> CheckedRegion:
         self.regions.append(self._upstream.reserve(nbytes, heap_bytes=heap_bytes))
         return self.regions[-1]

@@ -6,12 +6,13 @@ they give is true; what a GPU would refuse is refused (tensors of two devices in
 
 * ``tensor``: the tensors, and what each operation does to them.
 * ``runtime`` and ``streams``: what ``torch.cuda`` offers: copies, graphs; streams and events.
+* ``late``: several streams, of which all but the first do what they have to as late as can be.
 * ``attention``: a backend of kernels that read nothing but what lies there.
 * ``memory``: a ``MemoryProvider`` whose regions lie there.
 
-What it cannot tell: how long anything takes, what a kernel does that is not torch's, and what
-happens on several streams, which are all one here. That a program runs here says that its tensors
-are in the right places; it is no proof that it runs on a GPU.
+What it cannot tell: how long anything takes, and what a kernel does that is not torch's. That a
+program runs here says that its tensors are in the right places; it is no proof that it runs on a
+GPU.
 """
 
 from pretend.attention import PretendAttention

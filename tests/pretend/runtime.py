@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from memory.cuda.streams import Streams
+from pretend.late import Lateness
 from pretend.streams import names_of_streams
 from pretend.tensor import UNDERNEATH, PretendTensor, compute
 
@@ -44,11 +46,11 @@ class Graph:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._notes: list[tuple[Any, Any, Any, Any]] = []
+        self.notes: list[tuple[Any, Any, Any, Any]] = []
         self._own: dict[int, Any] = {}  # storages
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._notes.append((func, args, kwargs, out))
+        self.notes.append((func, args, kwargs, out))
 
     def keep(self, new: list[Tensor]) -> None:
         """Memory that was made while it was captured."""
@@ -57,11 +59,19 @@ class Graph:
     def made(self, held: Tensor) -> bool:
         return held.untyped_storage()._cdata in self._own
 
-    @torch.inference_mode()
+    def tensors(self) -> list[Tensor]:
+        """All that it reads or writes and did not make."""
+        found = [x for x in tree_leaves(self.notes) if isinstance(x, Tensor)]
+        return [x for x in found if not self.made(x)]
+
     def replay(self) -> None:
         self._gpu.launch("graph")
+        self.run()
+
+    @torch.inference_mode()
+    def run(self) -> None:
         with _plainly():
-            for func, args, kwargs, out in self._notes:
+            for func, args, kwargs, out in self.notes:
                 again = func(*args, **kwargs)
                 if out is None:
                     continue
@@ -73,7 +83,7 @@ class Graph:
         return (0, 0)
 
     def reset(self) -> None:
-        self._notes.clear()
+        self.notes.clear()
 
 
 class Gpu:
@@ -85,6 +95,7 @@ class Gpu:
         self.launches: list[str] = []
         self.num_replays = self.num_uploads = self.num_downloads = 0
         self.capturing: Graph | None = None
+        self.late: Lateness | None = None  # it has several streams
         self.dispatch = _Dispatch(self)
         self._pinned: dict[int, Any] = {}  # storages
         self._pending: list[_Pending] = []
@@ -111,11 +122,18 @@ class Gpu:
                 raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         inner = tree_map_only(PretendTensor, lambda x: x.inner, args)
         self.launch(function.__name__)
-        if self.capturing is not None:
-            self.capturing.note(function, inner, {}, None)
+        if self.noting is not None:
+            self.noting.note(function, inner, {}, None)
         else:
             with _plainly():
                 function(*inner)
+
+    @property
+    def noting(self) -> Graph | None:
+        """Where operations are noted, to be done later."""
+        if self.capturing is not None or self.late is None:
+            return self.capturing
+        return self.late.noting
 
     def wait(self, why: str, mark: int | None = None) -> None:
         """The host waits, for all that was launched (up to ``mark``)."""
@@ -123,6 +141,7 @@ class Gpu:
             raise RuntimeError(
                 f"CUDA error: operation not permitted when stream is capturing: {why}"
             )
+        assert self.noting is None, f"the host waits for another stream than the first: {why}"
         self.waits.append(why)
         self._done = self._mark if mark is None else max(mark, self._done)
         settled = [each for each in self._pending if each.mark <= self._done]
@@ -153,6 +172,7 @@ class Gpu:
         held = source if up else source.inner
         into = target.inner if isinstance(target, PretendTensor) else target
         host = held if up else into
+        assert self.noting is None, "a copy between devices on another stream than the first"
         self.num_uploads += up
         self.num_downloads += not isinstance(target, PretendTensor)
         self._mark += 1
@@ -254,14 +274,23 @@ def _says(value: object) -> Callable[..., Any]:
 
 
 @contextmanager
-def cuda(*, num_devices: int = 1, total_bytes: int = 2**34) -> Iterator[Gpu]:
-    """While it lasts there is CUDA. Tensors that were made then are of no use afterwards."""
+def cuda(
+    *, num_devices: int = 1, total_bytes: int = 2**34, queues: Streams | None = None
+) -> Iterator[Gpu]:
+    """While it lasts there is CUDA. Tensors that were made then are of no use afterwards.
+
+    With ``queues`` there are several streams, see ``late``; without, all are one.
+    """
     if not hasattr(torch, UNDERNEATH):
         _setup_privateuseone_for_python_backend()
     gpu = Gpu(num_devices, total_bytes)
+    names = _names(gpu)
+    if queues is not None:
+        gpu.late = Lateness(gpu, queues)
+        names |= gpu.late.names()
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     with ExitStack() as undo:
-        for name, value in _names(gpu).items():
+        for name, value in names.items():
             undo.enter_context(mock.patch.object(torch.cuda, name, value))
         undo.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         # So that tied weights stay tied when a module is moved.

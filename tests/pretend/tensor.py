@@ -126,7 +126,7 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
     args, kwargs = tree_map_only(PretendTensor, lambda x: x.inner, (args, kwargs))
     if func is aten.histc.default and not args[0].is_floating_point():
         func = _histc  # which the CPU lacks
-    graph, writes = gpu.capturing, func is not _histc and func._schema.is_mutable
+    graph, writes = gpu.noting, func is not _histc and func._schema.is_mutable
     written = _written(func, args, kwargs) if graph is not None and writes else []
     if graph is not None and not all(graph.made(x) for x in written):  # nothing is done yet
         out = written[0] if len(func._schema.returns) else None

@@ -129,6 +129,14 @@ class MemoryProvider(Protocol):
         """Why regions cannot have heaps and windows here, in words; None if they can."""
         ...
 
+    def used_on(self, stream: int) -> None:
+        """Work on another stream of the device uses the memory too: its handle.
+
+        What is given back waits for it as well. It waits for the device's first stream itself. Of
+        a host's memory this says nothing.
+        """
+        ...
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> Region:
         """Take address space for ``nbytes`` (rounded up to pages); no page is committed.
 

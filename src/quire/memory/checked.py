@@ -24,6 +24,9 @@ class CheckedMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
+    def used_on(self, stream: int) -> None:
+        self._upstream.used_on(stream)
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CheckedRegion":
         if heap_bytes is not None and (heap_bytes < 1 or heap_bytes % self.page_bytes):
             raise AssertionError(f"heap_bytes={heap_bytes}: not whole pages of {self.page_bytes}")

@@ -34,6 +34,9 @@ class CountedMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
+    def used_on(self, stream: int) -> None:
+        self._upstream.used_on(stream)
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CountedRegion":
         region = CountedRegion(self._upstream.reserve(nbytes, heap_bytes=heap_bytes), self)
         self.reserved_bytes += region.nbytes
@@ -154,6 +157,9 @@ class LimitedMemory:
     def cannot_share(self) -> str | None:
         return self._counted.cannot_share
 
+    def used_on(self, stream: int) -> None:
+        self._counted.used_on(stream)
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
         region = self._counted.reserve(nbytes, heap_bytes=heap_bytes)
         return GuardedRegion(region, self._refuse_above_limit)
@@ -188,6 +194,9 @@ class FailingMemory:
     @property
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
+
+    def used_on(self, stream: int) -> None:
+        self._upstream.used_on(stream)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
         region = self._upstream.reserve(nbytes, heap_bytes=heap_bytes)

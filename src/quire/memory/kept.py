@@ -58,6 +58,9 @@ class KeptMemory:
     def cannot_share(self) -> str | None:
         return self._counted.cannot_share
 
+    def used_on(self, stream: int) -> None:
+        self._counted.used_on(stream)
+
     @property
     def backed_bytes(self) -> int:
         """Bytes of pages that exist, committed or kept."""

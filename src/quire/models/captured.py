@@ -12,7 +12,7 @@ captured again when it is asked for. How a pass is run is not known here, nor wh
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ from quire.models.unchanged import Unchanged
 from quire.units import ceil_div, format_bytes
 
 log = logging.getLogger(__name__)
+
+
+class Cache(Protocol):
+    """What the graphs read and write."""
+
+    def settle(self) -> None:
+        """What is launched from now on finds every copy in it done."""
+        ...
+
 
 # A pass over some batches.
 Run = Callable[[Sequence[AttentionBatch], Inputs], Tensor]
@@ -81,12 +90,13 @@ class CapturedDecodes:
         self._graphs: dict[int, Captured] = {}
         self._logits: Tensor | None = None  # [max_num_seqs, vocabulary]
         self._unchanged: Unchanged | None = None
-        self._cache: object = None  # of which the graphs know the addresses
+        self._cache: Cache | None = None  # of which the graphs know the addresses
         self._works = True
 
-    def capture(self, cache: object) -> None:
+    def capture(self, cache: Cache) -> None:
         """All sizes, the largest first: the others fit into the memory that it has taken."""
         before = torch.cuda.memory_reserved(self._device)
+        cache.settle()
         self._begin(cache)
         for size in reversed(self._sizes):
             if not self._works:
@@ -100,7 +110,7 @@ class CapturedDecodes:
         )
 
     def replay(
-        self, cache: object, batches: Sequence[AttentionBatch], given: HostInputs
+        self, cache: Cache, batches: Sequence[AttentionBatch], given: HostInputs
     ) -> Tensor | None:
         """Logits [S, vocabulary] of a step with one token a sequence; None: it must be run.
 
@@ -112,6 +122,7 @@ class CapturedDecodes:
             return None
         if any(b.tables.shape[1] > t.shape[1] for b, t in zip(batches, self._tables, strict=True)):
             return None
+        cache.settle()
         if cache is not self._cache or self._unchanged is None or not self._unchanged.holds():
             self._begin(cache)
         captured = self._captured(next(size for size in self._sizes if size >= num_seqs))
@@ -135,7 +146,7 @@ class CapturedDecodes:
         """A pool of which no graph is left cannot be captured into any more."""
         self._graphs, self._pool, self._logits = {}, None, None
 
-    def _begin(self, cache: object) -> None:
+    def _begin(self, cache: Cache) -> None:
         """Forget the graphs, which are of another model or cache."""
         self._forget()
         self._cache = cache

@@ -352,13 +352,16 @@ class Storage(Protocol):
         ...
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Carry out what accounting decided.
+        """Carry out what accounting decided. What is copied may be copied until it is used.
 
         Raises: MemoryUnavailable if the system refuses pages. The changes before the refused one
-        are done, it and those after it are not, in any layer. Accounting is then ahead of the pages
-        that exist: all that is left to do with the pair is ``close``, and to begin again with a new
-        one.
+        are done, it and those after it are not, in any layer. Accounting is ahead of the pages that
+        exist then: the pair is good for ``close`` only.
         """
+        ...
+
+    def settle(self) -> None:
+        """Wait for all copies: for who replays a step, which asks for no layer."""
         ...
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:

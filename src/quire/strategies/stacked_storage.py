@@ -8,6 +8,7 @@ with sharing).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quire.blocks import Change, Commit, Copy, Map, Release, Unmap
@@ -16,6 +17,7 @@ from quire.memory import CountedMemory, MemoryProvider, Region, Window
 from quire.spec import AttentionSpec
 from quire.spec.layers import dtype_bytes, scale_bytes
 from quire.strategies.base import Accounting
+from quire.strategies.beside import CopiesBeside
 from quire.strategies.entries import Entries, RangeLayer
 from quire.strategies.layout import attention_spec
 from quire.strategies.pages import Pages, back
@@ -36,7 +38,7 @@ class RangeAccounting(Accounting, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
     """Layers that lie together."""
 
@@ -80,7 +82,7 @@ class StackedStorage:
         make_writer: MakeWriter | None = None,
     ) -> None:
         self.memory = CountedMemory(provider)
-        self._layers: dict[int, RangeLayer] = {}
+        self._layers: dict[int, tuple[_Stack, RangeLayer]] = {}
         self._states = make_states(self.memory, accounting)
         self._stacks: dict[int, list[_Stack]] = {}  # of each group with tokens
         for index, group in enumerate(accounting.groups):
@@ -96,8 +98,9 @@ class StackedStorage:
                 else:
                     stack = self._in_a_row(slots, layout.token_bytes)
                 self._stacks[index].append(stack)
-                rows = stack.seen(slots)
-                self._layers |= _layers(rows, spec, layers, longest, make_writer)
+                found = _layers(stack.seen(slots), spec, layers, longest, make_writer)
+                self._layers |= {layer: (stack, held) for layer, held in found.items()}
+        self._beside = self._copies_beside()
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
@@ -112,24 +115,28 @@ class StackedStorage:
                     stack.hide(change.start, change.stop)
             elif isinstance(change, Copy):
                 for stack in stacks:
-                    stack.copy(change)
+                    self._copy(stack, change)
             else:
                 back(change, [stack.pages(change) for stack in stacks])
 
+    def settle(self) -> None:
+        if self._beside is not None:
+            self._beside.settle()
+
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
-        self._layers[layer].write(slots, k, v)
+        self._settled(layer).write(slots, k, v)
 
     def gather(self, layer: int, slots: "Tensor") -> tuple["Tensor", "Tensor"]:
-        return self._layers[layer].gather(slots)
+        return self._settled(layer).gather(slots)
 
     def save(self, layer: int, slots: "Tensor") -> "list[Tensor]":
-        return self._layers[layer].save(slots)
+        return self._settled(layer).save(slots)
 
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
-        self._layers[layer].load(slots, parts)
+        self._settled(layer).load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
-        return self._layers[layer].view
+        return self._settled(layer).view
 
     def states(self, group: int) -> StateRows:
         return self._states[group]
@@ -139,6 +146,28 @@ class StackedStorage:
             stack.region.close()
         for rows in self._states.values():
             rows.close()
+
+    def _copies_beside(self) -> CopiesBeside | None:
+        """On a device that does several things at a time."""
+        stack = next((stack for stacks in self._stacks.values() for stack in stacks), None)
+        if stack is None or stack.rows.device.type != "cuda":
+            return None
+        beside = CopiesBeside(stack.rows.device)
+        self.memory.used_on(beside.stream)
+        return beside
+
+    def _copy(self, stack: _Stack, change: Copy) -> None:
+        if self._beside is None:
+            stack.copy(change)
+        else:
+            self._beside.run(stack, partial(stack.copy, change))
+
+    def _settled(self, layer: int) -> RangeLayer:
+        """A layer in which nothing is copied any more."""
+        stack, found = self._layers[layer]
+        if self._beside is not None:
+            self._beside.require(stack)
+        return found
 
     def _in_a_row(self, slots: int, token_bytes: int) -> _Stack:
         region = self.memory.reserve(slots * token_bytes)

@@ -98,6 +98,9 @@ class RangeStorage:
                 regions = [held.region for held in layers]
                 back(change, [pages for each in regions for pages in self._pages(each, change)])
 
+    def settle(self) -> None:
+        """Nothing is copied beside the steps."""
+
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         self._layers[layer].layer.write(slots, k, v)
 
@@ -191,6 +194,9 @@ class BlockStorage:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 first, stop = change.start // self._block_size, change.stop // self._block_size
                 back(change, self._memory[change.group].pages(first, stop - first))
+
+    def settle(self) -> None:
+        """Nothing is copied beside the steps."""
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]

@@ -116,7 +116,7 @@ class EmulatedDriver:
         self._reserved: dict[int, tuple[int, int]] = {}  # address → bytes, address of the system's
         self._mappings: dict[int, Mapping] = {}
         self._events: dict[int, Work | None] = {}
-        self._streams = Streams()
+        self.streams = Streams()
         self._contexts: list[str] = []
 
     def __del__(self) -> None:
@@ -152,7 +152,7 @@ class EmulatedDriver:
         return kernel
 
     def finish(self, kernel: Work) -> None:
-        self._streams.finish(kernel)
+        self.streams.finish(kernel)
 
     def fail_call(self, number: int, error: CUresult = CUresult.CUDA_ERROR_UNKNOWN) -> None:
         """Let the call after ``number - 1`` more fail, whichever it is."""
@@ -281,7 +281,7 @@ class EmulatedDriver:
         found = self._whole_mappings(ptr, size)
         if not found:
             return INVALID
-        if self._streams.uses(ptr, size):
+        if self.streams.uses(ptr, size):
             raise Violation(f"{ptr:#x} is unmapped while the device uses it")
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         self._libc.mmap(ptr, size, _PROT_NONE, kind, -1, 0)
@@ -296,7 +296,7 @@ class EmulatedDriver:
         if not self._contexts:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         fill = functools.partial(ctypes.memset, dstDevice, uc, N)
-        if self.fills_at_once and not self._streams.uses(dstDevice, N):
+        if self.fills_at_once and not self.streams.uses(dstDevice, N):
             fill()
             return (OK,)
         self._enqueue(Work(ranges=[(dstDevice, N)], run=fill), hStream)
@@ -327,7 +327,7 @@ class EmulatedDriver:
     @driver_call
     def cuEventSynchronize(self, hEvent: int) -> Any:
         if marker := self._marker_of(hEvent):
-            self._streams.wait_for(marker)
+            self.streams.wait_for(marker)
         return (OK,)
 
     @driver_call
@@ -345,7 +345,7 @@ class EmulatedDriver:
     def _enqueue(self, work: Work, stream: int) -> None:
         for address, nbytes in work.ranges:
             self._check_accessible(address, nbytes)
-        self._streams.enqueue(work, stream)
+        self.streams.enqueue(work, stream)
 
     def _check_accessible(self, address: int, nbytes: int) -> None:
         stop = address + nbytes

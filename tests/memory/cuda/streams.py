@@ -21,10 +21,10 @@ class Streams:
     """Work is done in order within a stream, at once where no kernel runs before it."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, deque[Work]] = {}
+        self.queues: dict[int, deque[Work]] = {}
 
     def enqueue(self, work: Work, stream: int) -> None:
-        self._queues.setdefault(stream, deque()).append(work)
+        self.queues.setdefault(stream, deque()).append(work)
         self._advance()
 
     def finish(self, kernel: Work) -> None:
@@ -33,21 +33,27 @@ class Streams:
 
     def wait_for(self, work: Work) -> None:
         """Time passes until this is done."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             while work in queue:
+                self.finish(queue[0])
+
+    def finish_all(self) -> None:
+        """Time passes until nothing is left to do."""
+        for queue in self.queues.values():
+            while queue:
                 self.finish(queue[0])
 
     def uses(self, address: int, nbytes: int) -> bool:
         """Whether anything that is not done yet uses a part of a range."""
         return any(
             start < address + nbytes and address < start + length
-            for queue in self._queues.values()
+            for queue in self.queues.values()
             for work in queue
             for start, length in work.ranges
         )
 
     def _advance(self) -> None:
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             while queue and not queue[0].runs_on:
                 work = queue.popleft()
                 work.run()

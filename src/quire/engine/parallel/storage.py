@@ -36,6 +36,9 @@ class RankedStorage:
         if several:  # a step that changes nothing is nobody's business
             self._apply_all(several, self._own)
 
+    def settle(self) -> None:
+        self._own.settle()
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._own.write(layer, slots, k, v)
 

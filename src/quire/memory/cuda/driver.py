@@ -79,14 +79,14 @@ def load_driver_functions() -> DriverFunctions:
 class Driver:
     """The calls for one device. Each raises DriverError, and then the driver has done nothing.
 
-    Work of the device (zeroing, events) goes to one stream.
+    Memory is zeroed on one stream, ``stream``.
     """
 
-    __slots__ = ("_access", "_context", "_functions", "_prop", "_stream", "device")
+    __slots__ = ("_access", "_context", "_functions", "_prop", "device", "stream")
 
     def __init__(self, functions: DriverFunctions, device: int, stream: int) -> None:
         self._functions = functions
-        self._stream = stream
+        self.stream = stream
         self.device = device
         handle = self._open(device)
         types, places = functions.CUmemAllocationType, functions.CUmemLocationType
@@ -179,7 +179,7 @@ class Driver:
         with self._current():
             self._checked(
                 "cuMemsetD8Async",
-                self._functions.cuMemsetD8Async(address, 0, nbytes, self._stream),
+                self._functions.cuMemsetD8Async(address, 0, nbytes, self.stream),
             )
 
     def create_event(self) -> object:
@@ -189,10 +189,10 @@ class Driver:
             (event,) = self._checked("cuEventCreate", self._functions.cuEventCreate(flags))
         return event
 
-    def record(self, event: object) -> None:
+    def record(self, event: object, stream: int) -> None:
         """The event is passed when the stream has done all that it has been given so far."""
         with self._current():
-            self._checked("cuEventRecord", self._functions.cuEventRecord(event, self._stream))
+            self._checked("cuEventRecord", self._functions.cuEventRecord(event, stream))
 
     def has_passed(self, event: object) -> bool:
         error, *_ = self._functions.cuEventQuery(event)

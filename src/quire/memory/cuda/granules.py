@@ -2,15 +2,15 @@
 
 A granule is one handle of the driver, of one page: the driver unmaps whole mappings only, and pages
 are shared one by one. To map and to unmap are calls of the host, not ordered with what the device
-does. So a page that is hidden stays mapped until an event that was recorded then has passed; only
-after that is it unmapped, and a granule that is mapped nowhere goes back.
+does. So a page that is hidden stays mapped until events that were recorded then, one on each stream
+in use, have passed; only after that is it unmapped, and a granule that is mapped nowhere goes back.
 """
 
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from quire.errors import MemoryUnavailable
@@ -48,10 +48,10 @@ class PageTable:
 
 @dataclass(slots=True)
 class _Hidden:
-    """Pages that were hidden together; unmapped when the event has passed."""
+    """Pages that were hidden together; unmapped when the events have passed."""
 
     runs: list[tuple[PageTable, range]]
-    event: object | None = None  # None until the driver could record one
+    events: list[object] = field(default_factory=list)  # fewer until the driver could record all
 
 
 @final
@@ -66,6 +66,7 @@ class Granules:
         self.keep_bytes = keep_bytes
         self.hold_bytes = 0  # created, below which nothing goes back either
         self.num_created = 0  # handles that exist
+        self.streams = [driver.stream]  # on which memory is used
         self._driver = driver
         self._kept: list[Granule] = []
         self._events: list[object] = []  # to be used again
@@ -79,7 +80,7 @@ class Granules:
 
     @property
     def hidden_bytes(self) -> int:
-        """Addresses at which something is still mapped until its event has passed."""
+        """Addresses at which something is still mapped until its events have passed."""
         runs = (run for hidden in self._hidden for _, run in hidden.runs)
         return sum(map(len, runs)) * self.page_bytes
 
@@ -167,7 +168,7 @@ class Granules:
     ) -> None:
         """Map granules at pages where nothing is shown, in ascending order.
 
-        Where something hidden is still mapped, it waits for the event.
+        Where something hidden is still mapped, it waits for the events.
 
         Raises: MemoryUnavailable; then nothing is shown there.
         """
@@ -204,7 +205,7 @@ class Granules:
         runs = [(table, run) for table, pages in pages_of.items() for run in _runs(sorted(pages))]
         if runs:
             self._hidden.append(_Hidden(runs))
-            self._have_event(self._hidden[-1])
+            self._have_events(self._hidden[-1])
 
     def settle(self, *, wait: bool = False) -> None:
         """Unmap what was hidden, as far as its events have passed; with ``wait``, all of it."""
@@ -235,12 +236,13 @@ class Granules:
     def _unmap_oldest(self, *, wait: bool) -> bool:
         """Whether the oldest hidden pages are unmapped now. Raises: DriverError."""
         hidden = self._hidden[0]
-        self._have_event(hidden)
-        if hidden.event is None:
+        self._have_events(hidden)
+        if len(hidden.events) < len(self.streams):
             raise DriverError("cuEventRecord", "no event could be recorded")
         if wait:
-            self._driver.wait(hidden.event)
-        elif not self._driver.has_passed(hidden.event):
+            for event in hidden.events:
+                self._driver.wait(event)
+        elif not all(map(self._driver.has_passed, hidden.events)):
             return False
         while hidden.runs:
             table, run = hidden.runs[-1]
@@ -252,23 +254,22 @@ class Granules:
                 if not granule.places:
                     self._kept.append(granule)
         self._hidden.popleft()
-        self._events.append(hidden.event)
+        self._events += hidden.events
         return True
 
-    def _have_event(self, hidden: _Hidden) -> None:
-        """Record one, unless there is: a later one than needed is only more careful."""
-        if hidden.event is not None:
-            return
-        event = None
-        try:
-            event = self._events.pop() if self._events else self._driver.create_event()
-            self._driver.record(event)
-        except DriverError as error:
-            log.warning("memory is given back later than it could be: %s", str(error))
-            if event is not None:
-                self._events.append(event)
-        else:
-            hidden.event = event
+    def _have_events(self, hidden: _Hidden) -> None:
+        """Record those that are missing: a later one than needed is only more careful."""
+        for stream in self.streams[len(hidden.events) :]:
+            event = None
+            try:
+                event = self._events.pop() if self._events else self._driver.create_event()
+                self._driver.record(event, stream)
+            except DriverError as error:
+                log.warning("memory is given back later than it could be: %s", str(error))
+                if event is not None:
+                    self._events.append(event)
+                return
+            hidden.events.append(event)
 
     def _extent(self, table: PageTable, run: range) -> tuple[int, int]:
         return table.start + run.start * self.page_bytes, len(run) * self.page_bytes

@@ -5,9 +5,9 @@ Unlike on the host:
 * Nothing may be read where nothing is committed or shown: the kernel that does, faults. Nor after
   ``close``, though the addresses of a tensor stay.
 * To commit, to map and to unmap are for the time between two steps, on one thread. Kernels must use
-  the memory on the given stream, or other streams must wait for it. What is given back stays in use
-  until the kernels that were launched before have ended (``hidden_bytes``), without a wait; only
-  addresses that are to show something else are waited for.
+  the memory on the given stream, or on one that waits for it (``used_on``). What is given back
+  stays in use until the kernels that were launched before have ended (``hidden_bytes``), without a
+  wait; only addresses that are to show something else are waited for.
 * A write at one address is seen at the page's other addresses by kernels that start later.
 
 This has run on an emulator of the driver only, never on a GPU: see docs/concepts/cuda.md.
@@ -99,6 +99,9 @@ class CudaMemory:
     def hold_bytes(self, nbytes: int) -> None:
         self._granules.hold_bytes = nbytes
         self._granules.settle()
+
+    def used_on(self, stream: int) -> None:
+        self._granules.streams.append(stream)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
         """See ``MemoryProvider``.

@@ -71,6 +71,9 @@ class HostMemory:
     def page_bytes(self) -> int:
         return mmap.PAGESIZE
 
+    def used_on(self, stream: int) -> None:
+        """Nothing that the CPU does is on a stream."""
+
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "HostRegion | HeapRegion":
         if heap_bytes is not None:
             return self._reserve_heaps(nbytes, heap_bytes)
