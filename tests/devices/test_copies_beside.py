@@ -41,7 +41,7 @@ class Device:
 
     def __init__(self, gpu: Gpu, driver: EmulatedDriver) -> None:
         self.gpu, self.driver = gpu, driver
-        self.memory = CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE, keep_bytes=0)
+        self.memory = CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE, keep_bytes=8 * PAGE)
         self.provider = PretendMemory(gpu, self.memory)
 
     def llm(self, model: Any, **options: Any) -> LLM:
@@ -89,6 +89,7 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
         assert max(hidden) > 0  # buffers that were still being copied when the step began
         assert (gpu.num_replays > NEW // 2) is (backend == "captured")
         llm.close()
+        device.memory.trim()
     assert driver.physical_bytes == 0
     assert driver.refused == []
 
@@ -106,10 +107,12 @@ def test_continuations_of_one_text_are_copied_beside(backend: str, cache: str) -
         want = [x.token_ids for c in llm.generate(PROMPTS, sampled) for x in c.choices]
     driver = EmulatedDriver(granularity=PAGE, total_bytes=2**26, fills_at_once=True)
     with pretend.cuda(queues=driver.streams) as gpu:
-        llm = Device(gpu, driver).llm(model, **options)
+        device = Device(gpu, driver)
+        llm = device.llm(model, **options)
         got = [x.token_ids for c in llm.generate(PROMPTS, sampled) for x in c.choices]
         assert got == want
         llm.close()
+        device.memory.trim()
     assert driver.physical_bytes == 0
 
 
@@ -127,7 +130,8 @@ def test_a_layer_waits_for_its_own_copies_only() -> None:
     driver = EmulatedDriver(granularity=PAGE, total_bytes=2**26, fills_at_once=True)
     with pretend.cuda(queues=driver.streams) as gpu, torch.inference_mode():
         accounting = GrowingAccounting(groups, config)
-        storage = StackedStorage(accounting, Device(gpu, driver).provider)
+        device = Device(gpu, driver)
+        storage = StackedStorage(accounting, device.provider)
         accounting.add(1)
         assert accounting.try_extend(1, 16) is FITS
         storage.apply(accounting.drain())
@@ -151,4 +155,5 @@ def test_a_layer_waits_for_its_own_copies_only() -> None:
             assert sum(not work.is_done for work in copies) == left
         storage.settle()
         storage.close()
+        device.memory.trim()
     assert driver.physical_bytes == 0

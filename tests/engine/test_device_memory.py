@@ -43,12 +43,14 @@ class Device:
         if self.kernel is not None:
             self.driver.finish(self.kernel)
         page = self.memory.page_bytes
+        granules = self.memory._granules
         hidden = {
             table.start + number * page
-            for waiting in self.memory._granules._hidden
+            for waiting in granules._hidden
             for table, run in waiting.runs
             for number in run
         }
+        hidden |= {table.start + number * page for table, number in granules._parked.values()}
         mapped = self.driver._mappings.items()
         ranges = [(at, m.nbytes) for at, m in mapped if m.is_accessible and at not in hidden]
         self.kernel = self.driver.launch(*ranges)

@@ -198,6 +198,52 @@ def test_kept_pages_are_committed_again_zeroed(driver: EmulatedDriver) -> None:
     assert driver.physical_bytes == driver.backed_bytes == 0
 
 
+def test_what_is_kept_stays_mapped_until_it_is_needed_elsewhere(driver: EmulatedDriver) -> None:
+    memory = memory_of(driver, keep_pages=4)
+    region = committed(memory, 6)
+    region.tensor(torch.uint8)[: 6 * PAGE] = 7
+    region.decommit(0, 6 * PAGE)
+    assert memory.parked_bytes == memory.kept_bytes == 4 * PAGE
+    calls = driver.calls.copy()
+    region.commit(PAGE, 3 * PAGE)  # where it is
+    for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"):
+        assert driver.calls[name] == calls[name]
+    assert region.tensor(torch.uint8)[PAGE : 4 * PAGE].eq(0).all()
+    region.commit(100 * PAGE, PAGE)  # the last one goes there
+    assert memory.parked_bytes == 0
+    assert driver.calls["cuMemUnmap"] == calls["cuMemUnmap"] + 1
+    assert driver.calls["cuMemCreate"] == calls["cuMemCreate"]
+    region.commit(0, PAGE)
+    assert driver.mapped_bytes(address(region), region.nbytes) == region.committed_bytes == 5 * PAGE
+    assert not driver.refused
+
+
+def test_what_is_seen_through_a_window_is_kept_at_its_own_place(driver: EmulatedDriver) -> None:
+    memory = memory_of(driver, keep_pages=4)
+    region = committed(memory, 2)
+    window = region.window(4 * PAGE)
+    window.map(PAGE, 0, 2 * PAGE)
+    region.decommit(0, 2 * PAGE)
+    assert memory.parked_bytes == 2 * PAGE
+    assert driver.mapped_bytes(window.tensor(torch.uint8).data_ptr(), 4 * PAGE) == 0
+    assert driver.mapped_bytes(address(region), 2 * PAGE) == 2 * PAGE
+    region.close()
+    assert memory.parked_bytes == 0
+    assert memory.kept_bytes == driver.physical_bytes == 2 * PAGE
+
+
+def test_what_is_kept_is_shown_again_after_each_stream_that_used_it(driver: EmulatedDriver) -> None:
+    memory = memory_of(driver, keep_pages=4)
+    memory.used_on(5)
+    region = committed(memory, 2)
+    kernel = driver.launch((address(region), PAGE), stream=5)
+    region.decommit(0, 2 * PAGE)
+    memory.poll()
+    assert (memory.hidden_bytes, memory.parked_bytes) == (2 * PAGE, 0)
+    region.commit(PAGE, PAGE)
+    assert kernel.is_done
+
+
 def test_pages_can_be_created_ahead(driver: EmulatedDriver) -> None:
     memory = memory_of(driver, keep_pages=8)
     memory.prepare(5 * PAGE)

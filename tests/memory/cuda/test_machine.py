@@ -34,6 +34,7 @@ class CudaMachine(RuleBasedStateMachine):
         self.memory = CudaMemory(
             driver=self.driver, tensor_device=TENSOR_DEVICE, keep_bytes=keep_pages * PAGE
         )
+        self.memory.used_on(1)
         self.keep_pages = keep_pages
         self.kernels: list[Work] = []
         self.regions = [
@@ -129,12 +130,14 @@ class CudaMachine(RuleBasedStateMachine):
         self.pages[which][page] = value
         self.values[which][page] = value
 
-    @rule(which=st.integers(0, 1))
-    def launch(self, which: int) -> None:
+    @rule(which=st.integers(0, 1), stream=st.integers(0, 1))
+    def launch(self, which: int, stream: int) -> None:
         """A kernel reads all that it may."""
         seen = [self.pages[which][page] for page in self.values[which]]
         seen += [self.slots[which][slot] for slot in self.shown[which]]
-        self.kernels.append(self.driver.launch(*((row.data_ptr(), PAGE) for row in seen)))
+        self.kernels.append(
+            self.driver.launch(*((row.data_ptr(), PAGE) for row in seen), stream=stream)
+        )
 
     @precondition(lambda self: self.kernels)
     @rule()
@@ -150,13 +153,18 @@ class CudaMachine(RuleBasedStateMachine):
     def trim(self, data: st.DataObject) -> None:
         keep_pages = data.draw(st.integers(0, 6))
         if self.tried(data, lambda: self.memory.trim(keep_pages * PAGE)):
-            assert self.memory.kept_bytes <= keep_pages * PAGE
+            spare = self.memory.physical_bytes - self.memory.hold_bytes
+            assert self.memory.kept_bytes <= keep_pages * PAGE or spare <= 0
 
     @rule(data=st.data())
     def prepare(self, data: st.DataObject) -> None:
         num_pages = data.draw(st.integers(0, 8))
         if self.tried(data, lambda: self.memory.prepare(num_pages * PAGE)):
             assert self.memory.kept_bytes >= min(num_pages, self.keep_pages) * PAGE
+
+    @rule(num_pages=st.integers(0, 20))
+    def hold(self, num_pages: int) -> None:
+        self.memory.hold_bytes = num_pages * PAGE
 
     @rule()
     def settle(self) -> None:
@@ -165,9 +173,11 @@ class CudaMachine(RuleBasedStateMachine):
         self.memory.poll()
         assert self.memory.hidden_bytes == 0
         committed = sum(map(len, self.values)) * PAGE
-        assert self.memory.kept_bytes <= self.keep_pages * PAGE
+        held = self.memory.hold_bytes
+        assert self.memory.kept_bytes <= max(self.keep_pages * PAGE, held - committed)
+        assert self.memory.parked_bytes <= self.memory.kept_bytes
         assert self.memory.physical_bytes == committed + self.memory.kept_bytes
-        mapped = committed + sum(map(len, self.shown)) * PAGE
+        mapped = committed + sum(map(len, self.shown)) * PAGE + self.memory.parked_bytes
         assert self.driver.mapped_bytes(0, 2**63) == mapped
 
     @rule()
@@ -201,6 +211,7 @@ class CudaMachine(RuleBasedStateMachine):
             return
         for region in self.regions:
             region.close()
+        self.memory.hold_bytes = 0
         self.memory.trim()
         assert self.driver.physical_bytes == self.driver.backed_bytes == 0
         self.pages.clear()
@@ -212,4 +223,4 @@ class CudaMachine(RuleBasedStateMachine):
 
 
 TestCudaMemory = CudaMachine.TestCase
-TestCudaMemory.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+TestCudaMemory.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)

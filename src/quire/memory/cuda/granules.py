@@ -4,18 +4,24 @@ A granule is one handle of the driver, of one page: the driver unmaps whole mapp
 are shared one by one. To map and to unmap are calls of the host, not ordered with what the device
 does. So a page that is hidden stays mapped until events that were recorded then, one on each stream
 in use, have passed; only after that is it unmapped, and a granule that is mapped nowhere goes back.
+
+Granules that are kept stay mapped where they were last, *parked*: to be shown there again they take
+no call but zeroing. They are unmapped when they are needed elsewhere, or go back.
+
+Source: TensorRT-LLM (parked ranges, in a draft of its virtual memory)
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import final
 
 from quire.errors import MemoryUnavailable
 from quire.memory.cuda.driver import Driver, DriverError
-from quire.units import format_bytes
+from quire.units import ceil_div, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -26,24 +32,27 @@ Place = tuple["PageTable", int]  # and the number of a page in it
 class Granule:
     """Physical memory of one page."""
 
-    __slots__ = ("handle", "places")
+    __slots__ = ("handle", "is_usable", "places")
 
     def __init__(self, handle: object) -> None:
         self.handle = handle
         self.places: set[Place] = set()  # where it is mapped, hidden places included
+        self.is_usable = False  # the device has access, at the first of them
 
 
 @final
 class PageTable:
-    """One range of addresses: what is shown at each page, and what is hidden but still mapped."""
+    """One range of addresses: what is shown at each page, and what else is mapped there."""
 
-    __slots__ = ("hidden", "nbytes", "shown", "start")
+    __slots__ = ("hidden", "nbytes", "parked", "parks", "shown", "start")
 
-    def __init__(self, start: int, nbytes: int) -> None:
+    def __init__(self, start: int, nbytes: int, *, parks: bool) -> None:
         self.start = start
         self.nbytes = nbytes
+        self.parks = parks  # what is kept may stay here
         self.shown: dict[int, Granule] = {}
-        self.hidden: dict[int, Granule] = {}
+        self.hidden: dict[int, Granule] = {}  # until its events have passed
+        self.parked: dict[int, Granule] = {}  # as long as it is not needed elsewhere
 
 
 @dataclass(slots=True)
@@ -68,7 +77,8 @@ class Granules:
         self.num_created = 0  # handles that exist
         self.streams = [driver.stream]  # on which memory is used
         self._driver = driver
-        self._kept: list[Granule] = []
+        self._ready: list[Granule] = []  # kept, and mapped nowhere
+        self._parked: dict[Granule, Place] = {}  # kept, the one that has waited longest first
         self._events: list[object] = []  # to be used again
         self._hidden: deque[_Hidden] = deque()  # oldest first
         self._forsaken: deque[PageTable] = deque()  # of ranges that nobody refers to
@@ -76,7 +86,11 @@ class Granules:
 
     @property
     def kept_bytes(self) -> int:
-        return len(self._kept) * self.page_bytes
+        return (len(self._ready) + len(self._parked)) * self.page_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        return len(self._parked) * self.page_bytes
 
     @property
     def hidden_bytes(self) -> int:
@@ -87,33 +101,44 @@ class Granules:
     # -- physical memory -------------------------------------------------------------------------
 
     def take(self, count: int) -> list[Granule]:
-        """Granules with undefined content, mapped nowhere; kept ones first.
+        """Granules with undefined content, mapped nowhere; kept ones first, then new ones.
 
         Raises: MemoryUnavailable if the device has too little even after a wait for all that is
         hidden; then none is taken.
         """
+        self._insist(self._make_ready, count)
+        return [self._ready.pop() for _ in range(count)]
+
+    def _insist(self, have: Callable[[int], None], count: int) -> None:
+        """Have so many. Raises: MemoryUnavailable; then some may be kept that were not there."""
         try:
-            return self._take(count)
+            have(count)
         except DriverError as error:
             if error.error != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
+        else:
+            return
         self.settle(wait=True)
         try:
-            return self._take(count)
+            have(count)
         except DriverError as error:
-            self.settle()  # so that the figures do not include what was just taken and put back
+            self.settle()  # so that the figures do not include what was just created
             raise MemoryUnavailable(self._refusal(count, error)) from error
 
-    def _take(self, count: int) -> list[Granule]:
-        taken = [self._kept.pop() for _ in range(min(count, len(self._kept)))]
-        try:
-            while len(taken) < count:
-                taken.append(Granule(self._driver.create(self.page_bytes)))
-                self.num_created += 1
-        except DriverError:
-            self.put(taken)
-            raise
-        return taken
+    def _make_ready(self, count: int) -> None:
+        """So many that are mapped nowhere. Raises: DriverError."""
+        self._unpark(max(0, count - len(self._ready)))
+        while len(self._ready) < count:
+            self._create()
+
+    def _keep(self, count: int) -> None:
+        """So many, wherever they are. Raises: DriverError."""
+        while len(self._ready) + len(self._parked) < count:
+            self._create()
+
+    def _create(self) -> None:
+        self._ready.append(Granule(self._driver.create(self.page_bytes)))
+        self.num_created += 1
 
     def _refusal(self, count: int, error: DriverError) -> str:
         numbers = ""
@@ -127,34 +152,34 @@ class Granules:
             f"free memory of the device"
         )
 
-    def put(self, granules: Iterable[Granule]) -> None:
-        """Keep granules that are mapped nowhere; ``trim`` gives back what is too much."""
-        self._kept.extend(granules)
-
     def trim(self, keep_bytes: int) -> None:
         """Give kept granules back to the device until ``keep_bytes`` are left, or all are held.
 
         Raises: DriverError; what is left then is kept.
         """
-        while self.kept_bytes > keep_bytes and self.num_created * self.page_bytes > self.hold_bytes:
-            self._driver.release(self._kept[-1].handle)
-            self._kept.pop()
+        held_bytes = self.num_created * self.page_bytes
+        spare_bytes = min(self.kept_bytes - keep_bytes, held_bytes - self.hold_bytes)
+        spare = max(0, ceil_div(spare_bytes, self.page_bytes))
+        self._unpark(max(0, spare - len(self._ready)))
+        for _ in range(spare):
+            self._driver.release(self._ready[-1].handle)
+            self._ready.pop()
             self.num_created -= 1
 
     def prepare(self, nbytes: int) -> None:
         """Create granules until ``nbytes``, but no more than would stay, are kept.
 
-        Raises: MemoryUnavailable; then none is created.
+        Raises: MemoryUnavailable; then no more are kept than before, or than may be.
         """
         in_use = self.num_created * self.page_bytes - self.kept_bytes
         most = max(self.keep_bytes, self.hold_bytes - in_use)
-        self.put(self.take(min(nbytes, most) // self.page_bytes))
+        self._insist(self._keep, min(nbytes, most) // self.page_bytes)
 
     # -- addresses -------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> PageTable:
+    def reserve(self, nbytes: int, *, parks: bool) -> PageTable:
         alignment = self.page_bytes & -self.page_bytes  # the power of two in it
-        return PageTable(self._driver.reserve(nbytes, alignment), nbytes)
+        return PageTable(self._driver.reserve(nbytes, alignment), nbytes, parks=parks)
 
     def forsake(self, table: PageTable) -> None:
         """Nobody refers to these addresses: the next call gives them back, and what is there.
@@ -163,17 +188,37 @@ class Granules:
         """
         self._forsaken.append(table)
 
-    def show(
-        self, table: PageTable, pages: Sequence[int], granules: Sequence[Granule], *, zeroed: bool
-    ) -> None:
-        """Map granules at pages where nothing is shown, in ascending order.
-
-        Where something hidden is still mapped, it waits for the events.
+    def commit(self, table: PageTable, pages: Sequence[int]) -> None:
+        """Show zeroed memory at pages where nothing is shown, in ascending order.
 
         Raises: MemoryUnavailable; then nothing is shown there.
         """
-        while not table.hidden.keys().isdisjoint(pages):
-            self._unmap_oldest(wait=True)
+        self._wait_for(table, pages)
+        for page in table.parked.keys() & set(pages):
+            granule = table.parked.pop(page)
+            del self._parked[granule]
+            table.shown[page] = granule
+        missing = [page for page in pages if page not in table.shown]
+        try:
+            self.show(table, missing, self.take(len(missing)))
+            for run in _runs(pages):
+                self._driver.zero(*self._extent(table, run))
+        except MemoryUnavailable as error:
+            self.hide([(table, page) for page in pages])
+            self.settle()
+            if isinstance(error, DriverError):
+                raise self._not_shown(len(pages), error) from error
+            raise
+
+    def show(self, table: PageTable, pages: Sequence[int], granules: Sequence[Granule]) -> None:
+        """Map granules at pages where nothing is shown, in ascending order.
+
+        Where something hidden is still mapped, it waits for the events. Granules that cannot be
+        shown and are mapped nowhere else are kept.
+
+        Raises: MemoryUnavailable; then nothing is shown there.
+        """
+        self._wait_for(table, pages)
         mapped: list[Place] = []
         try:
             for page, granule in zip(pages, granules, strict=True):
@@ -182,18 +227,26 @@ class Granules:
                 table.shown[page] = granule
                 granule.places.add((table, page))
                 mapped.append((table, page))
-            runs = [self._extent(table, run) for run in _runs(pages)]
-            for address, nbytes in runs:
-                self._driver.allow(address, nbytes)
-            for address, nbytes in runs if zeroed else ():
-                self._driver.zero(address, nbytes)
+            for run in _runs(pages):
+                self._driver.allow(*self._extent(table, run))
+            for granule in granules:
+                granule.is_usable = True
         except DriverError as error:
             self.hide(mapped)
-            raise MemoryUnavailable(
-                f"CUDA device {self._driver.device} could not show "
-                f"{format_bytes(len(pages) * self.page_bytes)} at their addresses ({error}). If it "
-                f"was a kernel that failed before, only a new process helps"
-            ) from error
+            self._ready += [granule for granule in granules if not granule.places]
+            raise self._not_shown(len(pages), error) from error
+
+    def _not_shown(self, num_pages: int, error: DriverError) -> MemoryUnavailable:
+        return MemoryUnavailable(
+            f"CUDA device {self._driver.device} could not show "
+            f"{format_bytes(num_pages * self.page_bytes)} at their addresses ({error}). If it "
+            f"was a kernel that failed before, only a new process helps"
+        )
+
+    def _wait_for(self, table: PageTable, pages: Iterable[int]) -> None:
+        """Until nothing hidden is mapped there."""
+        while not table.hidden.keys().isdisjoint(pages):
+            self._unmap_oldest(wait=True)
 
     def hide(self, places: Iterable[Place]) -> None:
         """Let nothing be shown at these places, as soon as the device has done its work so far."""
@@ -202,10 +255,19 @@ class Granules:
             if page in table.shown:
                 table.hidden[page] = table.shown.pop(page)
                 pages_of.setdefault(table, []).append(page)
-        runs = [(table, run) for table, pages in pages_of.items() for run in _runs(sorted(pages))]
+        # The last ones come first: what is seen elsewhere must not be any more, to be parked.
+        tables = sorted(pages_of, key=lambda table: not table.parks)
+        runs = [(table, run) for table in tables for run in _runs(sorted(pages_of[table]))]
         if runs:
             self._hidden.append(_Hidden(runs))
             self._have_events(self._hidden[-1])
+
+    def retire(self, table: PageTable) -> None:
+        """Show nothing there any more, and keep nothing there."""
+        table.parks = False
+        self.hide([(table, page) for page in table.shown])
+        with suppress(DriverError):  # then it goes when its addresses do
+            self._unmap_parked(table, table.parked)
 
     def settle(self, *, wait: bool = False) -> None:
         """Unmap what was hidden, as far as its events have passed; with ``wait``, all of it."""
@@ -213,10 +275,11 @@ class Granules:
             while self._forsaken:
                 table = self._forsaken.popleft()
                 self._leaving.append(table)
-                self.hide([(table, page) for page in table.shown])
+                self.retire(table)
             while self._hidden and self._unmap_oldest(wait=wait):
                 pass
             for table in [table for table in self._leaving if not table.hidden]:
+                self._unmap_parked(table, table.parked)
                 self._driver.free(table.start, table.nbytes)
                 self._leaving.remove(table)
             self.trim(self.keep_bytes)
@@ -246,13 +309,16 @@ class Granules:
             return False
         while hidden.runs:
             table, run = hidden.runs[-1]
-            self._driver.unmap(*self._extent(table, run))
+            run = self._park(table, run)
+            hidden.runs[-1] = table, run
+            if run:
+                self._driver.unmap(*self._extent(table, run))
             hidden.runs.pop()
             for page in run:
                 granule = table.hidden.pop(page)
                 granule.places.remove((table, page))
                 if not granule.places:
-                    self._kept.append(granule)
+                    self._make_unused(granule)
         self._hidden.popleft()
         self._events += hidden.events
         return True
@@ -270,6 +336,42 @@ class Granules:
                     self._events.append(event)
                 return
             hidden.events.append(event)
+
+    def _park(self, table: PageTable, run: range) -> range:
+        """Keep some of these where they are, as many as may be kept; the others."""
+        room = len(run)
+        if self.num_created * self.page_bytes > self.hold_bytes:
+            room = (self.keep_bytes - self.kept_bytes) // self.page_bytes
+        for number, page in enumerate(run):
+            granule = table.hidden[page]
+            may_stay = table.parks and granule.is_usable and len(granule.places) == 1
+            if number >= room or not may_stay:
+                return run[number:]
+            table.parked[page] = table.hidden.pop(page)
+            self._parked[granule] = table, page
+        return run[:0]
+
+    def _make_unused(self, granule: Granule) -> None:
+        granule.is_usable = False
+        self._ready.append(granule)
+
+    def _unpark(self, count: int) -> None:
+        """Let those that have waited longest be mapped nowhere. Raises: DriverError."""
+        pages_of: dict[PageTable, list[int]] = {}
+        for table, page in islice(self._parked.values(), count):
+            pages_of.setdefault(table, []).append(page)
+        for table, pages in pages_of.items():
+            self._unmap_parked(table, pages)
+
+    def _unmap_parked(self, table: PageTable, pages: Iterable[int]) -> None:
+        """Raises: DriverError."""
+        for run in list(_runs(sorted(pages))):
+            self._driver.unmap(*self._extent(table, run))
+            for page in run:
+                granule = table.parked.pop(page)
+                del self._parked[granule]
+                granule.places.clear()
+                self._make_unused(granule)
 
     def _extent(self, table: PageTable, run: range) -> tuple[int, int]:
         return table.start + run.start * self.page_bytes, len(run) * self.page_bytes

@@ -32,7 +32,8 @@ class CudaMemory:
 
     A page is what the driver hands out at least, 2 MiB on the GPUs of today, or ``page_bytes``, a
     multiple of it. ``keep_bytes`` of pages that were given back are kept, for to create a page
-    takes the driver a hundred times as long as to map one (193 µs on an A100, by kvcached).
+    takes the driver a hundred times as long as to map one (193 µs on an A100, by kvcached). They
+    stay mapped where they were until they are needed elsewhere: there, they only are zeroed.
 
     ``stream`` is the handle of the stream on which the memory is used (0: the default stream).
     ``driver`` and ``tensor_device`` (DLPack's kind and number) are for an emulator.
@@ -86,6 +87,11 @@ class CudaMemory:
         return self._granules.kept_bytes
 
     @property
+    def parked_bytes(self) -> int:
+        """Of these, bytes that are still mapped where they were."""
+        return self._granules.parked_bytes
+
+    @property
     def hidden_bytes(self) -> int:
         """Bytes of addresses that are given back once the device has done its work so far."""
         return self._granules.hidden_bytes
@@ -115,7 +121,7 @@ class CudaMemory:
                 f"{self.page_bytes} bytes"
             )
         nbytes = align_up(nbytes, heap_bytes or self.page_bytes)
-        addresses = _Addresses(self._granules, nbytes, self._tensor_device)
+        addresses = _Addresses(self._granules, nbytes, self._tensor_device, parks=True)
         return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
 
     def prepare(self, nbytes: int) -> None:
@@ -147,10 +153,12 @@ class _Addresses:
 
     __slots__ = ("__weakref__", "_tensor_device", "table")
 
-    def __init__(self, granules: Granules, nbytes: int, tensor_device: tuple[int, int]) -> None:
+    def __init__(
+        self, granules: Granules, nbytes: int, tensor_device: tuple[int, int], *, parks: bool
+    ) -> None:
         granules.settle()
         try:
-            self.table = granules.reserve(nbytes)
+            self.table = granules.reserve(nbytes, parks=parks)
         except (MemoryUnavailable, OverflowError) as error:
             raise MemoryUnavailable(
                 f"CUDA refused {format_bytes(nbytes)} of address space ({error}): reserve less"
@@ -159,7 +167,7 @@ class _Addresses:
         weakref.finalize(self, granules.forsake, self.table).atexit = False
 
     def another(self, granules: Granules, nbytes: int) -> "_Addresses":
-        return _Addresses(granules, nbytes, self._tensor_device)
+        return _Addresses(granules, nbytes, self._tensor_device, parks=False)
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         """A flat tensor over the whole range, which keeps it."""
@@ -184,13 +192,7 @@ class CudaRegion:
         table = self.opened().table
         self._granules.settle()
         pages = self._pages(offset, nbytes, stride, count)
-        granules = self._granules.take(len(pages))
-        try:
-            self._granules.show(table, pages, granules, zeroed=True)
-        except MemoryUnavailable:
-            self._granules.put(granule for granule in granules if not granule.places)
-            self._granules.settle()
-            raise
+        self._granules.commit(table, pages)
         self.committed_bytes += nbytes * count
 
     def decommit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
@@ -214,6 +216,7 @@ class CudaRegion:
         if self._addresses is None:
             return
         self._hide(list(self._addresses.table.shown.values()))
+        self._granules.retire(self._addresses.table)
         self.committed_bytes = 0
         self._addresses = None
         self._granules.settle(wait=True)
@@ -255,7 +258,7 @@ class CudaWindow:
         granules = [shown[page] for page in range(first, first + len(pages))]
         self._granules.settle()
         self._granules.hide([(table, page) for page in pages])
-        self._granules.show(table, pages, granules, zeroed=False)
+        self._granules.show(table, pages, granules)
 
     def unmap(self, offset: int, nbytes: int) -> None:
         table = self._opened().table
