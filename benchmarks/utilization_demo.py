@@ -89,8 +89,8 @@ class SeenMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._upstream.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._upstream.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> Region:
         region = self._upstream.reserve(nbytes, heap_bytes=heap_bytes)

@@ -129,8 +129,8 @@ class MemoryProvider(Protocol):
         """Why regions cannot have heaps and windows here, in words; None if they can."""
         ...
 
-    def used_on(self, stream: int) -> None:
-        """Work on another stream of the device uses the memory too: its handle.
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        """Work on another stream of the device uses the memory too, or does so no more: its handle.
 
         What is given back waits for it as well. It waits for the device's first stream itself. Of
         a host's memory this says nothing.

@@ -24,8 +24,8 @@ class CheckedMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._upstream.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._upstream.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CheckedRegion":
         if heap_bytes is not None and (heap_bytes < 1 or heap_bytes % self.page_bytes):

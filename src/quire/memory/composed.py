@@ -34,8 +34,8 @@ class CountedMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._upstream.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._upstream.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CountedRegion":
         region = CountedRegion(self._upstream.reserve(nbytes, heap_bytes=heap_bytes), self)
@@ -157,8 +157,8 @@ class LimitedMemory:
     def cannot_share(self) -> str | None:
         return self._counted.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._counted.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._counted.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
         region = self._counted.reserve(nbytes, heap_bytes=heap_bytes)
@@ -195,8 +195,8 @@ class FailingMemory:
     def cannot_share(self) -> str | None:
         return self._upstream.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._upstream.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._upstream.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> GuardedRegion:
         region = self._upstream.reserve(nbytes, heap_bytes=heap_bytes)

@@ -58,8 +58,8 @@ class KeptMemory:
     def cannot_share(self) -> str | None:
         return self._counted.cannot_share
 
-    def used_on(self, stream: int) -> None:
-        self._counted.used_on(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._counted.used_on(stream, ends=ends)
 
     @property
     def backed_bytes(self) -> int:

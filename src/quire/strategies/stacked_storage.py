@@ -146,6 +146,9 @@ class StackedStorage:
             stack.region.close()
         for rows in self._states.values():
             rows.close()
+        if self._beside is not None:
+            self.memory.used_on(self._beside.stream, ends=True)
+            self._beside = None
 
     def _copies_beside(self) -> CopiesBeside | None:
         """On a device that does several things at a time."""

@@ -60,7 +60,7 @@ class _Hidden:
     """Pages that were hidden together; unmapped when the events have passed."""
 
     runs: list[tuple[PageTable, range]]
-    events: list[object] = field(default_factory=list)  # fewer until the driver could record all
+    events: dict[int, object] = field(default_factory=dict)  # by stream, as far as recorded
 
 
 @final
@@ -300,12 +300,12 @@ class Granules:
         """Whether the oldest hidden pages are unmapped now. Raises: DriverError."""
         hidden = self._hidden[0]
         self._have_events(hidden)
-        if len(hidden.events) < len(self.streams):
+        if not hidden.events.keys() >= {*self.streams}:
             raise DriverError("cuEventRecord", "no event could be recorded")
         if wait:
-            for event in hidden.events:
+            for event in hidden.events.values():
                 self._driver.wait(event)
-        elif not all(map(self._driver.has_passed, hidden.events)):
+        elif not all(map(self._driver.has_passed, hidden.events.values())):
             return False
         while hidden.runs:
             table, run = hidden.runs[-1]
@@ -320,12 +320,12 @@ class Granules:
                 if not granule.places:
                     self._make_unused(granule)
         self._hidden.popleft()
-        self._events += hidden.events
+        self._events += hidden.events.values()
         return True
 
     def _have_events(self, hidden: _Hidden) -> None:
         """Record those that are missing: a later one than needed is only more careful."""
-        for stream in self.streams[len(hidden.events) :]:
+        for stream in {*self.streams} - hidden.events.keys():
             event = None
             try:
                 event = self._events.pop() if self._events else self._driver.create_event()
@@ -335,7 +335,7 @@ class Granules:
                 if event is not None:
                     self._events.append(event)
                 return
-            hidden.events.append(event)
+            hidden.events[stream] = event
 
     def _park(self, table: PageTable, run: range) -> range:
         """Keep some of these where they are, as many as may be kept; the others."""

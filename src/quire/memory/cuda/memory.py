@@ -106,8 +106,8 @@ class CudaMemory:
         self._granules.hold_bytes = nbytes
         self._granules.settle()
 
-    def used_on(self, stream: int) -> None:
-        self._granules.streams.append(stream)
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        (self._granules.streams.remove if ends else self._granules.streams.append)(stream)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
         """See ``MemoryProvider``.

@@ -71,7 +71,7 @@ class HostMemory:
     def page_bytes(self) -> int:
         return mmap.PAGESIZE
 
-    def used_on(self, stream: int) -> None:
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
         """Nothing that the CPU does is on a stream."""
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "HostRegion | HeapRegion":
