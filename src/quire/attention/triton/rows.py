@@ -10,7 +10,13 @@ from quire.attention.triton.move import put, take
 from quire.devices import on_device
 from quire.units import ceil_div
 
-_ELEMENTS = 2048  # of a program: a part of one row
+_OPTIONS = MappingProxyType(
+    {
+        "ELEMENTS": 2048,  # of a program: a part of one row
+        "num_warps": 4,
+        "enable_fp_fusion": False,  # there is nothing to be fused
+    }
+)
 _CODES = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -25,7 +31,7 @@ class TritonRows:
         length = held[0].numel()
         with on_device(held.device):
             take[_grid(slots, length)](
-                _codes(out), _codes(held), slots, held.stride(0), length, ELEMENTS=_ELEMENTS
+                _codes(out), _codes(held), slots, held.stride(0), length, **_OPTIONS
             )
         return out
 
@@ -45,12 +51,12 @@ class TritonRows:
                 slots,
                 held.stride(0),
                 length,
-                ELEMENTS=_ELEMENTS,
+                **_OPTIONS,
             )
 
 
 def _grid(slots: Tensor, length: int) -> tuple[int, int]:
-    return len(slots), ceil_div(length, _ELEMENTS)
+    return len(slots), ceil_div(length, _OPTIONS["ELEMENTS"])
 
 
 def _codes(x: Tensor) -> Tensor:
