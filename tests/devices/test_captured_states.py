@@ -20,6 +20,7 @@ from quire.models.states import recurrent
 from quire.models.states.batch import state_groups
 from quire.strategies import STRATEGIES
 from tiny import random_model
+from zoo import build as zoo
 
 MODELS = {**HYBRIDS, **PURE, "jamba": lambda: JambaConfig(**JAMBA)}
 PROMPTS = [[3 + (7 * i + 5 * j) % 90 for i in range(n)] for j, n in enumerate((4, 19, 11, 1))]
@@ -84,6 +85,15 @@ def test_in_any_company_a_sequence_says_what_it_says_alone(
     assert pieces[1:] == want[1:]
     assert pieces[0] == want[0][: len(pieces[0])]
     assert llm._kv.accounting.held_bytes == 0
+
+
+def test_states_that_a_module_keeps_itself(gpu: Gpu) -> None:
+    model = zoo.tiny_model("recurrent_gemma")
+    want = [without_a_cache(model, prompt) for prompt in PROMPTS]
+    llm = on(gpu, model)
+    gpu.reset()
+    assert texts(llm) == want
+    assert gpu.num_replays >= 8
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
