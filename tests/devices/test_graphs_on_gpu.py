@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import target
+from models.test_recurrent import HYBRIDS, PURE
 from quire import LLM, SamplingParams
 from quire.engine.runner import ModelRunner
 from quire.strategies import STRATEGIES
-from tiny import tiny_model, tokens
+from tiny import random_model, tiny_model, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -18,12 +19,15 @@ PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 17, 40, 
 SIZES: dict[str, Any] = dict(max_model_len=128, kv_cache_memory_bytes="256MiB", max_num_seqs=8)
 
 
-def texts(**options: Any) -> list[tuple[int, ...]]:
+def texts(name: str = "gemma3", **options: Any) -> list[tuple[int, ...]]:
     """Of lengths that have steps of five sequences, of four, and so on."""
     lengths = range(8, 28, 4)
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
-    with LLM(tiny_model("gemma3").to(target.device()), **SIZES, **options) as llm:
-        return [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+    recurrent = {**HYBRIDS, **PURE}
+    model = random_model(recurrent[name]()) if name in recurrent else tiny_model(name)
+    prompts = [[token % 99 for token in prompt] for prompt in PROMPTS]
+    with LLM(model.to(target.device()), **SIZES, **options) as llm:
+        return [completion.token_ids for completion in llm.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -36,6 +40,19 @@ def test_graphs_give_what_eager_steps_give(
     assert "runs without CUDA graphs" not in caplog.text
     monkeypatch.setattr(ModelRunner, "capture", lambda *_, **__: None)
     assert texts(cache=strategy, attention_backend="triton") == captured
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *PURE])
+def test_states_are_those_of_eager_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of nobody leave them alone, and so does what was captured before they were there."""
+    caplog.set_level(logging.INFO)
+    captured = texts(name, attention_backend="triton")
+    assert "4 CUDA graphs of decode steps, up to 8 sequences" in caplog.text
+    assert "runs without CUDA graphs" not in caplog.text
+    monkeypatch.setattr(ModelRunner, "capture", lambda *_, **__: None)
+    assert texts(name, attention_backend="triton") == captured
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -1,21 +1,16 @@
-"""The Triton kernels in an engine on the pretended device: in graphs, padded, on placed numbers.
-
-Triton's interpreter runs them, on the tensors inside.
-"""
+"""The Triton kernels in an engine on the pretended device: in graphs, padded, on placed numbers."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import pretend
-from pretend import Gpu, PretendMemory, PretendTensor
+from devices.interpreted import launch_there
+from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
 from tiny import tiny_model, tokens
-
-interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 9)]
 SIZES: dict[str, Any] = dict(
@@ -26,17 +21,7 @@ NEW = 4
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    own = interpreter.GridExecutor.__call__
-
-    def call(self: Any, *args: Any, **options: Any) -> None:
-        found = next(x for x in tree_leaves(args) if isinstance(x, PretendTensor))
-
-        def kernel(*inner: Any) -> None:
-            own(self, *inner, **options)
-
-        found.gpu.kernel(kernel, *args)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
+    launch_there(monkeypatch)
     with pretend.cuda() as found:
         yield found
 

@@ -72,6 +72,26 @@ def test_what_a_step_takes_grows_with_its_tokens() -> None:
     assert few < many
 
 
+def test_graphs_compute_with_a_batch_of_one_layers_states() -> None:
+    """Of the widest: as it was, as it is then, and once in between."""
+    spec = ModelSpec.from_config(
+        {
+            "model_type": "mamba",
+            "num_hidden_layers": 48,
+            "hidden_size": 2560,
+            "intermediate_size": 5120,
+            "state_size": 16,
+            "conv_kernel": 4,
+            "dtype": "bfloat16",
+        }
+    )
+    config = EngineConfig(max_num_seqs=64, max_model_len=4096)
+    needs = kv_needs(config, "mamba", spec, OWN, 4096, records_graphs=True)
+    layer_bytes = 5120 * 4 * 2 + 5120 * 16 * 4  # a convolution and a scan
+    assert needs.graph_bytes == OWN.graph_bytes(64) + 3 * 64 * layer_bytes
+    assert not kv_needs(config, "mamba", spec, OWN, 4096).graph_bytes
+
+
 def test_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len=50,000 is more than qwen was made for"):
         needs_of(max_model_len=50_000)

@@ -25,6 +25,7 @@ _WAITS = {
     *(aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose),
     *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount),
 }
+_COUNTED = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 _UNKNOWN = {aten.set_, aten.resize_, aten.transpose_, aten.squeeze_, aten.unsqueeze_}
 
@@ -106,7 +107,7 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (
         packet in _WAITS
         or (packet in _INDEXED and _waits_for_index(args[1]))
-        or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
+        or (func in _COUNTED and kwargs.get("output_size") is None)
     ):
         gpu.wait(str(packet))
     return _run(gpu, func, args, kwargs, device)

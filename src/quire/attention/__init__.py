@@ -14,6 +14,7 @@ from quire.attention.base import (
 )
 from quire.attention.choose import BACKENDS, backend_for_graphs, choose_backend
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import RowMover, TorchRows, find_padded_rows
 from quire.attention.sdpa import SdpaAttention
 
 __all__ = [
@@ -26,10 +27,13 @@ __all__ = [
     "Plays",
     "ReferenceAttention",
     "Replays",
+    "RowMover",
     "SdpaAttention",
+    "TorchRows",
     "VaryingCall",
     "backend_for_graphs",
     "choose_backend",
+    "find_padded_rows",
     "make_batch",
     "packed_tokens",
 ]

@@ -8,7 +8,7 @@ from quire.config import KV_CACHE_DTYPES, EngineConfig
 from quire.errors import ConfigError
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
-from quire.spec import KeptWhole, ModelSpec
+from quire.spec import KeptWhole, ModelSpec, RecurrentState
 from quire.strategies import CacheConfig
 from quire.strategies.layout import attention_groups, slot_bytes
 from quire.strategies.stacking import stacking, suited_to
@@ -75,7 +75,7 @@ def kv_needs(
         counted_weights_bytes=own.counted_bytes,
         activation_bytes=activation_bytes,
         activation_source=source,
-        graph_bytes=own.graph_bytes(num_logits) if records_graphs else 0,
+        graph_bytes=_graph_bytes(own, spec, num_logits) if records_graphs else 0,
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
@@ -125,6 +125,12 @@ def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
         spec = spec.with_source_tokens(min(config.max_model_len, spec.source_tokens))
     kept_as = KV_CACHE_DTYPES[config.kv_cache_dtype]
     return spec if kept_as is None else spec.with_kv_dtype(kept_as)
+
+
+def _graph_bytes(own: Footprint, spec: ModelSpec, num_seqs: int) -> int:
+    """With a batch of one layer's states: as they were, as they are then, and once in between."""
+    each = (g.spec.state_bytes for g in spec.groups if isinstance(g.spec, RecurrentState))
+    return own.graph_bytes(num_seqs) + 3 * num_seqs * max(each, default=0)
 
 
 def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:

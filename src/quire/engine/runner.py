@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention import AttentionBackend, AttentionBatch, make_batch, packed_tokens
+from quire.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    NoHostPart,
+    make_batch,
+    packed_tokens,
+)
 from quire.devices import on_device
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
@@ -21,6 +27,7 @@ from quire.models.loader import LoadedModel
 from quire.models.placed import is_offloaded
 from quire.models.placing import HostInputs, Inputs
 from quire.models.stand_ins import StandIns
+from quire.models.states.batch import make_state_batch, state_groups
 from quire.models.states.recurrent import RecurrentLayers
 from quire.models.ways import WAYS, Way, make_way
 from quire.models.ways.hooks import Step, make_step
@@ -150,8 +157,7 @@ class ModelRunner:
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, whoever decided on it: logits, and the layers that did not report."""
         inputs = given.on(self.device, batches)
-        accounting, storage = self._kv.accounting, self._kv.storage
-        step = make_step(accounting, storage, self._backend, batches, self._lenders)
+        step = self._step(self._backend, batches, inputs)
         if complete is not None:
             complete(step)
         return self._run(step, inputs), step.silent
@@ -169,18 +175,19 @@ class ModelRunner:
         reason = self._why_not_captured(backend)
         if reason is None and backend is not self._backend:
             reason = self._why_not_right(backend, max_model_len)
-        replays = backend.replays
-        if reason is not None or replays is None:
+        if reason is not None:
             log.info("%s runs without CUDA graphs: %s", self._name, reason)
             return
-        groups = range(len(attention_groups(self._kv.accounting.groups)))
+        accounting = self._kv.accounting
+        groups = range(len(attention_groups(accounting.groups)))
         with on_device(self.device):
             self._captured = CapturedDecodes(
                 self._loaded.model,
                 partial(self._run_decode, backend),
-                replays,
+                backend.replays or NoHostPart(),
                 self.device,
-                block_sizes=[self._kv.accounting.block_size(group) for group in groups],
+                block_sizes=[accounting.block_size(group) for group in groups],
+                state_groups=len(state_groups(accounting)),
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
             )
@@ -198,12 +205,12 @@ class ModelRunner:
         return None
 
     def _why_not_captured(self, backend: AttentionBackend) -> str | None:
-        if backend.replays is None:
+        if backend.replays is None and attention_groups(self._kv.accounting.groups):
             return f"attention by {backend.name} depends on numbers of the host"
         if self.way != "table":
             return f"by way of {self.way!r} the host decides what is computed"
-        if self._recurrent is not None:
-            return "its states are fetched sequence by sequence"
+        if self._recurrent is not None and (why := self._recurrent.why_not_padded) is not None:
+            return f"states of nobody cannot be left out: {why}"
         if self._ranks is not None:
             return "the other ranks would have to capture, and replay, at the same time"
         if is_offloaded(self._loaded.model):
@@ -310,6 +317,7 @@ class ModelRunner:
             token_ids=np.array(token_ids),
             positions=packed_tokens(chunks),
             logits_at=np.array(logits_at, np.int64),
+            states=None if self._recurrent is None else make_state_batch(accounting, chunks),
         )
         if self._captured is not None and len(token_ids) == len(chunks) == len(logits_at):
             replayed = self._captured.replay(storage, batches, given)
@@ -321,8 +329,6 @@ class ModelRunner:
         def complete(step: Step) -> None:
             if sources:
                 step.sources = kept_sources(accounting, storage, chunks, sources)
-            if self._recurrent is not None:
-                step.states = self._recurrent.of_step(accounting, storage, chunks)
 
         return self.compute(batches, given, complete)
 
@@ -334,9 +340,16 @@ class ModelRunner:
         self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs
     ) -> Tensor:
         """A step that is captured."""
+        return self._run(self._step(backend, batches, inputs), inputs)
+
+    def _step(
+        self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs
+    ) -> Step:
         accounting, storage = self._kv.accounting, self._kv.storage
         step = make_step(accounting, storage, backend, [*batches], self._lenders)
-        return self._run(step, inputs)
+        if self._recurrent is not None and inputs.states is not None:
+            step.states = self._recurrent.of_step(accounting, storage, inputs.states)
+        return step
 
 
 def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:

@@ -10,7 +10,7 @@ captured again when it is asked for. How a pass is run is not known here, nor wh
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from quire.attention import AttentionBatch, Replays
 from quire.devices.staging import staged_bytes, to_device
 from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
+from quire.models.states.batch import StateBatch
 from quire.models.unchanged import Unchanged
 from quire.units import ceil_div, format_bytes
 
@@ -60,6 +61,7 @@ class CapturedDecodes:
     """The graphs of one model over one cache.
 
     ``block_sizes``: of each group's tables, none of which is wider than ``max_model_len`` asks for.
+    ``state_groups``: how many groups of layers keep recurrent states.
     """
 
     def __init__(
@@ -70,18 +72,20 @@ class CapturedDecodes:
         device: torch.device,
         *,
         block_sizes: Sequence[int],
+        state_groups: int,
         max_model_len: int,
         max_num_seqs: int,
     ) -> None:
         self._model, self._run, self._replays, self._device = model, run, replays, device
-        self._block_sizes, self._max_model_len = block_sizes, max_model_len
+        self._block_sizes, self._state_groups = block_sizes, state_groups
+        self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
         widths = [ceil_div(max_model_len, size) for size in block_sizes]
         self._tables = [
             torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device) for width in widths
         ]
-        batches = self._nobody(max_num_seqs)
-        room = staged_bytes([*_inputs(batches).arrays, *batch_arrays(batches)])
+        batches, inputs = self._nobody(max_num_seqs)
+        room = staged_bytes([*inputs.arrays, *batch_arrays(batches)])
         room += sum(tables.nbytes + 16 for tables in self._tables)
         self._room = torch.zeros(room, dtype=torch.uint8, device=device)
         # One for all sizes: libraries keep memory for each stream that they have ever seen.
@@ -119,6 +123,8 @@ class CapturedDecodes:
         """
         num_seqs = len(given.token_ids)
         if not self._works or num_seqs > self._sizes[-1]:
+            return None
+        if given.states is not None and not given.states.only_goes_on:  # a text's first token
             return None
         if any(b.tables.shape[1] > t.shape[1] for b, t in zip(batches, self._tables, strict=True)):
             return None
@@ -174,8 +180,8 @@ class CapturedDecodes:
         return found
 
     def _capture(self, size: int) -> Captured:
-        batches = self._nobody(size)
-        inputs = self._place(batches, _inputs(batches))
+        batches, nothing = self._nobody(size)
+        inputs = self._place(batches, nothing)
         # First without a graph, for what is done only the first time: kernels are compiled.
         ours = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(ours)
@@ -199,10 +205,10 @@ class CapturedDecodes:
     def _require_alike(self, captured: Captured) -> None:
         """Raises: RuntimeError for a graph into which this step's numbers do not come."""
         size = len(captured.logits)
-        batches = self._nobody(size)
+        batches, nothing = self._nobody(size)
         numbers = np.arange(size)
         others = replace(
-            _inputs(batches), token_ids=(5 + 11 * numbers) % self._vocab_size, positions=3 + numbers
+            nothing, token_ids=(5 + 11 * numbers) % self._vocab_size, positions=3 + numbers
         )
         want = self._run(batches, self._place(batches, others))
         captured.graph.replay()
@@ -215,9 +221,9 @@ class CapturedDecodes:
         size: int = self._model.get_input_embeddings().weight.shape[0]
         return size
 
-    def _nobody(self, size: int) -> list[AttentionBatch]:
+    def _nobody(self, size: int) -> tuple[list[AttentionBatch], HostInputs]:
         """A step of padding."""
-        return [
+        batches = [
             AttentionBatch(
                 query_starts=np.arange(size + 1),
                 context_lens=np.zeros(size, np.int64),
@@ -227,6 +233,13 @@ class CapturedDecodes:
             )
             for block_size in self._block_sizes
         ]
+        zeros, states = np.zeros(size, np.int64), None
+        if self._state_groups:
+            states = StateBatch.of_nobody(size, self._state_groups)
+        inputs = HostInputs(
+            token_ids=zeros, positions=zeros, logits_at=np.arange(size), states=states
+        )
+        return batches, inputs
 
     def _place(self, batches: Sequence[AttentionBatch], given: HostInputs) -> Inputs:
         """Where all graphs of this size look for them."""
@@ -245,14 +258,7 @@ class CapturedDecodes:
             [*found[len(given.arrays) : fixed], *tables],
             max_context_len=self._max_model_len,
         )
-        return Inputs(token_ids=found[0], positions=found[1], logits_at=found[2])
-
-
-def _inputs(batches: Iterable[AttentionBatch]) -> HostInputs:
-    """Of nobody."""
-    size = next(iter(batches)).num_seqs
-    zeros = np.zeros(size, np.int64)
-    return HostInputs(token_ids=zeros, positions=zeros, logits_at=np.arange(size))
+        return given.placed(found)
 
 
 def _padded_inputs(given: HostInputs, size: int) -> HostInputs:
@@ -261,6 +267,7 @@ def _padded_inputs(given: HostInputs, size: int) -> HostInputs:
         token_ids=np.pad(given.token_ids, room),
         positions=np.pad(given.positions, room),
         logits_at=np.arange(size),
+        states=None if given.states is None else given.states.padded(size),
     )
 
 

@@ -1,4 +1,5 @@
-"""A step's numbers where the model computes: token ids, positions, and what attention is told.
+"""A step's numbers where the model computes: token ids, positions, what attention and recurrent
+layers are told.
 
 On the CPU they are there already. A GPU gets all of them in one copy, and each batch knows from
 then on where its own are (``AttentionBatch.on``).
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quire.attention import AttentionBatch
 from quire.devices.staging import Array, to_device
+from quire.models.states.batch import PlacedStates, StateBatch, placed_states
 
 _PER_BATCH = 4  # arrays
 
@@ -25,6 +27,7 @@ class Inputs:
     token_ids: Tensor  # i64[T]
     positions: Tensor  # i64[T], each in its own sequence
     logits_at: Tensor  # i64: the tokens whose logits are wanted, in order
+    states: PlacedStates | None = None  # where layers are recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +37,7 @@ class HostInputs:
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     logits_at: npt.NDArray[np.int64]
+    states: StateBatch | None = None
 
     def on(self, device: torch.device, batches: Sequence[AttentionBatch]) -> Inputs:
         """On a device, with the batches."""
@@ -42,11 +46,22 @@ class HostInputs:
         else:
             found = to_device([*self.arrays, *batch_arrays(batches)], device)
             place_batches(device, batches, found[len(self.arrays) :])
-        return Inputs(token_ids=found[0], positions=found[1], logits_at=found[2])
+        return self.placed(found)
 
     @property
     def arrays(self) -> list[Array]:
-        return [self.token_ids, self.positions, self.logits_at]
+        states = [] if self.states is None else self.states.arrays
+        return [self.token_ids, self.positions, self.logits_at, *states]
+
+    def placed(self, found: Sequence[Tensor]) -> Inputs:
+        """``found``: its arrays on the device, and perhaps others behind them."""
+        token_ids, positions, logits_at, *states = found[: len(self.arrays)]
+        return Inputs(
+            token_ids=token_ids,
+            positions=positions,
+            logits_at=logits_at,
+            states=None if self.states is None else placed_states(self.states, states),
+        )
 
 
 def batch_arrays(batches: Sequence[AttentionBatch]) -> list[Array]:

@@ -99,8 +99,8 @@ def view_of(kind: Kind) -> LayerView:
 
 
 def call_all(kind: Kind, gpu: Gpu) -> None:
-    """A decode, a long chunk, and their entries' way in."""
-    from quire.attention.triton import TritonAttention
+    """A decode, a long chunk, their entries' way in, and that of states."""
+    from quire.attention.triton import TritonAttention, TritonRows
 
     attention = TritonAttention()
     attention._gpus[torch.device("cpu")] = gpu
@@ -126,6 +126,8 @@ def call_all(kind: Kind, gpu: Gpu) -> None:
     )
     k, v = (torch.empty(3, heads, n, dtype=kind.dtype) for n in (key, value))
     attention.make_writer(view)(torch.arange(3), k, v)
+    states = torch.empty(4, 3000, dtype=kind.dtype)
+    TritonRows().put(states, torch.arange(3), TritonRows().take(states, torch.arange(3)))
 
 
 def compiled(architecture: int) -> Iterator[list[tuple[str, Any]]]:

@@ -1,5 +1,10 @@
-"""Attention on CUDA by kernels of our own, which need no more than the Triton that torch brings."""
+"""Attention on CUDA by kernels of our own, which need no more than the Triton that torch brings.
+
+With them, the one that moves recurrent states where slots may be nobody's (``rows``).
+"""
 
 from quire.attention.triton.backend import TritonAttention
+from quire.attention.triton.gpu import find_gpu
+from quire.attention.triton.rows import TritonRows
 
-__all__ = ["TritonAttention"]
+__all__ = ["TritonAttention", "TritonRows", "find_gpu"]

@@ -12,53 +12,32 @@ use.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from quire.devices.staging import Array, to_device
+from quire.attention import RowMover, TorchRows, find_padded_rows
 from quire.errors import UnsupportedModel
 from quire.models.placed import device_of
+from quire.models.states.batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
 from quire.models.states.settling import settle
 from quire.spec import RecurrentState
 from quire.strategies import Accounting, Storage
-from quire.strategies.base import Slots
-from quire.strategies.states import place_of
-
-_Chunks = Sequence[tuple[int, int, int]]  # (sequence, start, stop) of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptStates:
-    """A layer's states of all sequences, and where those of a step's sequences are."""
+    """A layer's states of all sequences, and who brings a step's into a batch and back."""
 
     convolutions: tuple[Tensor, ...]  # [slots, channels, width], each
     scans: tuple[Tensor, ...]  # [slots, …], each
-    slots: Slots  # i64[S]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Chunks of one length that are computed as rows of one batch."""
-
-    members: list[int]  # which of the step's chunks
-    places: Tensor  # i64[rows, tokens]: in the packed row
-    goes_on: bool  # from states that are there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RowSlots:
-    """Where one layer's states of some rows are."""
-
-    first: int
-    all: Tensor  # i64[rows]
+    group: int  # whose slots these are, of the groups that keep states
+    rows: RowMover
 
 
 class RecurrentLayers:
@@ -69,7 +48,7 @@ class RecurrentLayers:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        self._model, self._device = model, device_of(model)
+        self._model = model
         self._mixers = find_mixers(model)
         found = sorted({mixer.layer for mixer in self._mixers})
         if found != list(layers):
@@ -89,23 +68,31 @@ class RecurrentLayers:
         names = {type(m.module).__name__ for m in self._mixers if m.goes_on_by_tokens}
         return sorted(names)
 
-    def of_step(self, accounting: Accounting, storage: Storage, chunks: _Chunks) -> "StepStates":
+    @property
+    def why_not_padded(self) -> str | None:
+        """Why no step of theirs may have rows of nobody."""
+        return self._padded_rows if isinstance(self._padded_rows, str) else None
+
+    @cached_property
+    def _padded_rows(self) -> RowMover | str:
+        return find_padded_rows(device_of(self._model))
+
+    def of_step(
+        self, accounting: Accounting, storage: Storage, placed: PlacedStates
+    ) -> "StepStates":
         """For the passes of one step."""
-        kept = _kept_states(accounting, storage, chunks)
-        return StepStates(self._mixers, chunks, kept, self._device)
+        rows = self._padded_rows if placed.batch.is_padded else TorchRows()
+        assert not isinstance(rows, str), rows
+        return StepStates(self._mixers, placed, _kept_states(accounting, storage, rows))
 
 
 class StepStates:
     """The states that a step goes on from, and leaves."""
 
     def __init__(
-        self,
-        mixers: Sequence[Mixer],
-        chunks: _Chunks,
-        kept: Mapping[int, KeptStates],
-        device: torch.device,
+        self, mixers: Sequence[Mixer], placed: PlacedStates, kept: Mapping[int, KeptStates]
     ) -> None:
-        self._mixers, self._chunks, self._kept, self._device = mixers, chunks, kept, device
+        self._mixers, self._placed, self._kept = mixers, placed, kept
 
     @property
     def layers(self) -> frozenset[int]:
@@ -118,12 +105,8 @@ class StepStates:
 
         Raises: RuntimeError for a layer that was left out, or whose states are of another shape.
         """
-        chunks, kept = self._chunks, self._kept
-        if number is not None:
-            chunks = chunks[number : number + 1]
-            one = {id(own.slots): own.slots[number : number + 1] for own in kept.values()}
-            kept = {layer: replace(own, slots=one[id(own.slots)]) for layer, own in kept.items()}
-        several, places = _batches(chunks, kept, self._device)
+        placed = self._placed if number is None else self._placed.chunk(number)
+        several = placed.batches()
         computed: set[nn.Module] = set()
         modules = [mixer.module.__dict__ for mixer in self._mixers]
         own_forwards = [module.get("forward") for module in modules]
@@ -134,8 +117,7 @@ class StepStates:
                     mixer,
                     mixer.module.forward,
                     several,
-                    places[mixer.layer],
-                    kept[mixer.layer],
+                    self._kept[mixer.layer],
                     computed,
                 )
             yield
@@ -148,71 +130,27 @@ class StepStates:
             raise RuntimeError("a recurrent layer was not computed")
 
 
-def _kept_states(
-    accounting: Accounting, storage: Storage, chunks: _Chunks
-) -> dict[int, KeptStates]:
-    """Those of a step's chunks, by layer."""
+def _kept_states(accounting: Accounting, storage: Storage, rows: RowMover) -> dict[int, KeptStates]:
+    """By layer."""
     kept: dict[int, KeptStates] = {}
-    for number, group in enumerate(accounting.groups):
-        if not isinstance(group.spec, RecurrentState):
-            continue
-        rows, states = storage.states(number), group.spec.states
-        slots = np.array([place_of(accounting, number, seq_id) for seq_id, _, _ in chunks])
+    for at, number in enumerate(state_groups(accounting)):
+        group, states = accounting.groups[number], storage.states(number)
+        assert isinstance(group.spec, RecurrentState), "state_groups has no others"
         for layer in group.layers:
-            held = list(zip(states, rows.layer(layer), strict=True))
+            held = list(zip(group.spec.states, states.layer(layer), strict=True))
             kept[layer] = KeptStates(
                 convolutions=tuple(tensor for state, tensor in held if state.is_convolution),
                 scans=tuple(tensor for state, tensor in held if not state.is_convolution),
-                slots=slots,
+                group=at,
+                rows=rows,
             )
     return kept
-
-
-def _batches(
-    chunks: _Chunks, kept: Mapping[int, KeptStates], device: torch.device
-) -> tuple[list[_Rows], dict[int, list[_RowSlots]]]:
-    """Tokens that go on from a state are rows of one batch; every other chunk is by itself.
-
-    Returns: the batches, and where each layer has their states.
-    """
-    batches: list[tuple[list[int], Array, bool]] = []  # members, places, whether it goes on
-    alike: list[tuple[int, int]] = []
-    first = 0
-    for number, (_, start, stop) in enumerate(chunks):
-        if start and stop - start == 1:
-            alike.append((number, first))
-        else:
-            batches.append(([number], np.arange(first, first + stop - start)[None], start > 0))
-        first += stop - start
-    if alike:
-        numbers, places = zip(*alike, strict=True)
-        batches.append(([*numbers], np.array(places)[:, None], True))
-    groups = {id(own.slots): own.slots for own in kept.values()}
-    arrays: list[Array] = [places for _, places, _ in batches]
-    arrays += [slots[members] for slots in groups.values() for members, _, _ in batches]
-    found = iter(_placed(arrays, device))
-    rows = [
-        _Rows(members=members, places=next(found), goes_on=goes_on)
-        for members, _, goes_on in batches
-    ]
-    of_group = {
-        group: [_RowSlots(first=int(slots[each.members[0]]), all=next(found)) for each in rows]
-        for group, slots in groups.items()
-    }
-    return rows, {layer: of_group[id(own.slots)] for layer, own in kept.items()}
-
-
-def _placed(arrays: list[Array], device: torch.device) -> list[Tensor]:
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return to_device(arrays, device)
 
 
 def _forward(
     mixer: Mixer,
     forward: Forward,
-    several: list[_Rows],
-    places: list[_RowSlots],
+    several: Sequence[PlacedRows],
     kept: KeptStates,
     computed: set[nn.Module],
     *args: Any,
@@ -222,7 +160,8 @@ def _forward(
     bound = mixer.bind(args, kwargs)
     packed: Tensor = bound.arguments[mixer.hidden_name]  # [1, T, hidden]
     out: Parts = ()
-    for rows, slots in zip(several, places, strict=True):
+    for rows in several:
+        slots = rows.slots[kept.group]
         state = _load(mixer, kept, slots) if rows.goes_on else mixer.no_state()
         parts = mixer.compute(forward, bound, rows.places, state, goes_on=rows.goes_on)
         if not out:
@@ -239,15 +178,15 @@ def _forward(
     return out[0] if len(out) == 1 and out[0] is not None else out
 
 
-def _load(mixer: Mixer, kept: KeptStates, slots: _RowSlots) -> LinearAttentionLayer:
-    """A layer's states of these slots, in one batch: of a single one themselves, else copies."""
+def _load(mixer: Mixer, kept: KeptStates, slots: RowSlots) -> LinearAttentionLayer:
+    """A layer's states of these slots, in one batch: of a known one themselves, else copies."""
     state = mixer.no_state()
     for at, held in enumerate(kept.convolutions):
-        state.conv_states[at] = _of(held, slots)
+        state.conv_states[at] = _of(kept, held, slots)
         state.conv_kernel_size[at] = held.shape[-1]
         state.is_conv_states_initialized[at] = True
     for at, held in enumerate(kept.scans):
-        state.recurrent_states[at] = _of(held, slots)
+        state.recurrent_states[at] = _of(kept, held, slots)
         state.is_recurrent_states_initialized[at] = True
     first = next(iter((*kept.convolutions, *kept.scans)))
     state.device, state.dtype = first.device, first.dtype
@@ -255,11 +194,13 @@ def _load(mixer: Mixer, kept: KeptStates, slots: _RowSlots) -> LinearAttentionLa
     return state
 
 
-def _of(held: Tensor, slots: _RowSlots) -> Tensor:
-    return held[slots.all] if len(slots.all) > 1 else held[slots.first : slots.first + 1]
+def _of(kept: KeptStates, held: Tensor, slots: RowSlots) -> Tensor:
+    if slots.only is None:
+        return kept.rows.take(held, slots.all)
+    return held[slots.only : slots.only + 1]
 
 
-def _store(mixer: Mixer, kept: KeptStates, slots: _RowSlots, state: LinearAttentionLayer) -> None:
+def _store(mixer: Mixer, kept: KeptStates, slots: RowSlots, state: LinearAttentionLayer) -> None:
     """Raises: RuntimeError for states that are not as the spec says."""
     for name, several, new in (
         ("convolution", kept.convolutions, state.conv_states),
@@ -274,5 +215,5 @@ def _store(mixer: Mixer, kept: KeptStates, slots: _RowSlots, state: LinearAttent
                     f"layer {mixer.layer} keeps a {name} state of {list(tensor.shape[1:])} in "
                     f"{tensor.dtype}, and the spec says otherwise"
                 )
-            if tensor.data_ptr() != said[slots.first].data_ptr():
-                said[slots.all] = tensor
+            if slots.only is None or tensor.data_ptr() != said[slots.only].data_ptr():
+                kept.rows.put(said, slots.all, tensor)
