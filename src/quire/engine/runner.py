@@ -97,8 +97,7 @@ class ModelRunner:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        with on_device(self.device):
-            logits, _ = self._forward(chunks, token_ids, wanted, sources)
+        logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
     def close(self) -> None:
@@ -149,12 +148,13 @@ class ModelRunner:
         complete: Callable[[Step], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, whoever decided on it: logits, and the layers that did not report."""
-        inputs = given.on(self.device, batches)
-        accounting, storage = self._kv.accounting, self._kv.storage
-        step = make_step(accounting, storage, self._backend, batches, self._lenders)
-        if complete is not None:
-            complete(step)
-        return self._run(step, inputs), step.silent
+        with on_device(self.device):
+            inputs = given.on(self.device, batches)
+            accounting, storage = self._kv.accounting, self._kv.storage
+            step = make_step(accounting, storage, self._backend, batches, self._lenders)
+            if complete is not None:
+                complete(step)
+            return self._run(step, inputs), step.silent
 
     def capture(
         self, *, max_model_len: int, max_num_seqs: int, backend: AttentionBackend | None = None
@@ -312,7 +312,8 @@ class ModelRunner:
             logits_at=np.array(logits_at, np.int64),
         )
         if self._captured is not None and len(token_ids) == len(chunks) == len(logits_at):
-            replayed = self._captured.replay(storage, batches, given)
+            with on_device(self.device):
+                replayed = self._captured.replay(storage, batches, given)
             if replayed is not None:
                 return replayed, []
         if self._ranks is not None:
