@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_say_what_it_has_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), MemoryUnavailable),
+        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), DriverError),
         (ConfigError("no such option"), ConfigError),
         (KeyError(7), RuntimeError),
     ],
