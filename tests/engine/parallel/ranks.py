@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,20 @@ def generated(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> Any:
 def of_generate(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
     out = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
     return tuple(out[0, len(prompt) :].tolist())
+
+
+def gone(pids: list[int], within_s: float = 60.0) -> bool:
+    """Whether none of these processes is there any more, or will be in a moment."""
+    end_s = time.monotonic() + within_s
+    while any(os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) for pid in pids):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -6,10 +6,6 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
 
-from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, gone, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import child, group
@@ -239,23 +235,6 @@ def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
     assert "rank 1 (process 7)" in str(found[0])
 
 
-def gone(pids: list[int], within_s: float = 60.0) -> bool:
-    """Whether none of these processes is there any more, or will be in a moment."""
-    end_s = time.monotonic() + within_s
-    while any(os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) for pid in pids):
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @on_the_cpu
 def test_a_rank_that_is_killed_ends_the_llm_with_its_name(folder: Folder) -> None:
     pytest.importorskip("accelerate")
@@ -311,29 +290,6 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     finally:
         crew.close()
     assert not torch.distributed.is_initialized()
-
-
-@on_the_cpu
-def test_ranks_end_with_the_process_that_started_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate")
-    script = """
-        import os, signal
-        from quire.engine.parallel.crew import Crew
-        crew = Crew(2).start()
-        print(*crew.pids, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert pids
-    assert gone(pids)
-    assert not list(tmp_path.glob("quire-ranks-*"))
 
 
 # -- what is not cut into parts --

@@ -36,6 +36,7 @@ from quire.engine.parallel.messages import (
     Unload,
 )
 from quire.engine.parallel.part import load_part
+from quire.engine.parallel.threads import compute_with
 from quire.engine.runner import ModelRunner
 from quire.engine.swap.mover import Mover, make_mover
 from quire.memory.by_device import machine_for, memory_for
@@ -82,6 +83,8 @@ class Follower:
         match message:
             case Join():
                 self.rank, self._num_ranks = message.rank, message.num_ranks
+                if message.num_threads is not None:
+                    compute_with(message.num_threads)
                 join(message)
             case Load():
                 self._models[message.model] = load_part(

@@ -29,6 +29,7 @@ class Join:
     store: Path  # a file that all of them can see
     device_type: str  # "cpu", "cuda"
     timeout_s: float  # for each exchange
+    num_threads: int | None = None  # to compute with; None: as many as it would
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

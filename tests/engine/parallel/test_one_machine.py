@@ -1,0 +1,131 @@
+"""Ranks beside the process that started them: they end with it, and share its cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.parallel.ranks import gone
+from quire.engine.parallel import crew as crews
+from quire.engine.parallel import follower, group
+from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.messages import Join
+
+pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="ranks would be placed on the GPU"
+)
+
+
+def test_ranks_end_with_the_process_that_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+        import os, signal
+        from quire.engine.parallel.crew import Crew
+        crew = Crew(2).start()
+        print(*crew.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert pids
+    assert gone(pids)
+    assert not list(tmp_path.glob("quire-ranks-*"))
+
+
+def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has all that rank 0 has open, and all that is to be done when rank 0 ends."""
+    script = """
+        import gc, os, signal
+        from quire.engine.parallel.crew import Crew
+        from quire.engine.parallel.messages import Disassemble
+        from quire.errors import RankLost
+
+        crew = Crew(2).start()
+        ask = Disassemble(engine=1), bool
+        for lives_on in (False, True):
+            there, said = os.pipe()
+            forked = os.fork()
+            if forked == 0:
+                os.close(1), os.close(2)
+                try:
+                    crew.required(*ask)
+                except RankLost as error:
+                    os.write(said, str(error).encode())
+                crew.close()
+                del crew
+                gc.collect()
+                if lives_on:
+                    signal.pause()
+                os._exit(0)
+            assert b"fork" in os.read(there, 1000)
+            if not lives_on:
+                os.waitpid(forked, 0)
+            assert crew.required(*ask) is False
+        print(forked, *crew.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    forked, *pids = (int(pid) for pid in done.stdout.split())
+    try:
+        assert gone(pids)
+        assert not gone([forked], within_s=0)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+    assert not list(tmp_path.glob("quire-ranks-*"))
+
+
+def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = torch.get_num_threads()
+    joined: list[Join] = []
+    monkeypatch.setattr(
+        crews, "join", lambda message: (joined.append(message), group.join(message))
+    )
+    try:
+        for named, num_threads in (("", 4), ("5", 8)):
+            monkeypatch.setenv("OMP_NUM_THREADS", named)
+            torch.set_num_threads(8)
+            crew = Crew(2).start()
+            assert torch.get_num_threads() == num_threads
+            crew.close()
+            assert torch.get_num_threads() == 8
+            assert joined.pop().num_threads == (None if named else num_threads)
+    finally:
+        torch.set_num_threads(found)
+
+
+def test_a_rank_computes_with_as_many_threads_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = torch.get_num_threads()
+    monkeypatch.setattr(follower, "join", lambda _: None)
+    store = Path("nowhere")
+    sizes: dict[str, Any] = dict(rank=1, num_ranks=2, store=store, device_type="cpu", timeout_s=1.0)
+    try:
+        follower.Follower().do(Join(**sizes, num_threads=3))
+        assert torch.get_num_threads() == 3
+        follower.Follower().do(Join(**sizes, num_threads=None))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(found)
