@@ -25,6 +25,7 @@ from quire.engine.parallel.messages import (
     Answer,
     Apply,
     Assemble,
+    CloseStorage,
     Disassemble,
     Done,
     Expect,
@@ -32,6 +33,7 @@ from quire.engine.parallel.messages import (
     Load,
     Look,
     Message,
+    Prefault,
     Unload,
 )
 from quire.engine.parallel.part import PartedModel, load_parts
@@ -154,6 +156,13 @@ def test_what_one_rank_refuses_is_held_by_none(folder: Folder) -> None:
     made, undone = crew.messages
     assert isinstance(made, Assemble)
     assert undone == Disassemble(engine=made.engine)
+
+    crew = RefusingCrew(Prefault)
+    loaded = replace(loaded, ranks=PartedModel(crew, 1, owns_crew=False))
+    with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
+        LLM(loaded, tensor_parallel_size=2, **OPTIONS, residency="prefault")
+    assert type(crew.messages[-1]) is Disassemble
+    assert [type(each) for each in crew.messages].count(CloseStorage) == 1
 
     crew = RefusingCrew(Load)
     crew.all_of = lambda message, _: (crew.messages.append(message), [Failed(OSError("gone"))])
@@ -310,7 +319,6 @@ def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -
     assert "make it one of 1, 2" in refused(llama, size=4)
     assert "no tensor-parallel plan" in refused(folder.of("gpt_oss"))
     assert "quantization=int8" in refused(llama, quantization="int8")
-    assert "residency=prefault" in refused(llama, residency="prefault")
     draft = {"model": str(llama), "num_speculative_tokens": 2}
     assert "a draft model would lie in rank 0 alone" in refused(llama, speculative_config=draft)
     assert "provider=" in refused(llama, provider=object())

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.parallel.ranks import gone
+from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, Watch, gone
+from quire.engine.llm import LLM
 from quire.engine.parallel import crew as crews
 from quire.engine.parallel import follower, group
 from quire.engine.parallel.crew import Crew
@@ -23,6 +24,8 @@ pytest.importorskip("accelerate", reason="Transformers loads parts of a model wi
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks would be placed on the GPU"
 )
+
+MIB = 2**20
 
 
 def test_ranks_end_with_the_process_that_started_them(
@@ -129,3 +132,35 @@ def test_a_rank_computes_with_as_many_threads_as_it_is_told(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(found)
+
+
+def resident_bytes(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
+@pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
+def test_memory_of_a_cpu_is_backed_at_the_start_in_every_rank(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, None)
+    options = {**OPTIONS, "kv_cache_memory_bytes": "96MiB", "residency": "prefault"}
+    with LLM(folder.of("llama"), tensor_parallel_size=2, **options) as llm:
+        assert llm._ranks is not None
+        (pid,) = llm._ranks.crew.pids
+        assert llm._resident.kept_bytes == 96 * MIB
+        assert llm.generate(PROMPTS, GREEDY, observe=Watch(llm))
+        assert llm._resident.kept_bytes + llm.memory.committed_bytes == 96 * MIB
+        full = resident_bytes(pid)
+        llm.resize(16 * MIB)
+        assert llm._resident.kept_bytes + llm.memory.committed_bytes <= 16 * MIB
+        assert full - resident_bytes(pid) > 64 * MIB
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rule_that_takes_its_memory_at_the_start_does_so_in_every_rank(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, None)
+    options = {**OPTIONS, "kv_cache_memory_bytes": None, "budget": "llamacpp"}
+    with LLM(folder.of("llama"), tensor_parallel_size=2, **options) as llm:
+        assert llm.ledger.committed_whole
+        assert llm._resident.kept_bytes == llm.ledger.require()
+        assert llm.generate(PROMPTS, GREEDY, observe=Watch(llm))

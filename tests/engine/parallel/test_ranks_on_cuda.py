@@ -103,7 +103,7 @@ def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:
     assert set(steps) == {(1, 1)}
 
 
-def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder) -> None:
+def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder, gpu: Gpu) -> None:
     """From a folder and two options to two processes, which end with the LLM."""
     assert folder.crew is not None
     folder.crew.close()  # one crew at a time
@@ -111,5 +111,10 @@ def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder) -> 
     with LLM(folder.of("llama"), tensor_parallel_size=2, device="cuda", **OPTIONS) as llm:
         assert llm.ledger.committed_whole is False
         assert str(llm.engine._runner.device) == "cuda:0"  # type: ignore[attr-defined]
+        gpu.free_bytes = gpu.total_bytes // 2  # of this rank's device
         assert texts(llm.generate(PROMPTS, GREEDY, observe=Watch(llm))) == want
+        assert llm.elastic.memory is not None
+        assert llm.elastic.memory.available_bytes == gpu.free_bytes
+        gpu.free_bytes = 2 * gpu.total_bytes  # so that the other's is the least
+        assert llm._elastic._gauge.read().available_bytes == gpu.total_bytes
     assert not torch.distributed.is_initialized()

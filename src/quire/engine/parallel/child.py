@@ -54,6 +54,7 @@ def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
         if failed and not channel.poll(grace_s):
             log.error("%s failed in this rank alone, which ends", type(message).__name__)
             os._exit(_NOT_HEARD)
+        follower.go_on(message)
 
 
 def _answer(follower: Follower, message: Any) -> Answer:
