@@ -8,6 +8,7 @@ they give is true; what a GPU would refuse is refused (tensors of two devices in
 * ``runtime`` and ``streams``: what ``torch.cuda`` offers: copies, graphs; streams and events.
 * ``attention``: a backend of kernels that read nothing but what lies there.
 * ``memory``: a ``MemoryProvider`` whose regions lie there.
+* ``ranks``: several processes with a device each, and what they tell each other.
 
 What it cannot tell: how long anything takes, what a kernel does that is not torch's, and what
 happens on several streams, which are all one here. That a program runs here says that its tensors
