@@ -54,6 +54,8 @@ on_the_cpu = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
 
+EXPECT = Expect(engine=1, max_tokens=16)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
@@ -220,6 +222,28 @@ def test_after_an_interrupt_no_answer_is_taken_for_the_next_ones(where: str) -> 
     assert killed
     with pytest.raises(RankLost, match="interrupted in the middle of a step"):
         crew.required(Look(model=1), bool)
+
+
+@pytest.mark.parametrize(("message", "patient"), [(Prefault(engine=1), True), (EXPECT, False)])
+def test_who_exchanges_nothing_is_waited_for_however_long_it_takes(
+    message: Message, patient: bool
+) -> None:
+    """Rank 0 has failed; the other is still about it, and ends by itself."""
+    waited: list[float] = []
+    channel = SimpleNamespace(
+        send_bytes=lambda _: None,
+        poll=lambda timeout_s: waited.append(timeout_s) or True,
+        recv_bytes=lambda: pickle.dumps(Done()),
+    )
+    crew = Crew(2, grace_s=7.0)
+    crew._members.append(_Member(1, SimpleNamespace(pid=7), channel))  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise MemoryUnavailable("only here")
+
+    with pytest.raises(MemoryUnavailable, match="only here"):
+        crew.required(message, fail)
+    assert [timeout_s > 7.0 for timeout_s in waited] == [patient]
 
 
 # -- ranks that are gone --

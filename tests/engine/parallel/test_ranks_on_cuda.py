@@ -108,7 +108,9 @@ def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder, gpu
     assert folder.crew is not None
     folder.crew.close()  # one crew at a time
     want = expected(folder, "llama")
+    torch.cuda.set_device(1)
     with LLM(folder.of("llama"), tensor_parallel_size=2, device="cuda", **OPTIONS) as llm:
+        assert gpu.current == 1, "the user's choice"
         assert llm.ledger.committed_whole is False
         assert str(llm.engine._runner.device) == "cuda:0"  # type: ignore[attr-defined]
         gpu.free_bytes = gpu.total_bytes // 2  # of this rank's device

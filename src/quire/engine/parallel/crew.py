@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 GRACE_S = 60.0  # for an answer, after rank 0's own part has failed; and to end
 EXCHANGE_S = 600.0  # for one exchange of a step; a kernel may have to be compiled meanwhile
-_LOADING_S = 7200.0  # for what reads files
+_LOADING_S = 7200.0  # for what reads files, or takes all memory
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from quire.engine.parallel.child import main; "
@@ -114,7 +114,8 @@ class Crew:
             try:
                 value = own()
             except Exception:
-                self._answers(message, self._grace_s)
+                waits = isinstance(message, EXCHANGES)  # perhaps for rank 0, and so for ever
+                self._answers(message, self._grace_s if waits else _LOADING_S)
                 raise
             return value, self._answers(message, _LOADING_S)
 
@@ -301,7 +302,7 @@ class _Fate:
     def leave_to_parent(self) -> None:
         """In a forked child, for which they are lost."""
         self._lock = threading.Lock()
-        self.reason = f"the ranks are those of the process that process {os.getpid()} is a fork of"
+        self.reason = f"process {os.getpid()} is a fork, and the ranks are its parent's"
 
     @contextmanager
     def shared_by_all(self) -> Iterator[None]:
