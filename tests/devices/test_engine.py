@@ -17,6 +17,13 @@ from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 _OTHERS = [strategy for strategy in STRATEGIES if strategy != "paged"]
+SIZES: dict[str, Any] = dict(
+    attention_backend="sdpa",  # kernels in an interpreter know no pretended device
+    max_model_len=64,
+    kv_cache_memory_bytes="64MB",
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 33)]
 
 
@@ -42,14 +49,7 @@ def expected(model: PreTrainedModel, num_tokens: int = 8) -> list[tuple[int, ...
 
 
 def on(gpu: Gpu, model: PreTrainedModel, **options: Any) -> LLM:
-    defaults: dict[str, Any] = dict(
-        attention_backend="sdpa",  # kernels in an interpreter know no pretended device
-        max_model_len=64,
-        kv_cache_memory_bytes="64MB",
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-    )
-    return LLM(model.to("cuda"), provider=PretendMemory(gpu), **{**defaults, **options})
+    return LLM(model.to("cuda"), provider=PretendMemory(gpu), **{**SIZES, **options})
 
 
 def generated(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
@@ -84,6 +84,18 @@ def test_graphs_give_what_eager_steps_give(
     gpu.reset()
     assert generated(llm) == want
     assert gpu.num_replays == GREEDY.max_tokens - 1  # all but the step that computes the prompts
+
+
+def test_a_model_may_be_on_another_device_than_the_current_one(kernels: None) -> None:
+    with pretend.cuda(num_devices=2) as gpu:
+        model = tiny_model("llama")
+        want = expected(model)
+        memory = PretendMemory(gpu, index=1)
+        llm = LLM(model.to("cuda:1"), provider=memory, **SIZES)
+        gpu.reset()
+        assert generated(llm) == want
+        assert gpu.num_replays == GREEDY.max_tokens - 1
+        assert gpu.current == 0
 
 
 def test_a_step_waits_once_and_copies_once(gpu: Gpu, kernels: None) -> None:

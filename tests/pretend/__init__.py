@@ -9,6 +9,7 @@ they give is true; what a GPU would refuse is refused (tensors of two devices in
 * ``late``: several streams, of which all but the first do what they have to as late as can be.
 * ``attention``: a backend of kernels that read nothing but what lies there.
 * ``memory``: a ``MemoryProvider`` whose regions lie there.
+* ``ranks``: several processes with a device each, and what they tell each other.
 
 What it cannot tell: how long anything takes, and what a kernel does that is not torch's. That a
 program runs here says that its tensors are in the right places; it is no proof that it runs on a

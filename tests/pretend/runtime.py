@@ -91,6 +91,7 @@ class Gpu:
 
     def __init__(self, num_devices: int, total_bytes: int) -> None:
         self.num_devices, self.total_bytes, self.free_bytes = num_devices, total_bytes, total_bytes
+        self.current = 0  # the device that is meant where none is named
         self.waits: list[str] = []
         self.launches: list[str] = []
         self.num_replays = self.num_uploads = self.num_downloads = 0
@@ -115,10 +116,11 @@ class Gpu:
     def kernel(self, function: Callable[..., None], *args: Any) -> None:
         """Launch what is no operation of torch's. It gets the tensors inside, and writes to them.
 
-        Raises: RuntimeError for a tensor of the host.
+        Raises: RuntimeError for a tensor of the host, or of a device that is not the current one.
         """
+        here = torch.device("cuda", self.current)
         for x in tree_leaves(args):
-            if isinstance(x, Tensor) and not isinstance(x, PretendTensor):
+            if isinstance(x, Tensor) and not (isinstance(x, PretendTensor) and x.device == here):
                 raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         inner = tree_map_only(PretendTensor, lambda x: x.inner, args)
         self.launch(function.__name__)
@@ -201,6 +203,8 @@ class _Dispatch(TorchDispatchMode):
         self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(not issubclass(kind, PretendTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
         return compute(self._gpu, func, args, kwargs or {})
 
 
@@ -214,8 +218,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
             return func(*args, **(kwargs or {}))
-        kwargs = {key: _numbered(value) for key, value in (kwargs or {}).items()}
-        args = tuple(map(_numbered, args))
+        kwargs = {key: self._numbered(value) for key, value in (kwargs or {}).items()}
+        args = tuple(map(self._numbered, args))
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             device = kwargs.pop("device", None)
             if device is None and func is Tensor.new_tensor:
@@ -223,7 +227,7 @@ class _Functions(TorchFunctionMode):
             made = func(*args, **kwargs, **({"device": "cpu"} if device is not None else {}))
             return made if device is None else made.to(device)
         if func is Tensor.cuda:
-            return args[0].to(torch.device("cuda", 0), **kwargs)
+            return args[0].to(self._numbered("cuda"), **kwargs)
         if func in (Tensor.tolist, Tensor.numpy) and isinstance(args[0], PretendTensor):
             if func is Tensor.numpy and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -236,12 +240,11 @@ class _Functions(TorchFunctionMode):
             return self._gpu.is_pinned(args[0])
         return func(*args, **kwargs)
 
-
-def _numbered(value: Any) -> Any:
-    """``cuda`` → ``cuda:0``: without CUDA, torch cannot ask which one that is."""
-    if isinstance(value, torch.device | str) and str(value) == "cuda":
-        return torch.device("cuda", 0)
-    return value
+    def _numbered(self, value: Any) -> Any:
+        """``cuda`` → ``cuda:0``: without CUDA, torch cannot ask which one is current."""
+        if isinstance(value, torch.device | str) and str(value) == "cuda":
+            return torch.device("cuda", self._gpu.current)
+        return value
 
 
 def _names(gpu: Gpu) -> dict[str, Any]:
@@ -251,13 +254,14 @@ def _names(gpu: Gpu) -> dict[str, Any]:
     properties = SimpleNamespace(
         name="pretended", total_memory=gpu.total_bytes, major=5, minor=2, multi_processor_count=132
     )
-    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats")
-    zero = ("current_device", "memory_allocated", "memory_reserved", "max_memory_allocated")
+    nothing = ("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats")
+    zero = ("memory_allocated", "memory_reserved", "max_memory_allocated")
     return {
         **dict.fromkeys(nothing, _says(None)),
         **dict.fromkeys(zero, _says(0)),
         **dict.fromkeys(("is_available", "is_initialized"), _says(True)),
         **names_of_streams(gpu),
+        **_names_of_devices(gpu),
         "device_count": _says(gpu.num_devices),
         "get_device_name": _says(properties.name),
         "get_device_properties": _says(properties),
@@ -267,6 +271,26 @@ def _names(gpu: Gpu) -> dict[str, Any]:
         "CUDAGraph": lambda *_, **__: Graph(gpu),
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
+
+
+def _names_of_devices(gpu: Gpu) -> dict[str, Any]:
+    """Which one is current."""
+
+    def set_device(device: torch.device | int) -> None:
+        index = device if isinstance(device, int) else device.index
+        assert index is None or index < gpu.num_devices, "CUDA error: invalid device ordinal"
+        gpu.current = gpu.current if index is None else index
+
+    @contextmanager
+    def device(device: torch.device | int) -> Iterator[None]:
+        before = gpu.current
+        set_device(device)
+        try:
+            yield
+        finally:
+            gpu.current = before
+
+    return {"set_device": set_device, "current_device": lambda: gpu.current, "device": device}
 
 
 def _says(value: object) -> Callable[..., Any]:

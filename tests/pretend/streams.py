@@ -85,7 +85,7 @@ def names_of_streams(gpu: Gpu) -> dict[str, Any]:
         "Event": event,
         "Stream": stream_class,
         **dict.fromkeys(("current_stream", "default_stream"), lambda *_: stream),
-        **dict.fromkeys(("stream", "device", "device_of"), nothing),
+        **dict.fromkeys(("stream", "device_of"), nothing),
         "graph": graph,
         "synchronize": lambda *_: gpu.wait("synchronize"),
     }

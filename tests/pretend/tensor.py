@@ -63,6 +63,8 @@ class PretendTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(not issubclass(kind, PretendTensor) for kind in types):
+            return NotImplemented  # such as a DTensor: it comes back with what lies in it
         gpu = next(x.gpu for x in tree_leaves((args, kwargs)) if isinstance(x, PretendTensor))
         return compute(gpu, func, args, kwargs or {})
 
@@ -97,6 +99,8 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if packet in _UNKNOWN and pretended:
         raise NotImplementedError(f"{func} is not pretended")
     asked = kwargs.get("device")
+    if packet is aten.scalar_tensor and asked is not None and asked.type == UNDERNEATH:
+        asked = kwargs["device"] = torch.device("cpu")  # x[mask] = 0: with CUDA it is the host's
     device = named(asked) if asked is not None else _common(func, pretended, leaves)
     if asked is not None and device.type == "cuda":
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -106,7 +110,7 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if (
         packet in _WAITS
-        or (packet in _INDEXED and _waits_for_index(args[1]))
+        or (packet in _INDEXED and _waits_for_index(*args[1:]))
         or (func in _COUNTED and kwargs.get("output_size") is None)
     ):
         gpu.wait(str(packet))
@@ -212,10 +216,11 @@ def _common(func: Any, pretended: list[PretendTensor], leaves: list[Any]) -> tor
     return device
 
 
-def _waits_for_index(indices: list[Tensor | None]) -> bool:
+def _waits_for_index(indices: list[Tensor | None], value: Any = None, *rest: Any) -> bool:
     """A mask is counted first, and what is on the host is copied."""
-    return any(
-        x.dtype in (torch.bool, torch.uint8) or (not isinstance(x, PretendTensor) and x.dim() > 0)
-        for x in indices
-        if x is not None
-    )
+    masks, given = (torch.bool, torch.uint8), [x for x in indices if x is not None]
+    from_host = any(not isinstance(x, PretendTensor) and x.dim() > 0 for x in given)
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu
+    if is_number and not any(rest) and not from_host and all(x.dtype in masks for x in given):
+        return False  # masked_fill
+    return from_host or any(x.dtype in masks for x in given)

@@ -43,6 +43,7 @@ def test_each_wait_of_the_host_is_counted() -> None:
         gpu.reset()
         x.copy_(pinned, non_blocking=True)
         x + 1
+        x[x == 1] = 0  # a masked_fill
         assert not gpu.waits
         waits = [
             lambda: x[0].item(),
@@ -122,6 +123,18 @@ def test_modules_can_be_moved_and_tied_weights_stay_tied() -> None:
         assert torch.equal(got.cpu(), want)
         with pytest.raises(RuntimeError, match="on the same device"):
             model(ids)
+
+
+def test_kernels_are_launched_on_the_device_that_is_current() -> None:
+    with pretend.cuda(num_devices=2) as gpu:
+        x = torch.zeros(2, device="cuda:1")
+        with pytest.raises(RuntimeError, match="cannot be accessed"):
+            gpu.kernel(torch.Tensor.fill_, x, 1)
+        with torch.cuda.device(1):
+            assert torch.zeros(1, device="cuda").device == x.device
+            gpu.kernel(torch.Tensor.fill_, x, 1)
+        assert x.tolist() == [1, 1]
+        assert torch.cuda.current_device() == 0
 
 
 def test_memory_is_seen_as_the_devices() -> None:

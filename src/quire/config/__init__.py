@@ -9,6 +9,7 @@ from quire.config.environment import (
     as_rank,
     keep_few_shapes,
     kernel_dir,
+    names_threads,
     openai_api_key,
     wait_patiently,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "as_rank",
     "keep_few_shapes",
     "kernel_dir",
+    "names_threads",
     "openai_api_key",
     "wait_patiently",
 ]

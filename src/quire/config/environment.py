@@ -142,6 +142,11 @@ def as_rank(rank: int, loopback: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def names_threads() -> bool:
+    """Whether the user has said with how many threads each process computes."""
+    return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
+
+
 def openai_api_key() -> str | None:
     """The key that clients of OpenAI's API send, if there is one."""
     return os.environ.get("OPENAI_API_KEY") or None

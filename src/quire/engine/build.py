@@ -34,7 +34,7 @@ from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
 from quire.memory.governor import Governor
 from quire.memory.machine import CudaPeak
-from quire.memory.machine.readings import Gauge, SharedGauge
+from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Residency, Resident
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
@@ -76,20 +76,18 @@ def build(
     draft = load_draft(config, loaded)
     ledger = _claimed(config, loaded, draft, provider)
     kv_bytes = ledger.require()
-    if parted is not None and ledger.committed_whole:
-        raise ConfigError(
-            f"tensor_parallel_size={parted.num_ranks}: budget={config.budget} takes its memory at "
-            f"the start, which is for one process so far: use another rule"
-        )
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
-    resident = make_resident(provider, _residency(config, ledger), sizes.capacity_bytes)
+    residency = _residency(config, ledger)
+    resident = make_resident(provider, residency, sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
         undo.callback(resident.close)
-        team = None if parted is None else parted.team(spec, config.cache, sizes, config)
-        if team is not None:
+        team = None
+        if parted is not None:
+            team = parted.team(spec, config.cache, sizes, config, residency)
             undo.callback(team.close)
+            resident = team.resident(resident, residency)
         model = assemble(loaded, spec, config.cache, sizes, resident.provider, config, team)
         kv = model.kv
         undo.callback(kv.close)
@@ -140,7 +138,7 @@ def build(
             resident,
             scheduler,
             Governor(config.memory_mode),
-            _gauge(gauge_for(device) if gauge is None else gauge, team),
+            _gauge(gauge, device, team),
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -198,11 +196,10 @@ def _provider(
     return given
 
 
-def _gauge(whole: Gauge, team: Team | None) -> Gauge:
-    """What the elastic cache looks at: of ranks that share a machine, each at its share."""
-    if team is None or not team.shares_machine:
-        return whole
-    return SharedGauge(whole, team.num_ranks)
+def _gauge(given: Gauge | None, device: torch.device, team: Team | None) -> Gauge:
+    """What the elastic cache looks at; of ranks, wherever there is the least for one."""
+    gauge = gauge_for(device) if given is None else given
+    return gauge if team is None else team.gauge(gauge)
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

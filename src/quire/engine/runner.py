@@ -104,8 +104,7 @@ class ModelRunner:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        with on_device(self.device):
-            logits, _ = self._forward(chunks, token_ids, wanted, sources)
+        logits, _ = self._forward(chunks, token_ids, wanted, sources)
         return logits
 
     def close(self) -> None:
@@ -156,11 +155,12 @@ class ModelRunner:
         complete: Callable[[Step], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, whoever decided on it: logits, and the layers that did not report."""
-        inputs = given.on(self.device, batches)
-        step = self._step(self._backend, batches, inputs)
-        if complete is not None:
-            complete(step)
-        return self._run(step, inputs), step.silent
+        with on_device(self.device):
+            inputs = given.on(self.device, batches)
+            step = self._step(self._backend, batches, inputs)
+            if complete is not None:
+                complete(step)
+            return self._run(step, inputs), step.silent
 
     def capture(
         self, *, max_model_len: int, max_num_seqs: int, backend: AttentionBackend | None = None
@@ -320,7 +320,8 @@ class ModelRunner:
             states=None if self._recurrent is None else make_state_batch(accounting, chunks),
         )
         if self._captured is not None and len(token_ids) == len(chunks) == len(logits_at):
-            replayed = self._captured.replay(storage, batches, given)
+            with on_device(self.device):
+                replayed = self._captured.replay(storage, batches, given)
             if replayed is not None:
                 return replayed, []
         if self._ranks is not None:

@@ -6,10 +6,6 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
 
-from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, gone, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import child, group
@@ -29,6 +25,7 @@ from quire.engine.parallel.messages import (
     Answer,
     Apply,
     Assemble,
+    CloseStorage,
     Disassemble,
     Done,
     Expect,
@@ -36,6 +33,7 @@ from quire.engine.parallel.messages import (
     Load,
     Look,
     Message,
+    Prefault,
     Unload,
 )
 from quire.engine.parallel.part import PartedModel, load_parts
@@ -55,6 +53,8 @@ on_the_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks would be placed on the GPU"
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
+
+EXPECT = Expect(engine=1, max_tokens=16)
 
 
 @pytest.fixture
@@ -159,6 +159,13 @@ def test_what_one_rank_refuses_is_held_by_none(folder: Folder) -> None:
     assert isinstance(made, Assemble)
     assert undone == Disassemble(engine=made.engine)
 
+    crew = RefusingCrew(Prefault)
+    loaded = replace(loaded, ranks=PartedModel(crew, 1, owns_crew=False))
+    with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
+        LLM(loaded, tensor_parallel_size=2, **OPTIONS, residency="prefault")
+    assert type(crew.messages[-1]) is Disassemble
+    assert [type(each) for each in crew.messages].count(CloseStorage) == 1
+
     crew = RefusingCrew(Load)
     crew.all_of = lambda message, _: (crew.messages.append(message), [Failed(OSError("gone"))])
     with pytest.raises(OSError, match="gone"):
@@ -178,7 +185,7 @@ def test_a_rank_that_does_not_say_what_it_has_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), MemoryUnavailable),
+        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), DriverError),
         (ConfigError("no such option"), ConfigError),
         (KeyError(7), RuntimeError),
     ],
@@ -217,6 +224,28 @@ def test_after_an_interrupt_no_answer_is_taken_for_the_next_ones(where: str) -> 
         crew.required(Look(model=1), bool)
 
 
+@pytest.mark.parametrize(("message", "patient"), [(Prefault(engine=1), True), (EXPECT, False)])
+def test_who_exchanges_nothing_is_waited_for_however_long_it_takes(
+    message: Message, patient: bool
+) -> None:
+    """Rank 0 has failed; the other is still about it, and ends by itself."""
+    waited: list[float] = []
+    channel = SimpleNamespace(
+        send_bytes=lambda _: None,
+        poll=lambda timeout_s: waited.append(timeout_s) or True,
+        recv_bytes=lambda: pickle.dumps(Done()),
+    )
+    crew = Crew(2, grace_s=7.0)
+    crew._members.append(_Member(1, SimpleNamespace(pid=7), channel))  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise MemoryUnavailable("only here")
+
+    with pytest.raises(MemoryUnavailable, match="only here"):
+        crew.required(message, fail)
+    assert [timeout_s > 7.0 for timeout_s in waited] == [patient]
+
+
 # -- ranks that are gone --
 
 
@@ -237,23 +266,6 @@ def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
     found = asyncio.run(read())
     assert [type(each) for each in found] == [RankLost] * len(PROMPTS)
     assert "rank 1 (process 7)" in str(found[0])
-
-
-def gone(pids: list[int], within_s: float = 60.0) -> bool:
-    """Whether none of these processes is there any more, or will be in a moment."""
-    end_s = time.monotonic() + within_s
-    while any(os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) for pid in pids):
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @on_the_cpu
@@ -313,29 +325,6 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     assert not torch.distributed.is_initialized()
 
 
-@on_the_cpu
-def test_ranks_end_with_the_process_that_started_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate")
-    script = """
-        import os, signal
-        from quire.engine.parallel.crew import Crew
-        crew = Crew(2).start()
-        print(*crew.pids, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert pids
-    assert gone(pids)
-    assert not list(tmp_path.glob("quire-ranks-*"))
-
-
 # -- what is not cut into parts --
 
 
@@ -354,7 +343,6 @@ def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -
     assert "make it one of 1, 2" in refused(llama, size=4)
     assert "no tensor-parallel plan" in refused(folder.of("gpt_oss"))
     assert "quantization=int8" in refused(llama, quantization="int8")
-    assert "residency=prefault" in refused(llama, residency="prefault")
     draft = {"model": str(llama), "num_speculative_tokens": 2}
     assert "a draft model would lie in rank 0 alone" in refused(llama, speculative_config=draft)
     assert "provider=" in refused(llama, provider=object())

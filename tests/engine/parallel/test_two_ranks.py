@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, texts
+from engine.parallel.ranks import (
+    CACHES,
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    Folder,
+    Watch,
+    generated,
+    of_generate,
+    texts,
+)
 from planner.places import host
 from quire.config import EngineConfig
-from quire.engine.llm import LLM
 from quire.engine.parallel.crew import Crew
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
@@ -30,12 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Transformers, about plans and RoPE
 ]
 
-CACHES: dict[str, dict[str, Any]] = {
-    **{name: dict(cache=name) for name in STRATEGIES},
-    "virtual, shared": dict(cache="virtual", enable_prefix_caching=True),
-    "virtual": dict(cache="virtual", enable_prefix_caching=False),
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
@@ -46,29 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     crew.close()
     crew.close()
     assert not torch.distributed.is_initialized()
-
-
-class Watch:
-    """After each step every rank has committed what accounting says."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.committed = llm, []
-
-    def __call__(self, usage: Usage) -> None:
-        assert self.llm._team is not None
-        ours = self.llm.memory.committed_bytes
-        assert usage.committed_bytes == ours == self.llm._team.least_committed_bytes
-        self.committed.append(ours)
-
-
-def generated(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> Any:
-    with llm:
-        return texts(llm.generate(prompts, params, observe=Watch(llm)))
-
-
-def of_generate(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
-    return tuple(out[0, len(prompt) :].tolist())
 
 
 @pytest.mark.parametrize("cache", CACHES)

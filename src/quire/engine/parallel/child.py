@@ -14,11 +14,10 @@ from typing import Any
 from quire.engine.parallel.follower import Follower
 from quire.engine.parallel.group import leave
 from quire.engine.parallel.messages import EXCHANGES, Answer, Done, Failed, Heard, Leave
-from quire.errors import ConfigError, MemoryUnavailable, QuireError
+from quire.errors import QuireError
 
 log = logging.getLogger(__name__)
 
-_KINDS = (MemoryUnavailable, ConfigError, QuireError)
 _NOT_HEARD = 70  # the exit code of who has failed alone, so that others may wait for it
 
 
@@ -55,6 +54,7 @@ def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
         if failed and not channel.poll(grace_s):
             log.error("%s failed in this rank alone, which ends", type(message).__name__)
             os._exit(_NOT_HEARD)
+        follower.go_on(message)
 
 
 def _answer(follower: Follower, message: Any) -> Answer:
@@ -62,17 +62,8 @@ def _answer(follower: Follower, message: Any) -> Answer:
         return Done(follower.do(message))
     except Exception as error:
         own = isinstance(error, QuireError)
-        told = _sendable(error) if own else RuntimeError(f"rank {follower.rank}: {error!r}")
+        told = error if own else RuntimeError(f"rank {follower.rank}: {error!r}")
         return Failed(told, follower.committed_bytes(message))
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error, or one of the nearest kind that arrives: not each can be made of its message."""
-    try:
-        pickle.loads(pickle.dumps(error, pickle.HIGHEST_PROTOCOL))
-    except Exception:
-        return next(kind for kind in _KINDS if isinstance(error, kind))(str(error))
-    return error
 
 
 def _tell(channel: "Connection[Any, Any]", answer: Answer) -> None:

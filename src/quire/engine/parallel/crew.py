@@ -9,19 +9,20 @@ others are ended and nothing waits for ever: ``RankLost`` says who it was. What 
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from quire.engine.parallel.group import abort, join, leave, refuse_ranks
 from quire.engine.parallel.messages import (
@@ -33,6 +34,7 @@ from quire.engine.parallel.messages import (
     Leave,
     Message,
 )
+from quire.engine.parallel.threads import compute_with, share_of_threads
 from quire.errors import RankLost
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ T = TypeVar("T")
 
 GRACE_S = 60.0  # for an answer, after rank 0's own part has failed; and to end
 EXCHANGE_S = 600.0  # for one exchange of a step; a kernel may have to be compiled meanwhile
-_LOADING_S = 7200.0  # for what reads files
+_LOADING_S = 7200.0  # for what reads files, or takes all memory
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from quire.engine.parallel.child import main; "
@@ -59,7 +61,7 @@ class Crew:
         self._names = count(1)
         self._members: list[_Member] = []
         self._fate = _Fate(self._members)
-        self._finalizer: Callable[[], Any] = _nothing
+        self._finalizer: weakref.finalize[..., Crew] | None = None
 
     def start(self) -> "Crew":
         """Start them, and let all of them meet.
@@ -67,16 +69,22 @@ class Crew:
         Raises: ConfigError where there cannot be so many; RankLost where one does not come up.
         """
         refuse_ranks(self.num_ranks, self.device_type)
-        folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
+        folder = tempfile.mkdtemp(prefix="quire-ranks-")
         ours, theirs = os.pipe()[::-1]  # nothing is written there: it ends when rank 0 does
-        self._finalizer = weakref.finalize(self, _end, self._members, self._fate, ours, folder)
+        undo = ExitStack()  # last of all
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, _end, self._members, self._fate, ours, undo)
+        _in_forks(weakref.WeakMethod(self._leave_to_parent), ours)
+        share = share_of_threads(self.num_ranks) if self.device_type == "cpu" else None
         try:
             for rank in range(1, self.num_ranks):
-                self._members.append(self._start(rank, theirs, folder.name))
+                self._members.append(self._start(rank, theirs, folder))
             self._fate.watch()
             for member in self._members:  # each says when it is there, before all of them meet
                 self._answer(member, EXCHANGE_S)
-            self._meet(Path(folder.name) / "store")
+            if share is not None:
+                undo.callback(compute_with(share))
+            self._meet(Path(folder) / "store", share)
         except BaseException:
             self.close()
             raise
@@ -106,7 +114,8 @@ class Crew:
             try:
                 value = own()
             except Exception:
-                self._answers(message, self._grace_s)
+                waits = isinstance(message, EXCHANGES)  # perhaps for rank 0, and so for ever
+                self._answers(message, self._grace_s if waits else _LOADING_S)
                 raise
             return value, self._answers(message, _LOADING_S)
 
@@ -138,7 +147,18 @@ class Crew:
     def close(self) -> None:
         """End them, and be in no group any more. A second call does nothing."""
         with self._lock:
-            self._finalizer()
+            if self._finalizer is not None:
+                self._finalizer()
+
+    def _leave_to_parent(self, lifeline: int) -> None:
+        """In a forked child: the ranks are its parent's, and do not live for its sake."""
+        if self._finalizer is None or self._finalizer.detach() is None:
+            return
+        self._lock = threading.RLock()  # of a thread that is not here, perhaps
+        self._fate.leave_to_parent()
+        os.close(lifeline)
+        for member in self._members:
+            member.channel.close()
 
     def _start(self, rank: int, lifeline: int, folder: str) -> "_Member":
         ours, theirs = socket.socketpair()
@@ -158,7 +178,7 @@ class Crew:
             )
         return _Member(rank, process, Connection(ours.detach()))
 
-    def _meet(self, store: Path) -> None:
+    def _meet(self, store: Path, num_threads: int | None) -> None:
         def message(rank: int) -> Join:
             return Join(
                 rank=rank,
@@ -166,6 +186,7 @@ class Crew:
                 store=store,
                 device_type=self.device_type,
                 timeout_s=EXCHANGE_S,
+                num_threads=num_threads,
             )
 
         for member in self._members:
@@ -278,6 +299,11 @@ class _Fate:
             member.process.kill()
         abort()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, for which they are lost."""
+        self._lock = threading.Lock()
+        self.reason = f"process {os.getpid()} is a fork, and the ranks are its parent's"
+
     @contextmanager
     def shared_by_all(self) -> Iterator[None]:
         """For a message and its answers. After an interrupt nobody knows how far the others are,
@@ -308,9 +334,17 @@ class _Fate:
         self.give_up(f"{member} {how}")
 
 
-def _end(
-    members: list[_Member], fate: _Fate, lifeline: int, folder: "TemporaryDirectory[str]"
-) -> None:
+def _in_forks(leave: "weakref.WeakMethod[Callable[[int], None]]", lifeline: int) -> None:
+    """Call a method in each child that is forked from now on, while its object is there."""
+
+    def in_child() -> None:
+        if (method := leave()) is not None:
+            method(lifeline)
+
+    os.register_at_fork(after_in_child=in_child)
+
+
+def _end(members: list[_Member], fate: _Fate, lifeline: int, undo: ExitStack) -> None:
     """All of them, without an error."""
     in_order = fate.reason is None
     fate.is_over = True
@@ -328,4 +362,4 @@ def _end(
             member.process.kill()
             member.process.wait()
         member.channel.close()
-    folder.cleanup()
+    undo.close()

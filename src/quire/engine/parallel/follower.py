@@ -22,6 +22,7 @@ from quire.engine.parallel.messages import (
     Disassemble,
     DropSaved,
     Expect,
+    Follow,
     Go,
     Heard,
     Join,
@@ -31,14 +32,20 @@ from quire.engine.parallel.messages import (
     MakeStorage,
     Message,
     OpenSwap,
+    Prefault,
     PutBack,
+    Read,
+    Rest,
     Save,
+    Tended,
     Unload,
 )
 from quire.engine.parallel.part import load_part
+from quire.engine.parallel.threads import compute_with
 from quire.engine.runner import ModelRunner
 from quire.engine.swap.mover import Mover, make_mover
-from quire.memory.by_device import machine_for, memory_for
+from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
+from quire.memory.residency import Resident
 from quire.models.loader import LoadedModel
 from quire.models.placing import HostInputs
 
@@ -50,6 +57,7 @@ class _Engine:
     loaded: LoadedModel
     backend: AttentionBackend
     make_pair: MakePair
+    resident: Resident
     kv: KVCache | None = None
     runner: ModelRunner | None = None
     mover: Mover | None = None
@@ -62,10 +70,12 @@ class _Engine:
             self.kv.accounting, self.kv.storage = self.make_pair()
 
     def close(self) -> None:
+        self.resident.close()
         if self.mover is not None:
             self.mover.close()
         if self.kv is not None:
             self.kv.close()
+        self.resident.rest(short=True)  # what was kept for it is of no use now
 
 
 @final
@@ -82,6 +92,8 @@ class Follower:
         match message:
             case Join():
                 self.rank, self._num_ranks = message.rank, message.num_ranks
+                if message.num_threads is not None:
+                    compute_with(message.num_threads)
                 join(message)
             case Load():
                 self._models[message.model] = load_part(
@@ -110,6 +122,11 @@ class Follower:
                 return self._step(self._engines[message.engine], message)
         return None
 
+    def go_on(self, message: Message) -> None:
+        """What nobody waits for: pages for the next step, while the device computes this one."""
+        if isinstance(message, Compute) and (engine := self._engines.get(message.engine)):
+            engine.resident.prepare()
+
     def committed_bytes(self, message: Message) -> int:
         """Of the engine that a message is for."""
         engine = self._engines.get(getattr(message, "engine", -1))
@@ -122,7 +139,9 @@ class Follower:
         self._engines.clear()
         self._models.clear()
 
-    def _step(self, engine: _Engine, message: Asked) -> Any:
+    def _step(self, engine: _Engine, message: Asked | Tended) -> Any:
+        if isinstance(message, Tended):
+            return _tend(engine, message)
         if isinstance(message, MakeStorage):
             engine.make_storage()
             return None
@@ -149,11 +168,13 @@ class Follower:
 
     def _assemble(self, message: Assemble) -> _Engine:
         loaded = self._models[message.model]
-        provider = memory_for(loaded.model.device, message.config.residency)
+        sizes, config = message.sizes, message.config
+        provider = memory_for(loaded.model.device, config.residency)
+        resident = make_resident(provider, message.residency, sizes.capacity_bytes)
         backend, make_pair = prepare(
-            loaded, message.spec, message.strategy, message.sizes, provider, message.config
+            loaded, message.spec, message.strategy, sizes, resident.provider, config
         )
-        return _Engine(loaded, backend, make_pair)
+        return _Engine(loaded, backend, make_pair, resident)
 
     def _compute(self, runner: ModelRunner, step: Compute) -> None:
         batches = [
@@ -170,6 +191,20 @@ class Follower:
             token_ids=step.token_ids, positions=step.positions, logits_at=step.logits_at
         )
         runner.compute(batches, given)
+
+
+def _tend(engine: _Engine, message: Tended) -> Any:
+    match message:
+        case Prefault():
+            engine.resident.prefault()
+            engine.resident.watch()
+        case Follow():
+            engine.resident.follow(message.ceiling_bytes)
+        case Rest():
+            engine.resident.rest(short=message.short)
+        case Read():
+            return gauge_for(engine.loaded.device).read()
+    return None
 
 
 def _there(part: Any) -> Any:

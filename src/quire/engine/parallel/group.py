@@ -7,7 +7,7 @@ it, and no variable of the environment says where.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from quire.config import as_rank
+from quire.devices import on_device
 from quire.engine.parallel.messages import Join
 from quire.errors import ConfigError
 
@@ -59,18 +60,29 @@ def refuse_ranks(num_ranks: int, device_type: str) -> None:
 
 @contextmanager
 def meeting(rank: int) -> Iterator[None]:
-    """For whatever makes groups of ranks: joining, and loading a model's part."""
-    with as_rank(rank, _LOOPBACK):
+    """For whatever makes groups of ranks: joining, and loading a model's part.
+
+    The device of its number becomes the current one. In rank 0, which is the user's process, that
+    ends here.
+    """
+    with as_rank(rank, _LOOPBACK), nullcontext() if rank else _current_device_kept():
         yield
+
+
+def _current_device_kept() -> AbstractContextManager[object]:
+    """Without CUDA, or before it is used, nobody has chosen one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    return on_device(torch.device("cuda", torch.cuda.current_device()))
 
 
 def join(message: Join) -> None:
     """Raises: RuntimeError where the others do not come in time."""
     device = None
-    if message.device_type == "cuda":
-        torch.cuda.set_device(message.rank)
-        device = torch.device("cuda", message.rank)
     with meeting(message.rank):
+        if message.device_type == "cuda":
+            torch.cuda.set_device(message.rank)
+            device = torch.device("cuda", message.rank)
         dist.init_process_group(
             dict(_BACKENDS)[message.device_type],
             store=FileStore(str(message.store), message.num_ranks),

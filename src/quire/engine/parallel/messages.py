@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config import EngineConfig
+from quire.memory.residency import Residency
 from quire.spec import ModelSpec
 from quire.strategies import CacheConfig, Change
 from quire.strategies.base import Slots
@@ -29,6 +30,7 @@ class Join:
     store: Path  # a file that all of them can see
     device_type: str  # "cpu", "cuda"
     timeout_s: float  # for each exchange
+    num_threads: int | None = None  # to compute with; None: as many as it would
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,37 @@ class Assemble:
     strategy: str
     sizes: CacheConfig
     config: EngineConfig
+    residency: Residency = "on-demand"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefault:
+    """Back the capacity, whose addresses are reserved, and keep it from looking idle."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """Keep nothing beyond the ceiling."""
+
+    engine: int
+    ceiling_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """Give back what is kept around the cache: nothing is to do, or memory is short."""
+
+    engine: int
+    short: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The answer: a ``MemoryReading`` of where the engine's cache lies."""
+
+    engine: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +214,13 @@ class Leave:
 # All ranks do these together, so that one who stops in the middle leaves the others waiting.
 EXCHANGES = (Join, Load, Expect, Compute)
 
-# What an engine asks for again and again.
+# What an engine asks for again and again: of its steps, and of the memory around its cache.
 Asked: TypeAlias = (
     MakeStorage | CloseStorage | Apply | Go | Expect | Compute | Save | PutBack | DropSaved
 )
+Tended: TypeAlias = Prefault | Follow | Rest | Read
 Message: TypeAlias = (
-    Join | Load | Look | Unload | Assemble | Disassemble | OpenSwap | Asked | Heard | Leave
+    Join | Load | Look | Unload | Assemble | Disassemble | OpenSwap | Asked | Tended | Heard | Leave
 )
 
 

@@ -16,6 +16,7 @@ from quire.engine.parallel.messages import Assemble, Failed, Load, Look, Unload
 from quire.engine.parallel.team import Team
 from quire.errors import ConfigError
 from quire.memory.machine import Machine
+from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, find_folder, load, read_config
 from quire.models.parts import part_spec
 from quire.spec import ModelSpec
@@ -40,9 +41,14 @@ class PartedModel:
         return self._crew
 
     def team(
-        self, spec: ModelSpec, strategy: str, sizes: CacheConfig, config: EngineConfig
+        self,
+        spec: ModelSpec,
+        strategy: str,
+        sizes: CacheConfig,
+        config: EngineConfig,
+        residency: Residency = "on-demand",
     ) -> Team:
-        """The others, ready for an engine. Raises: ConfigError, RankLost."""
+        """The others, ready for an engine. Raises: ConfigError, MemoryUnavailable, RankLost."""
         return Team(
             self._crew,
             Assemble(
@@ -52,6 +58,7 @@ class PartedModel:
                 strategy=strategy,
                 sizes=sizes,
                 config=config,
+                residency=residency,
             ),
         )
 
@@ -175,10 +182,6 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
         raise ConfigError(
             f"{option}: speculative_config: a draft model would lie in rank 0 alone, whose memory "
             f'would be another than the others\': use {{"method": "ngram", …}}'
-        )
-    if config.residency != "on-demand":
-        raise ConfigError(
-            f"{option}: residency={config.residency} is for one process so far: leave it out"
         )
 
 

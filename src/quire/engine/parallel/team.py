@@ -1,4 +1,4 @@
-"""``Team``: the other ranks of one engine, as its storage, its runner and its swap ask them.
+"""``Team``: the other ranks of one engine, as its storage, runner, swap and memory ask them.
 
 Each asks for its own part and for the others' at once. ``crew`` carries the messages.
 """
@@ -24,9 +24,12 @@ from quire.engine.parallel.messages import (
     PutBack,
     Save,
 )
+from quire.engine.parallel.resident import RankedGauge, RankedResident
 from quire.engine.parallel.storage import RankedStorage
 from quire.engine.swap.mover import Mover
 from quire.engine.swap.timers import Note, Timer
+from quire.memory.machine.readings import Gauge, SharedGauge
+from quire.memory.residency import Residency, Resident
 from quire.models.placing import HostInputs
 from quire.strategies import Change, Storage
 from quire.strategies.base import Slots
@@ -44,7 +47,7 @@ class Team:
     def __init__(self, crew: Crew, assembly: Assemble) -> None:
         """Raises: what an engine cannot be assembled for in one of the ranks."""
         self._crew, self._engine = crew, assembly.engine
-        self.num_ranks, self.shares_machine = crew.num_ranks, crew.device_type == "cpu"
+        self.num_ranks = crew.num_ranks
         self.least_committed_bytes = 0
         try:
             crew.required(assembly, _nothing)
@@ -122,6 +125,17 @@ class Team:
             logits_at=given.logits_at,
         )
         return self._crew.required(step, own)
+
+    def resident(self, own: Resident, residency: Residency) -> Resident:
+        """Rank 0's memory around its cache, which tells the others."""
+        keeps = residency != "on-demand" or own.prepares
+        return RankedResident(self._crew, self._engine, own, keeps=keeps)
+
+    def gauge(self, own: Gauge) -> Gauge:
+        """How much memory is left where it is scarcest; of a machine that all share, a share."""
+        if self._crew.device_type == "cpu":
+            return SharedGauge(own, self.num_ranks)
+        return RankedGauge(self._crew, self._engine, own)
 
     def open_swap(self, path: str | None, own: Mover) -> Mover:
         """Rank 0's place for saved entries, which tells the others."""

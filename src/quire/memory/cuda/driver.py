@@ -57,8 +57,11 @@ class DriverError(MemoryUnavailable):
     """A call returned ``error``, by CUDA's name: ``CUDA_ERROR_OUT_OF_MEMORY``."""
 
     def __init__(self, call: str, error: str) -> None:
-        super().__init__(f"{call} failed: {error}")
-        self.error = error
+        super().__init__(call, error)  # both, so that it can be sent to another process
+        self.call, self.error = call, error
+
+    def __str__(self) -> str:
+        return f"{self.call} failed: {self.error}"
 
 
 def load_driver_functions() -> DriverFunctions:

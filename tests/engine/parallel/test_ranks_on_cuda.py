@@ -1,0 +1,122 @@
+"""Two ranks on two devices that are not there: each has its own, and nothing of another's.
+
+What is exchanged goes by gloo. So this says that all is in its place, and nothing of NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from engine.parallel.ranks import (
+    CACHES,
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    Folder,
+    Watch,
+    generated,
+    of_generate,
+    texts,
+)
+from pretend import Gpu, ranks
+from quire.engine.llm import LLM
+from quire.engine.parallel.crew import Crew
+from quire.engine.params import SamplingParams
+from quire.strategies import Usage
+
+pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there are real ones"),
+    pytest.mark.filterwarnings("ignore"),  # of Transformers, about plans and RoPE
+]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with ranks.cuda_ranks() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    crew = Crew(2, "cuda").start()
+    yield Folder(tmp_path_factory.mktemp("models"), crew)
+    crew.close()
+
+
+def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) -> Any:
+    """Of one process, on the CPU."""
+    with folder.alone(name, device="cpu", **options) as llm:
+        return texts(llm.generate(PROMPTS, params))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
+    folder: Folder, cache: str
+) -> None:
+    want = expected(folder, "llama", **CACHES[cache])
+    llm = folder.ranked("llama", **CACHES[cache])
+    assert llm.attention_backend == "pretend"
+    assert generated(llm) == want
+    if cache == "paged":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder.of("llama"))
+        assert want == [[of_generate(model, prompt, 16)] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "deepseek_v3"])
+def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
+    assert generated(folder.ranked(name)) == expected(folder, name)
+
+
+def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
+    params = SamplingParams(temperature=0.8, seed=7, n=3, max_tokens=12, logprobs=2)
+    want = expected(folder, "llama", params)
+    assert generated(folder.ranked("llama"), params=params) == want
+
+
+def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    want = expected(folder, "llama", params)
+    # A token is 512 bytes in each rank: 6 blocks are too few for all.
+    with folder.ranked("llama", kv_cache_memory_bytes=48 * 1024, swap_space="1MiB") as llm:
+        assert texts(llm.generate(PROMPTS, params, observe=Watch(llm))) == want
+        assert llm.engine.scheduler.stats.num_swaps > 0
+
+
+def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:
+    with folder.ranked("llama") as llm:
+        watch: list[tuple[int, int]] = []
+
+        def note(_: Usage) -> None:
+            watch.append((len(gpu.waits), gpu.num_uploads))
+
+        llm.generate(PROMPTS, GREEDY, observe=note)
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(watch)]
+    assert len(steps) > 8
+    assert set(steps) == {(1, 1)}
+
+
+def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder, gpu: Gpu) -> None:
+    """From a folder and two options to two processes, which end with the LLM."""
+    assert folder.crew is not None
+    folder.crew.close()  # one crew at a time
+    want = expected(folder, "llama")
+    torch.cuda.set_device(1)
+    with LLM(folder.of("llama"), tensor_parallel_size=2, device="cuda", **OPTIONS) as llm:
+        assert gpu.current == 1, "the user's choice"
+        assert llm.ledger.committed_whole is False
+        assert str(llm.engine._runner.device) == "cuda:0"  # type: ignore[attr-defined]
+        gpu.free_bytes = gpu.total_bytes // 2  # of this rank's device
+        assert texts(llm.generate(PROMPTS, GREEDY, observe=Watch(llm))) == want
+        assert llm.elastic.memory is not None
+        assert llm.elastic.memory.available_bytes == gpu.free_bytes
+        gpu.free_bytes = 2 * gpu.total_bytes  # so that the other's is the least
+        assert llm._elastic._gauge.read().available_bytes == gpu.total_bytes
+    assert not torch.distributed.is_initialized()
