@@ -110,7 +110,9 @@ def build(
         swap = None
         if config.swap_space:
             around = None if team is None else partial(team.open_swap, config.swap_path)
-            swap = make_swap_store(kv, config.swap_path, costs, loaded.device, around=around)
+            swap = make_swap_store(
+                kv, config.swap_path, costs, sizes.max_model_len, loaded.device, around=around
+            )
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,

@@ -165,7 +165,7 @@ def plan(
 
     def needs_of(options: EngineConfig) -> Needs:
         page_bytes = place.page_bytes
-        return kv_needs(options, subject.name, on_rank, own, page_bytes, records_graphs=on_gpu)
+        return kv_needs(options, subject.name, on_rank, own, page_bytes, on_gpu=on_gpu)
 
     needs = needs_of(config)
     request = request or typical(needs.context_tokens)
