@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch, make_batch, packed_tokens
 from quire.devices import on_device
+from quire.devices.staging import give_back_pinned
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
 from quire.errors import ConfigError, UnsupportedModel
@@ -106,6 +107,7 @@ class ModelRunner:
         if self._captured is not None:
             self._captured.close()
             self._captured = None
+        give_back_pinned(self.device)
 
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
