@@ -187,6 +187,12 @@ class ModelRunner:
                 max_num_seqs=max_num_seqs,
             )
             self._captured.capture(self._kv.storage)
+        if self._captured.has_graphs and (reason := self._why_not_right(backend, max_model_len)):
+            log.warning(
+                "%s runs without CUDA graphs: where they are replayed, %s", self._name, reason
+            )
+            self._captured.close()
+            self._captured = None
 
     def _why_not_right(self, backend: AttentionBackend, max_tokens: int) -> str | None:
         """The trial once more, with another backend."""
@@ -222,7 +228,8 @@ class ModelRunner:
                     break  # what there is room for is judged
                 self._kv.carry_out()
                 self._kv.require()
-                rows.append(self._trial_chunk(trial, start, stop))
+                # A graph's are overwritten by the next step.
+                rows.append(self._trial_chunk(trial, start, stop).clone())
         finally:
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
@@ -275,9 +282,9 @@ class ModelRunner:
         return f"{self._loaded.name} ({self._loaded.spec.model_type})"
 
     def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
-        """Two chunks; of a model with states, some tokens of the second come one by one."""
+        """Two chunks; of a model with states or graphs, some tokens of the second come singly."""
         middle = trial.first_stop(num_tokens)
-        if self._recurrent is None:
+        if self._recurrent is None and self._captured is None:
             return [middle, num_tokens]
         return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
