@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import pretend
-from quire.devices.staging import give_back_pinned, staged_bytes, to_device
+from quire.devices.staging import staged_bytes, to_device
+from quire.devices.unused import give_back_unused
 
 CPU = torch.device("cpu")
 SOME = st.lists(
@@ -59,13 +60,14 @@ def test_pinned_memory_goes_back_by_the_name_that_torch_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for owner, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
         monkeypatch.setattr(owner, name, partial(called.append, name), raising=False)
-    give_back_pinned(torch.device("cpu"))
+    give_back_unused(torch.device("cpu"))
     assert called == []
-    give_back_pinned(torch.device("cuda", 0))
+    give_back_unused(torch.device("cuda", 0))
     monkeypatch.delattr(torch.accelerator, "empty_host_cache")
-    give_back_pinned(torch.device("cuda", 0))
+    give_back_unused(torch.device("cuda", 0))
     monkeypatch.delattr(torch._C, "_host_emptyCache")
-    give_back_pinned(torch.device("cuda", 0))
+    give_back_unused(torch.device("cuda", 0))
     assert called == ["empty_host_cache", "_host_emptyCache"]

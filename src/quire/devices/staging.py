@@ -48,14 +48,3 @@ def to_device(
         dtype = torch.from_numpy(array[:0]).dtype
         found.append(there[start : start + array.nbytes].view(dtype).view(array.shape))
     return found
-
-
-def give_back_pinned(device: torch.device) -> None:
-    """To the system, what torch keeps of pinned memory and nothing uses, of this whole process."""
-    if device.type != "cuda":
-        return
-    # The public name came with torch 2.12; the other one is that of CUDA builds since 2.5.
-    public = getattr(torch.accelerator, "empty_host_cache", None)
-    give_back = public or getattr(torch._C, "_host_emptyCache", None)
-    if give_back is not None:
-        give_back()

@@ -98,11 +98,13 @@ def prepare(
         kernel_dir=kernel_dir(),
     )
 
+    make_writer = backend.make_writer  # all that the cache needs of it, once steps have ended
+
     def make_pair() -> tuple[Accounting, Storage]:
         accounting = build_accounting(strategy, spec, sizes)
 
         def make_storage() -> Storage:
-            return build_storage(strategy, accounting, provider, backend.make_writer)
+            return build_storage(strategy, accounting, provider, make_writer)
 
         return accounting, make_storage() if team is None else team.make_storage(make_storage)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch, make_batch, packed_tokens
 from quire.devices import on_device
-from quire.devices.staging import give_back_pinned
+from quire.devices.unused import give_back_unused
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
 from quire.errors import ConfigError, UnsupportedModel
@@ -107,7 +107,8 @@ class ModelRunner:
         if self._captured is not None:
             self._captured.close()
             self._captured = None
-        give_back_pinned(self.device)
+        del self._backend  # and what that keeps on a device from step to step
+        give_back_unused(self.device)
 
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
@@ -193,6 +194,7 @@ class ModelRunner:
             )
             self._captured.close()
             self._captured = None
+            give_back_unused(self.device)
 
     def _why_not_right(self, backend: AttentionBackend, max_tokens: int) -> str | None:
         """The trial once more, with another backend."""

@@ -131,11 +131,10 @@ class CapturedDecodes:
         return bool(self._graphs)
 
     def close(self) -> None:
-        """Give back the graphs, and to the system what they alone had. Nothing is replayed then."""
+        """Drop the graphs, and what they alone had. Nothing is replayed then."""
         self._works, self._cache, self._unchanged = False, None, None
         self._forget()
         self._tables, self._room = [], self._room[:0].clone()
-        torch.cuda.empty_cache()
 
     def _forget(self) -> None:
         """A pool of which no graph is left cannot be captured into any more."""
