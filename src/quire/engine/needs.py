@@ -67,9 +67,12 @@ def kv_needs(
         slot_bytes(group, page_bytes) for group in spec.groups if isinstance(group.spec, KeptWhole)
     )
     state_bytes = config.max_num_seqs * one_state
-    num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_seqs, num_drafts = min(config.max_num_seqs, config.max_num_batched_tokens), 0
+    if config.speculative_config is not None:
+        num_drafts = config.speculative_config.num_speculative_tokens
     activation_bytes = own.activation_bytes(
-        max(config.max_num_batched_tokens, spec.source_tokens), num_logits
+        max(config.max_num_batched_tokens, spec.source_tokens),
+        min(config.max_num_seqs * (1 + num_drafts), config.max_num_batched_tokens),
     )
     source = "estimate for max_num_batched_tokens"
     if measured_bytes is not None:
@@ -80,7 +83,7 @@ def kv_needs(
         counted_weights_bytes=own.counted_bytes,
         activation_bytes=activation_bytes,
         activation_source=source,
-        graph_bytes=own.graph_bytes(num_logits) if on_gpu else 0,
+        graph_bytes=own.graph_bytes(num_seqs) if on_gpu else 0,
         swap_buffer_bytes=2 * swap_buffer_bytes(spec.groups, longest)
         if on_gpu and config.swap_space and config.swap_path is None
         else 0,
