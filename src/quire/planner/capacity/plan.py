@@ -33,6 +33,7 @@ class Place:
     page_bytes: int
     can_share: bool  # a page at several addresses
     max_mappings: int | None  # … so many; None: no limit
+    here: str | None = None  # of this machine, by the engine's name; None: it is another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
