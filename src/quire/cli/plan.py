@@ -6,6 +6,7 @@ has a GPU that has to be asked.
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -20,12 +21,13 @@ from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.planner.capacity.course import Request
 from quire.planner.capacity.fit import changes, longest, most_sequences
-from quire.planner.capacity.plan import Place, Plan, typical
+from quire.planner.capacity.plan import Divide, Place, Plan, typical
 from quire.planner.capacity.plan import plan as make_plan
 from quire.planner.devices import DEVICES, machine_of, machine_with
 from quire.planner.devices import device as device_of
 from quire.planner.subjects.published import published_models
 from quire.planner.subjects.subject import Subject, find_subject
+from quire.spec.ranks import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096
@@ -54,7 +56,10 @@ def plan(  # noqa: PLR0913 - flags
     ] = None,
     tp: Annotated[
         int,
-        typer.Option(help="Devices that share the heads (tensor parallelism); a plan is one's."),
+        typer.Option(
+            help="Devices that share the heads (tensor parallelism), as vLLM divides them; a plan "
+            "is one's. --tensor-parallel-size: as this engine does."
+        ),
     ] = 1,
     input_len: Annotated[
         int | None, typer.Option(help="Tokens of a typical prompt. Default: 1024 at most.")
@@ -112,7 +117,8 @@ def plan(  # noqa: PLR0913 - flags
         _validate(model, subject, config, place, request)
         return
     with Console(stderr=True).status("planning …"):
-        found = make_plan(subject, config, place, num_ranks=tp, request=request)
+        divide = _engines_way(subject) if config.tensor_parallel_size > 1 else rank_spec
+        found = make_plan(subject, config, place, num_ranks=tp, divide=divide, request=request)
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
     if as_json:
@@ -127,6 +133,13 @@ def num_ranks_of(tp: int, config: EngineConfig) -> int:
     if 1 not in (tp, own) and tp != own:
         raise ConfigError(f"--tp {tp} and --tensor-parallel-size {own} are one option: give one")
     return max(tp, own)
+
+
+def _engines_way(subject: Subject) -> Divide:
+    """How the engine divides a model: by the plan that Transformers has for it."""
+    from quire.models.parts import part_of_type
+
+    return partial(part_of_type, subject.name)
 
 
 def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> Place:
@@ -255,7 +268,12 @@ def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None
     if request.input_tokens + request.output_tokens > most:
         request = typical(most)
     again = make_plan(
-        found.subject, config, found.place, num_ranks=found.num_ranks, request=request
+        found.subject,
+        config,
+        found.place,
+        num_ranks=found.num_ranks,
+        divide=found.divide,
+        request=request,
     )
     return said, again
 

@@ -141,7 +141,9 @@ def _subject(found: Plan) -> Iterator[str]:
     where = "" if found.place.here is None else f" ({found.place.here} of this machine)"
     yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name + where)}[/]"
     if found.num_ranks > 1:
-        same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
+        on_rank = found.divide(subject.spec, found.num_ranks)
+        keeps = is_replicated(subject.spec, on_rank, found.num_ranks)
+        same = ", who keep some of the same" if keeps else ""
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 
