@@ -13,6 +13,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 
+from quire.engine.cache_lock import CacheLock
 from quire.engine.kv_cache import KVCache
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
@@ -49,8 +50,9 @@ class Elastic:
         scheduler: Scheduler,
         governor: Governor,
         gauge: Gauge,
+        lock: CacheLock,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = lock
         self._resident = resident
         self._kv, self._scheduler = kv, scheduler
         self._governor, self._gauge = governor, gauge
@@ -195,10 +197,14 @@ def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
         elastic = elastic_ref()
         if elastic is None:
             return
-        # While somebody steps, whoever it is looks at the machine too.
-        if elastic.lock.acquire(blocking=False):
-            try:
-                elastic.settle()
-            finally:
-                elastic.lock.release()
+        try:
+            # While somebody steps, whoever it is looks at the machine too.
+            if elastic.lock.acquire(blocking=False):
+                try:
+                    elastic.settle()
+                finally:
+                    elastic.lock.release()
+        except Exception:  # a device that is lost, which the next step will tell
+            log.warning("memory is not watched any more between steps", exc_info=True)
+            return
         del elastic
