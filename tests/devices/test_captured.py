@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.attention import AttentionBatch, SdpaAttention, backend_for_graphs, choose
 from quire.engine import assembly
 from quire.engine.runner import ModelRunner
+from quire.models import captured
 from quire.models.captured import CapturedDecodes, graph_sizes
 from quire.spec import FullAttention
 from tiny import tiny_model, tokens
@@ -179,6 +180,83 @@ def test_a_failed_capture_is_said_once(gpu: Gpu, caplog: pytest.LogCaptureFixtur
     assert "not permitted when stream is capturing" in said[0]
 
 
+class BakesIn(PretendAttention):
+    """Attends to what the host had when it was launched: nothing, for rows of nobody."""
+
+    def attend(self, q: torch.Tensor, view: Any, batch: AttentionBatch, **options: Any) -> Any:
+        out = super().attend(q, view, batch, **options)
+        return out if batch.context_lens.any() else out.new_zeros(out.shape)
+
+
+def test_rows_that_read_memory_are_tried_too(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Padding gives the same either way."""
+    monkeypatch.setattr(assembly, "choose_backend", lambda *_, **__: BakesIn())
+    model = tiny_model("llama")
+    want = own(model)
+    llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    assert "where they are replayed, attention by pretend: it gives other logits" in caplog.text
+    gpu.reset()
+    assert texts(llm) == want
+    assert not gpu.num_replays
+
+
+class Short:
+    """A device that has no memory for a capture, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_left = self.num_tried = 0
+        self._graph = torch.cuda.graph
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextmanager
+    def graph(self, *args: Any, **options: Any) -> Iterator[None]:
+        self.num_tried += 1
+        with self._graph(*args, **options):
+            yield
+            if self.num_left:
+                self.num_left -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+def test_a_capture_that_memory_was_short_for_is_tried_again(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(captured, "_PATIENCE", 5)
+    short, model = Short(monkeypatch), tiny_model("llama")
+    want = own(model)
+    llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    assert short.num_tried == 3
+    llm.engine._begin_anew()  # and all are to be captured once more
+    short.num_left = 2
+    for num_tried, num_replays in ((5, 0), (5, 0), (6, 4 + 1)):
+        gpu.reset()
+        assert texts(llm) == want  # in 7 steps
+        assert (short.num_tried, gpu.num_replays) == (num_tried, num_replays)
+    said = [r.message for r in caplog.records if "run without a CUDA graph" in r.message]
+    assert ["again in 5 steps" in said[0], "again in 10 steps" in said[1]] == [True] * 2
+    assert len(said) == 2
+
+
+def test_who_has_a_graph_goes_on_with_it_while_another_cannot_be_captured(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Short(monkeypatch)
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    llm.engine._begin_anew()
+    llm.generate(PROMPTS[:1], greedy(4))
+    short.num_left = 1
+    before = texts(llm)
+    gpu.reset()
+    llm.generate(PROMPTS[:1], greedy(4))
+    assert gpu.num_replays == 3
+    llm.engine._begin_anew()  # with memory again, and no patience
+    gpu.reset()
+    assert texts(llm) == before
+    assert gpu.num_replays == 7 + 1
+
+
 def captured_of(llm: LLM) -> CapturedDecodes:
     runner = llm.engine._runner
     assert isinstance(runner, ModelRunner)
@@ -256,7 +334,8 @@ def test_graphs_go_when_the_engine_is_closed(gpu: Gpu, monkeypatch: pytest.Monke
         torch.cuda, "empty_cache", lambda: given_back.append(not any(g() for g in graphs))
     )
     llm.close()
-    assert given_back == [True]
+    assert given_back
+    assert all(given_back)
     assert not own._tables
     assert own._logits is None
     assert not own._room.numel()

@@ -1,5 +1,6 @@
 """An engine with FlashInfer, on a pretended GPU both: each tensor is where it has to be."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import pretend
 from attention.pretend_flashinfer import pretended_backend
 from devices.test_engine import GREEDY, expected, generated, on
 from pretend import Gpu, PretendAttention
+from quire.attention.flashinfer import FlashInferAttention
 from quire.engine import assembly
 from quire.strategies import STRATEGIES
 from tiny import tiny_model
@@ -52,6 +54,29 @@ def test_without_a_writer_of_its_own_nothing_is_captured(
         gpu.reset()
         assert generated(llm) == want
         assert gpu.num_replays == 0
+
+
+def test_its_workspace_goes_when_the_engine_is_closed(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[object]] = []
+
+    def choose(*_: object, **__: object) -> FlashInferAttention:
+        backend = pretended_backend(real=False, make_writer=PretendAttention().make_writer)
+        made.append(weakref.ref(backend))
+        return backend
+
+    monkeypatch.setattr(assembly, "choose_backend", choose)
+    llm = on(gpu, tiny_model("gemma3"))
+    generated(llm)
+    backend = made[-1]()
+    assert isinstance(backend, FlashInferAttention)
+    (workspace,) = (weakref.ref(each) for each in backend._workspaces.values())
+    del backend
+    assert workspace() is not None
+    llm.close()
+    assert [each() for each in made] == [None] * len(made)
+    assert workspace() is None
 
 
 def test_latents_run_without_graphs(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """Many arrays, one copy."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis.extra import numpy as arrays_of
 
 import pretend
 from quire.devices.staging import staged_bytes, to_device
+from quire.devices.unused import give_back_unused
 
 CPU = torch.device("cpu")
 SOME = st.lists(
@@ -51,3 +54,20 @@ def test_the_same_shapes_have_the_same_addresses() -> None:
         assert first[0].tolist() == [9, 10, 11]
         with pytest.raises(RuntimeError):
             to_device([np.zeros(100)], device, room)
+
+
+def test_pinned_memory_goes_back_by_the_name_that_torch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for owner, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        monkeypatch.setattr(owner, name, partial(called.append, name), raising=False)
+    give_back_unused(torch.device("cpu"))
+    assert called == []
+    give_back_unused(torch.device("cuda", 0))
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    give_back_unused(torch.device("cuda", 0))
+    monkeypatch.delattr(torch._C, "_host_emptyCache")
+    give_back_unused(torch.device("cuda", 0))
+    assert called == ["empty_host_cache", "_host_emptyCache"]

@@ -1,6 +1,8 @@
 """Swapping out of a device that is not there: the same bits back, and no wait of the host."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,21 +25,18 @@ def gpu() -> Iterator[Gpu]:
         yield found
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize("buffer_bytes", [176, 300, 10**6])
 def test_pieces_come_back_bit_for_bit(
-    piece_bytes: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    buffer_bytes: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "_PIECE_BYTES", piece_bytes)
+    """The largest layer takes 176 bytes."""
     monkeypatch.setattr(pinned, "_CHUNK_BYTES", 64)
-    shelf = PinnedShelf(DEVICE)
+    shelf = PinnedShelf(DEVICE, buffer_bytes)
     host = [
         [torch.randn(n, 3), torch.arange(n, dtype=torch.int8), torch.randn(n, 2).bfloat16()]
         for n in (5, 1, 9, 4)
     ]
     there = [[part.to(DEVICE) for part in parts] for parts in host]
-    for _ in range(4):  # until both buffers are as large as is needed
-        shelf.put(0, iter(there * 2))
-    shelf.drop(0)
     gpu.reset()
     shelf.put(1, iter(there))
     shelf.put(2, iter(there[:2]))
@@ -58,14 +57,12 @@ def test_pieces_come_back_bit_for_bit(
 
 def test_who_writes_to_a_new_buffer_waits_for_what_its_memory_was(gpu: Gpu) -> None:
     """Kernels that were launched before may still read there, on the other stream."""
-    shelf = PinnedShelf(DEVICE)
-    for num_bytes in (100, 100, 200):
-        torch.ones(3, device=DEVICE).add_(1)
-        _, spare = shelf._next_buffer(num_bytes)
-        assert spare._mark >= gpu.mark > 0
     torch.ones(3, device=DEVICE).add_(1)
-    _, spare = shelf._next_buffer(100)  # one that is large enough: its own event is all
-    assert spare._mark < gpu.mark
+    launched = gpu.mark
+    shelf = PinnedShelf(DEVICE, 100)
+    for _ in range(2):
+        _, spare = shelf._next_buffer()
+        assert spare._mark >= launched > 0
 
 
 def test_what_a_device_takes_is_told_when_it_is_known(gpu: Gpu) -> None:
@@ -78,6 +75,33 @@ def test_what_a_device_takes_is_told_when_it_is_known(gpu: Gpu) -> None:
     timer.settle(wait=True)
     assert len(told) == 1
     assert told[0] > 0
+
+
+@pytest.mark.parametrize(("layer_tokens", "swaps"), [(0, True), (2**20, True), (0, False)])
+def test_the_ledger_has_the_buffers_that_are_taken(
+    layer_tokens: int, swaps: bool, gpu: Gpu, tmp_path: Path
+) -> None:
+    """Of 32 MiB, or of a layer at its longest; none where a file takes what is swapped."""
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = max(128, layer_tokens)
+    with LLM(
+        model.to("cuda"),
+        provider=PretendMemory(gpu),
+        attention_backend="sdpa",
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        memory_mode="dedicated",
+        swap_space="1MB",
+        swap_path=None if swaps else str(tmp_path),
+    ) as llm:
+        terms = {term.label: -term.num_bytes for term in llm.ledger.terms}
+        swap: Any = llm.engine._swap
+        shelf = swap._mover._shelf
+        taken = sum(map(len, shelf._buffers)) if isinstance(shelf, PinnedShelf) else 0
+        assert not gpu.num_host_emptied
+    assert gpu.num_host_emptied == 1  # on closing: torch keeps pinned memory for whoever is next
+    each = max(32 * 2**20, layer_tokens * 256 + 64)
+    assert terms.get("swap buffers", 0) == taken == swaps * 2 * each
 
 
 def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

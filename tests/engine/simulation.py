@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS
+from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
@@ -230,7 +231,7 @@ class World:
             self.scheduler, self.kv, runner, self.sampler, drafter, swap, self.stage.now_s
         )
         self.elastic = Elastic(
-            self.kv, self.resident, self.scheduler, Governor("shared"), self.stage
+            self.kv, self.resident, self.scheduler, Governor("shared"), self.stage, CacheLock()
         )
         self.sequences: list[Sequence] = []
         self.heard: dict[int, list[int]] = defaultdict(list)

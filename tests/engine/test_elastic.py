@@ -1,6 +1,7 @@
 """An engine whose memory comes and goes: the same texts, and the bytes really given back."""
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -333,6 +334,29 @@ def test_where_the_system_says_nothing_nothing_is_moved(stage: Stage) -> None:
         settle(llm, stage, 60.0)
         assert llm.memory.committed_bytes > 0
         assert "nobody says" in llm.elastic.reason
+
+
+def test_a_system_that_was_silent_is_asked_again_and_the_log_says_so_once(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="quire.engine.elastic")
+    with elastic(stage) as llm:
+        llm.generate(prompts(), PARAMS)
+        for _ in range(2):
+            committed = llm.memory.committed_bytes
+            caplog.clear()
+            stage.silent = True
+            stage.leave(1024 * KIB - committed // 2)
+            settle(llm, stage, 60.0)
+            assert llm.memory.committed_bytes == committed > 0
+            stage.silent = False
+            settle(llm, stage, 6.0)
+            assert llm.memory.committed_bytes < committed
+            assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+            assert "nobody says" not in llm.elastic.reason
+            stage.others_bytes = 0
+            settle(llm, stage, 60.0)
+            llm.generate(prompts(), PARAMS)
 
 
 # -- a real neighbour ----------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import torch
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.config import EngineConfig
 from quire.engine import profile
+from quire.engine.needs import kv_needs
 from quire.engine.plan import StepPlan
 from quire.engine.profile import measured_step_bytes
 from quire.engine.runner import ModelRunner
 from quire.engine.sizing import kv_ledger
 from quire.errors import MemoryUnavailable
 from quire.memory.cuda import CudaMemory
+from quire.models.footprint import footprint
 from quire.models.loader import adopt
 from tiny import tiny_model
 
@@ -86,6 +88,38 @@ def test_too_little_memory_is_said_with_the_options(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MemoryUnavailable, match="lower max_num_batched_tokens=64 or max_num_seqs"):
         measured_step_bytes(config, adopt(tiny_model("qwen3")), memory, Meter())
     assert driver.physical_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_rows"), [(1, 5), (3, 15), (20, 100), (40, 100), (100, 100)]
+)
+def test_guesses_have_their_rows_of_logits(
+    num_seqs: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four for each sequence, as far as a step's tokens go."""
+    rows: list[torch.Size] = []
+    run = ModelRunner.run
+
+    def seen(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        assert plan.num_tokens == 100
+        found = run(self, plan)
+        rows.append(found.shape)
+        return found
+
+    monkeypatch.setattr(ModelRunner, "run", seen)
+    speculative = {"method": "ngram", "num_speculative_tokens": 4}
+    config = EngineConfig.from_options(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=100,
+        max_model_len=256,
+        speculative_config=speculative,
+    )
+    loaded = adopt(tiny_model("qwen3"))
+    assert measured_step_bytes(config, loaded, emulated()[1], Meter()) == 12_345
+    assert rows == [(num_rows, loaded.vocab_size)]
+    own = footprint(loaded.model)
+    ledger_needs = kv_needs(config, "qwen3", loaded.spec, own, 4096)
+    assert ledger_needs.activation_bytes == own.activation_bytes(100, num_rows)
 
 
 def test_no_step_is_longer_than_a_sequence_may_be() -> None:

@@ -86,7 +86,7 @@ def test_graphs_compute_with_a_batch_of_one_layers_states() -> None:
         }
     )
     config = EngineConfig(max_num_seqs=64, max_model_len=4096)
-    needs = kv_needs(config, "mamba", spec, OWN, 4096, records_graphs=True)
+    needs = kv_needs(config, "mamba", spec, OWN, 4096, on_gpu=True)
     layer_bytes = 5120 * 4 * 2 + 5120 * 16 * 4  # a convolution and a scan
     assert needs.graph_bytes == OWN.graph_bytes(64) + 3 * 64 * layer_bytes
     assert not kv_needs(config, "mamba", spec, OWN, 4096).graph_bytes

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from engine.test_llm import ids, model_of, prompts
+from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
+from quire.engine import needs
+from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.swap.mover import Mover
+from quire.engine.swap.pinned import _forms
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
 from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError
+from tiny import random_model, tiny_model
 
 KIB = 1 << 10  # of a token's keys and values, in these models
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -96,6 +101,28 @@ def test_codes_come_back_with_their_scales(cache: str, kept_as: str) -> None:
                 for part, other in zip(saved, again, strict=True):
                     assert part[20:].view(torch.uint8).equal(other.view(torch.uint8))
         accounting.free(7)
+
+
+@pytest.mark.parametrize("kept_as", ["auto", "int8_per_token_head"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1"])
+def test_a_buffer_of_a_gpu_holds_every_layer_and_hardly_more(
+    name: str, kept_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "_SWAP_PIECE_BYTES", 0)
+    model = random_model(HYBRIDS[name]()) if name in HYBRIDS else tiny_model(name)
+    options: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, swap_space="1MB")
+    with LLM(model, kv_cache_dtype=kept_as, kv_cache_memory_bytes="4MiB", **options) as llm:
+        accounting, sizes = llm._kv.accounting, list[int]()
+        accounting.add(7, max_tokens=128)
+        accounting.try_extend(7, 128)
+        llm._kv.carry_out()
+        mover: Any = llm.engine._swap._mover  # type: ignore[union-attr]
+        for number, of in enumerate(readable_tokens(accounting.groups, 0, 128)):
+            slots = torch.from_numpy(slots_of(accounting, number, 7, of))
+            sizes += [_forms([parts])[1] for parts in mover._taken_out(number, slots)]
+        accounting.free(7)
+        buffer_bytes = needs.swap_buffer_bytes(accounting.groups, 128)
+        assert buffer_bytes - 64 <= max(sizes) <= buffer_bytes
 
 
 class FailingShelf:
@@ -217,5 +244,5 @@ def test_a_place_that_the_other_ranks_cannot_have_is_closed(tmp_path: Path) -> N
     with made() as llm:
         num_open = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConfigError, match="rank 1"):
-            make_swap_store(llm._kv, str(tmp_path), llm.engine.scheduler.costs, around=refuse)
+            make_swap_store(llm._kv, str(tmp_path), llm.engine.scheduler.costs, 64, around=refuse)
         assert len(os.listdir("/proc/self/fd")) == num_open

@@ -95,6 +95,7 @@ class Gpu:
         self.waits: list[str] = []
         self.launches: list[str] = []
         self.num_replays = self.num_uploads = self.num_downloads = 0
+        self.num_host_emptied = 0  # times that pinned memory went back to the system
         self.capturing: Graph | None = None
         self.late: Lateness | None = None  # it has several streams
         self.dispatch = _Dispatch(self)
@@ -162,6 +163,9 @@ class Gpu:
         storage = host.untyped_storage()
         self._pinned[storage._cdata] = storage
         return host
+
+    def empty_host_cache(self) -> None:
+        self.num_host_emptied += 1
 
     def is_pinned(self, host: Tensor) -> bool:
         return host.untyped_storage()._cdata in self._pinned
@@ -316,6 +320,10 @@ def cuda(
     with ExitStack() as undo:
         for name, value in names.items():
             undo.enter_context(mock.patch.object(torch.cuda, name, value))
+        host_cache = mock.patch.object(
+            torch.accelerator, "empty_host_cache", gpu.empty_host_cache, create=True
+        )
+        undo.enter_context(host_cache)
         undo.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         # So that tied weights stay tied when a module is moved.
         torch.__future__.set_swap_module_params_on_conversion(True)

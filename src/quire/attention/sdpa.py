@@ -5,14 +5,18 @@ share a key-value head become rows of one head's queries, because repeating keys
 costs several times the attention itself on a CPU.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.attention.base import AttentionBatch
 from quire.attention.gather import output_width, read_for, readable
-from quire.spec import AttentionSpec
+from quire.spec import AttentionSpec, FullAttention, LatentAttention
 from quire.strategies import LayerView
+
+_MOST_ELEMENTS = 2**24  # of a mask or of scores, at once
 
 
 class SdpaAttention:
@@ -41,9 +45,8 @@ class SdpaAttention:
         for index, (begin, end, context_len) in enumerate(batch.chunks()):
             start = spec.live_range(context_len - (end - begin)).start
             k, v = read_for(spec, view, batch, index, start)
-            mask = readable(spec, end - begin, context_len, start, q.device)
             out[begin:end] = attend_sequence(
-                q[begin:end], k, v, mask, scale=scale, softcap=softcap, sinks=sinks
+                q[begin:end], k, v, spec, start, scale=scale, softcap=softcap, sinks=sinks
             )
         return out
 
@@ -52,13 +55,54 @@ def attend_sequence(
     q: Tensor,  # [n, H, D]
     k: Tensor,  # [K, L, D]
     v: Tensor,  # [K, L, Dv]
-    mask: Tensor | None,  # bool[n, L]
+    spec: AttentionSpec,
+    start: int,
     *,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """[n, H, Dv]: one sequence's queries over its own tokens."""
+    """[n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
+
+    Of a long chunk some queries at a time, each over what comes up to it: what says who may read
+    what, and scores where they are written out, would take the square of its length.
+    """
+    num_queries, heads, _ = q.shape
+    num_kv_heads, num_tokens, _ = k.shape
+    fused, context_len = softcap is None and sinks is None, start + num_tokens
+    attend = partial(_attend, scale=scale, softcap=softcap, sinks=sinks)
+    if fused and _is_causal(spec) and heads == num_kv_heads and num_queries == num_tokens > 1:
+        return attend(q, k, v, None, is_causal=True)
+    each = num_tokens * (heads // num_kv_heads if fused else heads)
+    step = max(1, _MOST_ELEMENTS // each)
+    parts: list[Tensor] = []
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
+        stop = context_len - (num_queries - end)
+        first = spec.live_range(stop - (end - begin)).start  # of what these can read
+        mask = readable(spec, end - begin, stop, first, q.device)
+        own = slice(first - start, stop - start)
+        parts.append(attend(q[begin:end], k[:, own], v[:, own], mask))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _is_causal(spec: AttentionSpec) -> bool:
+    """Whether each token reads all that come before it."""
+    return isinstance(spec, FullAttention | LatentAttention)
+
+
+def _attend(
+    q: Tensor,  # [n, H, D]
+    k: Tensor,  # [K, L, D]
+    v: Tensor,  # [K, L, Dv]
+    mask: Tensor | None,  # bool[n, L]
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [H]
+    is_causal: bool = False,
+) -> Tensor:
+    """[n, H, Dv]. ``is_causal`` is a mask for as many tokens as queries, and for the fused way."""
     num_queries, heads, _ = q.shape
     sharing = heads // k.shape[0]
     # [n, H, D] → [K, G * n, D]: head h reads key-value head h // G
@@ -68,7 +112,9 @@ def attend_sequence(
         # Where queries and entries differ in dtype, in one that holds both.
         common = torch.promote_types(q.dtype, k.dtype)
         one, keys, values = (x[None].to(common) for x in (rows, k, v))
-        result = scaled_dot_product_attention(one, keys, values, attn_mask=row_mask, scale=scale)
+        result = scaled_dot_product_attention(
+            one, keys, values, attn_mask=row_mask, is_causal=is_causal, scale=scale
+        )
         result = result[0].to(q.dtype)
     else:
         # In float32, as the fused kernel does inside: a rounded score is a wrong weight.

@@ -53,13 +53,13 @@ def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
     name, own, spec = outline(model, dtype=config.dtype)
     device = choose_device(config.device)
     on_gpu, page_bytes = device.type == "cuda", memory_for(device, "on-demand").page_bytes
-    needs = kv_needs(config, name, spec, own, page_bytes, records_graphs=on_gpu)
+    needs = kv_needs(config, name, spec, own, page_bytes, on_gpu=on_gpu)
     machine = machine_for(device)
     rules = [replace(config, budget=rule, kv_cache_memory_bytes=None) for rule in BUDGETS]
 
     def on_device(device: DeviceMemory, page_bytes: int) -> tuple[Ledger, ...]:
         there = read_machine(device=device)
-        needs = kv_needs(config, name, spec, own, page_bytes, records_graphs=True)
+        needs = kv_needs(config, name, spec, own, page_bytes, on_gpu=True)
         return tuple(ledger_for(rule, needs, there) for rule in rules)
 
     return Diagnosis(

@@ -1,10 +1,12 @@
 """``quire plan``: what a model will cost, in bytes and sequences, before anything is bought.
 
-No weights are loaded and no torch is imported, unless the plan is to be validated.
+No weights are loaded, and no torch is imported unless the plan is to be validated, or this machine
+has a GPU that has to be asked.
 """
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,16 +17,17 @@ from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory import HostMemory
-from quire.memory.machine import read_machine
+from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.planner.capacity.course import Request
 from quire.planner.capacity.fit import changes, longest, most_sequences
-from quire.planner.capacity.plan import Place, Plan, typical
+from quire.planner.capacity.plan import Divide, Place, Plan, typical
 from quire.planner.capacity.plan import plan as make_plan
 from quire.planner.devices import DEVICES, machine_of, machine_with
 from quire.planner.devices import device as device_of
 from quire.planner.subjects.published import published_models
 from quire.planner.subjects.subject import Subject, find_subject
+from quire.spec.ranks import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096
@@ -45,11 +48,18 @@ def plan(  # noqa: PLR0913 - flags
         str | None, typer.Option(help="Of a machine to come, e.g. 80GB; nothing of it is used.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help=f"A device by name: {', '.join(DEVICES)}.")
+        str | None,
+        typer.Option(
+            help="Of this machine, as the engine has it: auto, cpu, cuda, cuda:1 (default: "
+            f"auto); or another by name: {', '.join(DEVICES)}."
+        ),
     ] = None,
     tp: Annotated[
         int,
-        typer.Option(help="Devices that share the heads (tensor parallelism); a plan is one's."),
+        typer.Option(
+            help="Devices that share the heads (tensor parallelism), as vLLM divides them; a plan "
+            "is one's. --tensor-parallel-size: as this engine does."
+        ),
     ] = 1,
     input_len: Annotated[
         int | None, typer.Option(help="Tokens of a typical prompt. Default: 1024 at most.")
@@ -93,18 +103,22 @@ def plan(  # noqa: PLR0913 - flags
     if tp < 1:
         raise ConfigError(f"tp={tp} must be at least 1")
     tp = num_ranks_of(tp, config)
+    if device is None and memory is None:
+        device = "cpu" if validate else config.device
     place = place_of(memory, device, num_ranks=tp)
     subject = find_subject(model, dtype=config.dtype)
     request = _request(subject, config, input_len, output_len)
     if validate:
-        if memory is not None or device is not None or tp > 1:
+        if place.here != "cpu" or tp > 1:
             raise ConfigError(
-                "validate runs the engine on this machine: leave out --memory, --device and --tp"
+                "validate runs the engine on this machine's CPU: leave out --memory, --device and "
+                "--tp"
             )
         _validate(model, subject, config, place, request)
         return
     with Console(stderr=True).status("planning …"):
-        found = make_plan(subject, config, place, num_ranks=tp, request=request)
+        divide = _engines_way(subject) if config.tensor_parallel_size > 1 else rank_spec
+        found = make_plan(subject, config, place, num_ranks=tp, divide=divide, request=request)
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
     if as_json:
@@ -121,22 +135,31 @@ def num_ranks_of(tp: int, config: EngineConfig) -> int:
     return max(tp, own)
 
 
+def _engines_way(subject: Subject) -> Divide:
+    """How the engine divides a model: by the plan that Transformers has for it."""
+    from quire.models.parts import part_of_type
+
+    return partial(part_of_type, subject.name)
+
+
 def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> Place:
-    """A device, a machine of a size, or a rank's part of this machine. Raises: ConfigError."""
-    if memory is None and device is None:
-        host = HostMemory()
-        return Place(
-            machine=read_machine().share(num_ranks),
-            page_bytes=host.page_bytes,
-            can_share=host.cannot_share is None,
-            max_mappings=spare_mappings(),
-        )
-    if device is None:
+    """A device, a machine of a size, or a rank's part of this machine.
+
+    Raises: ConfigError; MemoryUnavailable where a GPU of this machine does not say what it has.
+    """
+    if memory is None and (device is None or _is_engines(device)):
+        return _here(device or "cpu", num_ranks)
+    if device is None or device == "cpu":
         return Place(
             machine=machine_of(_size(memory)),
             page_bytes=_HOST_PAGE_BYTES,
             can_share=True,
             max_mappings=None,
+        )
+    if _is_engines(device):
+        raise ConfigError(
+            f"--memory is of a machine to come, --device {device} one of this: leave one out, or "
+            f"name the device ({', '.join(DEVICES)})"
         )
     found = device_of(device)
     if memory is not None:
@@ -146,6 +169,37 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
         page_bytes=found.page_bytes,
         can_share=True,
         max_mappings=None,
+    )
+
+
+def _is_engines(device: str) -> bool:
+    """Whether it names a device of this machine, as the engine's own option does."""
+    return device in ("auto", "cpu") or device.partition(":")[0] == "cuda"
+
+
+def _here(device: str, num_ranks: int) -> Place:
+    """What an engine would take of this machine. Raises: ConfigError, MemoryUnavailable."""
+    EngineConfig(device=device)  # refuses a name that means nothing
+    if device != "cpu" and (device != "auto" or may_have_cuda()):
+        from quire.devices import choose_device
+        from quire.memory.by_device import machine_for, memory_for
+
+        chosen = choose_device(device)
+        if chosen.type == "cuda":  # each rank has one of its own
+            return Place(
+                machine=machine_for(chosen),
+                page_bytes=memory_for(chosen, "on-demand").page_bytes,
+                can_share=True,
+                max_mappings=None,
+                here=str(chosen),
+            )
+    host = HostMemory()
+    return Place(
+        machine=read_machine().share(num_ranks),
+        page_bytes=host.page_bytes,
+        can_share=host.cannot_share is None,
+        max_mappings=spare_mappings(),
+        here="cpu",
     )
 
 
@@ -214,7 +268,12 @@ def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None
     if request.input_tokens + request.output_tokens > most:
         request = typical(most)
     again = make_plan(
-        found.subject, config, found.place, num_ranks=found.num_ranks, request=request
+        found.subject,
+        config,
+        found.place,
+        num_ranks=found.num_ranks,
+        divide=found.divide,
+        request=request,
     )
     return said, again
 
@@ -225,7 +284,7 @@ def _validate(
     from quire.cli.validation import print_checks, validate
 
     console = Console(stderr=True)
-    # The place is this machine's own memory; a GPU of it is planned for by name.
+    # Steps are run one by one, and compared with what was planned for the memory of the CPU.
     loaded = load_model(model, replace(config, device="cpu"), console)
     with console.status("…") as status:
         checks = validate(loaded, subject, config, place, request, report=status.update)

@@ -86,6 +86,8 @@ def as_dict(found: Plan, remedies: Sequence[Change], fitted: str | None) -> dict
         "num_parameters": found.subject.num_parameters,
         "weights_source": found.subject.weights_source,
         "tp": found.num_ranks,
+        "device": found.place.machine.hint[1],
+        "here": found.place.here,
         "fits": found.fits,
         "found": fitted,
         "request": asdict(found.request),
@@ -136,9 +138,12 @@ def _subject(found: Plan) -> Iterator[str]:
     yield f"[dim]weights: {escape(subject.weights_source)}[/]"
     total, name = found.place.machine.hint
     pages = format_bytes(found.place.page_bytes)
-    yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name)}[/]"
+    where = "" if found.place.here is None else f" ({found.place.here} of this machine)"
+    yield f"[dim]memory: {format_bytes(total)} in pages of {pages}, {escape(name + where)}[/]"
     if found.num_ranks > 1:
-        same = ", who keep some of the same" if is_replicated(subject.spec, found.num_ranks) else ""
+        on_rank = found.divide(subject.spec, found.num_ranks)
+        keeps = is_replicated(subject.spec, on_rank, found.num_ranks)
+        same = ", who keep some of the same" if keeps else ""
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
-from quire.engine.runner import ModelRunner, Ranks, refuse_switching_positions, refuse_too_little
+from quire.engine.refusals import refuse_switching_positions, refuse_too_little
+from quire.engine.runner import ModelRunner, Ranks
 from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
@@ -98,11 +99,13 @@ def prepare(
         kernel_dir=kernel_dir(),
     )
 
+    make_writer = backend.make_writer  # all that the cache needs of it, once steps have ended
+
     def make_pair() -> tuple[Accounting, Storage]:
         accounting = build_accounting(strategy, spec, sizes)
 
         def make_storage() -> Storage:
-            return build_storage(strategy, accounting, provider, backend.make_writer)
+            return build_storage(strategy, accounting, provider, make_writer)
 
         return accounting, make_storage() if team is None else team.make_storage(make_storage)
 

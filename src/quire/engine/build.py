@@ -10,8 +10,10 @@ import torch
 
 from quire.config import EngineConfig
 from quire.devices import refuse_other_device
+from quire.devices.streams import on_default_stream
 from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
+from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
@@ -69,6 +71,16 @@ def build(
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
+    with on_default_stream(loaded.device):  # where steps run too: its memory goes by that stream
+        return _built(config, loaded, provider, gauge)
+
+
+def _built(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    provider: MemoryProvider | None,
+    gauge: Gauge | None,
+) -> Machinery:
     refuse_speculation(config, loaded)
     device = loaded.device
     provider = _provider(provider, config.residency, device)
@@ -108,7 +120,9 @@ def build(
         swap = None
         if config.swap_space:
             around = None if team is None else partial(team.open_swap, config.swap_path)
-            swap = make_swap_store(kv, config.swap_path, costs, loaded.device, around=around)
+            swap = make_swap_store(
+                kv, config.swap_path, costs, sizes.max_model_len, loaded.device, around=around
+            )
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,
@@ -139,6 +153,7 @@ def build(
             scheduler,
             Governor(config.memory_mode),
             _gauge(gauge, device, team),
+            CacheLock(partial(on_default_stream, device)),
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )

@@ -7,11 +7,13 @@ youngest first. The oldest keeps what it has and gets what it needs (``Scheduler
 The machine is looked at between two steps by whoever steps, and while nobody does by a thread.
 """
 
+import logging
 import math
 import threading
 import weakref
 from dataclasses import dataclass
 
+from quire.engine.cache_lock import CacheLock
 from quire.engine.kv_cache import KVCache
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
@@ -19,7 +21,10 @@ from quire.memory.governor import Decision, Governor, Reading
 from quire.memory.machine.readings import Gauge, MemoryReading
 from quire.memory.residency import Resident
 
+log = logging.getLogger(__name__)
+
 _INTERVAL_S = 0.2
+_RETRY_S = 5.0  # where the system did not say how much memory there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +50,14 @@ class Elastic:
         scheduler: Scheduler,
         governor: Governor,
         gauge: Gauge,
+        lock: CacheLock,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = lock
         self._resident = resident
         self._kv, self._scheduler = kv, scheduler
         self._governor, self._gauge = governor, gauge
         self._due_s = -math.inf  # when to look at the machine next
+        self._is_silent = False  # the machine, when it was last looked at
         self._busy_s = gauge.now_s()  # when there was something to do
         self._asked_bytes: int | None = None  # by an operator, and not done yet
         self._stop = threading.Event()
@@ -74,7 +81,7 @@ class Elastic:
     def settle(self) -> None:
         """Between two steps: do what an operator asked for, and look at the machine if it is due.
 
-        Raises nothing: where the system does not say how much memory there is, nothing is moved.
+        Raises nothing: while the system does not say how much memory there is, nothing is moved.
         """
         now_s = self._gauge.now_s()
         if self._scheduler.has_unfinished:
@@ -83,11 +90,11 @@ class Elastic:
         if now_s < self._due_s or self._stop.is_set():
             return
         self._due_s = now_s + _INTERVAL_S
-        try:
-            memory = self._memory = self._gauge.read()
-        except MemoryUnavailable as error:
-            self._due_s, self._reason = math.inf, str(error)
+        memory = self._read()
+        if memory is None:
+            self._due_s = now_s + _RETRY_S
             return
+        self._memory = memory
         taken = self._carried_out_bytes()
         reading = Reading(
             now_s=now_s,
@@ -127,6 +134,21 @@ class Elastic:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _read(self) -> MemoryReading | None:
+        """What there is; None where nobody says, and the log hears of that once."""
+        was_silent = self._is_silent
+        try:
+            memory = self._gauge.read()
+        except MemoryUnavailable as error:
+            self._is_silent, self._reason = True, str(error)
+            if not was_silent:
+                log.warning("the ceiling on KV memory stays where it is for now: %s", error)
+            return None
+        self._is_silent = False
+        if was_silent:
+            log.info("the machine says again how much memory there is")
+        return memory
 
     def _carry_out(self, decision: Decision, before: int) -> None:
         if decision.drop_cached:
@@ -175,10 +197,14 @@ def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
         elastic = elastic_ref()
         if elastic is None:
             return
-        # While somebody steps, whoever it is looks at the machine too.
-        if elastic.lock.acquire(blocking=False):
-            try:
-                elastic.settle()
-            finally:
-                elastic.lock.release()
+        try:
+            # While somebody steps, whoever it is looks at the machine too.
+            if elastic.lock.acquire(blocking=False):
+                try:
+                    elastic.settle()
+                finally:
+                    elastic.lock.release()
+        except Exception:  # a device that is lost, which the next step will tell
+            log.warning("memory is not watched any more between steps", exc_info=True)
+            return
         del elastic

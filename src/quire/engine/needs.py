@@ -4,11 +4,13 @@ The engine sizes itself with this, and a planner that has only a model's files. 
 where the numbers of a loaded model come from is ``sizing``'s matter.
 """
 
+from collections.abc import Iterable
+
 from quire.config import KV_CACHE_DTYPES, EngineConfig
 from quire.errors import ConfigError
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
-from quire.spec import KeptWhole, ModelSpec, RecurrentState
+from quire.spec import Group, KeptWhole, ModelSpec, RecurrentState
 from quire.strategies import CacheConfig
 from quire.strategies.layout import attention_groups, slot_bytes
 from quire.strategies.stacking import stacking, suited_to
@@ -18,6 +20,8 @@ _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
 # Libraries, compiled kernels and threads come after sizing: 330 MiB of addresses with two threads,
 # most of it stacks and arenas of malloc. It matters only under ulimit -v.
 _LATER_ADDRESS_BYTES = 512 * 2**20
+_SWAP_PIECE_BYTES = 32 * 2**20  # that go at once, at least
+_ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
 
 def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
@@ -39,12 +43,13 @@ def kv_needs(
     own: Footprint,
     page_bytes: int,
     *,
-    records_graphs: bool = False,
+    on_gpu: bool = False,
     measured_bytes: int | None = None,
 ) -> Needs:
     """What a model needs under these options.
 
-    ``records_graphs``: steps of decoding are recorded, and what they compute with stays taken.
+    ``on_gpu``: steps of decoding are recorded, and what they compute with stays taken; what is
+    swapped goes through buffers there.
     ``measured_bytes``: what a step takes at its peak, if it is known; else it is estimated.
 
     Raises: ConfigError for longer sequences than the model's.
@@ -62,9 +67,12 @@ def kv_needs(
         slot_bytes(group, page_bytes) for group in spec.groups if isinstance(group.spec, KeptWhole)
     )
     state_bytes = config.max_num_seqs * one_state
-    num_logits = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_seqs, num_drafts = min(config.max_num_seqs, config.max_num_batched_tokens), 0
+    if config.speculative_config is not None:
+        num_drafts = config.speculative_config.num_speculative_tokens
     activation_bytes = own.activation_bytes(
-        max(config.max_num_batched_tokens, spec.source_tokens), num_logits
+        max(config.max_num_batched_tokens, spec.source_tokens),
+        min(config.max_num_seqs * (1 + num_drafts), config.max_num_batched_tokens),
     )
     source = "estimate for max_num_batched_tokens"
     if measured_bytes is not None:
@@ -75,7 +83,10 @@ def kv_needs(
         counted_weights_bytes=own.counted_bytes,
         activation_bytes=activation_bytes,
         activation_source=source,
-        graph_bytes=_graph_bytes(own, spec, num_logits) if records_graphs else 0,
+        graph_bytes=_graph_bytes(own, spec, num_seqs) if on_gpu else 0,
+        swap_buffer_bytes=2 * swap_buffer_bytes(spec.groups, longest)
+        if on_gpu and config.swap_space and config.swap_path is None
+        else 0,
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
@@ -117,6 +128,21 @@ def cache_sizes(
         growth=config.growth,
         growth_tokens=config.growth_tokens,
     )
+
+
+def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
+    """Of one of the buffers on a GPU that entries go through on their way to the host and back.
+
+    Whole layers go at once, so that it holds the largest: of a sequence of ``longest`` tokens, or
+    all that a group keeps whole.
+    """
+    layers = (
+        slot_bytes(group, 1)
+        if isinstance(group.spec, KeptWhole)
+        else group.spec.peak_tokens(longest) * group.spec.bytes_per_token
+        for group in groups
+    )
+    return max(_SWAP_PIECE_BYTES, max(layers) + _ALIGNMENT_BYTES)
 
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:

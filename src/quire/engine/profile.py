@@ -1,8 +1,9 @@
 """What one step takes at its peak, measured on the device before the cache is sized.
 
 The step is the largest that the options allow: ``max_num_batched_tokens`` tokens of as many
-sequences as may run, each of which is then given a token. Its cache is just large enough, and gone
-afterwards. How much KV memory there is with that, the ledger says.
+sequences as may run, each of which is then given a token; where guesses are made, as many of these
+are looked at. Its cache is just large enough, and gone afterwards. How much KV memory there is with
+that, the ledger says.
 
 Source: vLLM's profile run
 """
@@ -89,17 +90,23 @@ def _peak_bytes(
 
 
 def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPlan:
-    """Prompts of equal lengths, or nearly, none longer than a sequence may be."""
-    num_tokens = config.max_num_batched_tokens
+    """Prompts of equal lengths, or nearly, none longer than a sequence may be.
+
+    Guesses are among a step's tokens: they take no room of their own, but each has its logits.
+    """
+    num_tokens, speculative = config.max_num_batched_tokens, config.speculative_config
+    most_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     count = min(config.max_num_seqs, num_tokens)
     each = [num_tokens // count + (index < num_tokens % count) for index in range(count)]
     chunks = []
     for index, length in enumerate(each):
         length = min(length, longest - 1)
-        prompt = tuple(islice(cycle(range(vocab_size)), length))
-        request = Request(request_id=index, prompt_token_ids=prompt, params=DEAREST)
+        num_prompt = length - min(most_drafts, length - 1)
+        tokens = tuple(islice(cycle(range(vocab_size)), length))
+        request = Request(request_id=index, prompt_token_ids=tokens[:num_prompt], params=DEAREST)
         sequence = Sequence(request=request, seq_id=index)
-        chunks.append(Chunk(sequence=sequence, start=0, stop=length, samples=True))
+        drafts = tokens[num_prompt:]
+        chunks.append(Chunk(sequence=sequence, start=0, stop=length, drafts=drafts, samples=True))
     return StepPlan.of(chunks)
 
 

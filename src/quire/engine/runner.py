@@ -19,9 +19,10 @@ from quire.attention import (
     packed_tokens,
 )
 from quire.devices import on_device
+from quire.devices.unused import give_back_unused
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import StepPlan
-from quire.errors import ConfigError, UnsupportedModel
+from quire.errors import UnsupportedModel
 from quire.models.captured import CapturedDecodes
 from quire.models.loader import LoadedModel
 from quire.models.placed import is_offloaded
@@ -33,9 +34,8 @@ from quire.models.ways import WAYS, Way, make_way
 from quire.models.ways.hooks import Step, make_step
 from quire.models.ways.source import Source, kept_sources
 from quire.models.ways.trial import Trial, limit_for
-from quire.strategies import Accounting, Fits, Never
+from quire.strategies import Fits
 from quire.strategies.layout import attention_groups, attention_spec
-from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,6 +112,8 @@ class ModelRunner:
         if self._captured is not None:
             self._captured.close()
             self._captured = None
+        del self._backend  # and what that keeps on a device from step to step
+        give_back_unused(self.device)
 
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
@@ -192,6 +194,13 @@ class ModelRunner:
                 max_num_seqs=max_num_seqs,
             )
             self._captured.capture(self._kv.storage)
+        if self._captured.has_graphs and (reason := self._why_not_right(backend, max_model_len)):
+            log.warning(
+                "%s runs without CUDA graphs: where they are replayed, %s", self._name, reason
+            )
+            self._captured.close()
+            self._captured = None
+            give_back_unused(self.device)
 
     def _why_not_right(self, backend: AttentionBackend, max_tokens: int) -> str | None:
         """The trial once more, with another backend."""
@@ -227,7 +236,8 @@ class ModelRunner:
                     break  # what there is room for is judged
                 self._kv.carry_out()
                 self._kv.require()
-                rows.append(self._trial_chunk(trial, start, stop))
+                # A graph's are overwritten by the next step.
+                rows.append(self._trial_chunk(trial, start, stop).clone())
         finally:
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
@@ -280,9 +290,9 @@ class ModelRunner:
         return f"{self._loaded.name} ({self._loaded.spec.model_type})"
 
     def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
-        """Two chunks; of a model with states, some tokens of the second come one by one."""
+        """Two chunks; of a model with states or graphs, some tokens of the second come singly."""
         middle = trial.first_stop(num_tokens)
-        if self._recurrent is None:
+        if self._recurrent is None and self._captured is None:
             return [middle, num_tokens]
         return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
@@ -351,41 +361,6 @@ class ModelRunner:
         if self._recurrent is not None and inputs.states is not None:
             step.states = self._recurrent.of_step(accounting, storage, inputs.states)
         return step
-
-
-def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
-    """Raises: ConfigError where one long sequence would turn the positions of all others.
-
-    Transformers' "longrope" takes other frequencies for a whole batch as soon as one of its
-    positions is past the length of the original training.
-    """
-    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
-            limit = rope["original_max_position_embeddings"]
-            if max_model_len > limit:
-                raise ConfigError(
-                    f"{loaded.name} turns its positions otherwise past {format_count(limit)} "
-                    f"tokens (longrope), which cannot be done for one sequence of a batch: "
-                    f"max_model_len={format_count(max_model_len)} must be at most "
-                    f"{format_count(limit)}"
-                )
-
-
-def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
-    """Raises: ConfigError for a cache in which no sequence, however short, finds room."""
-    least = min(max_tokens, 2)  # a prompt and a token
-    accounting.add(_TRIAL_ID, max_tokens=least)
-    verdict = accounting.try_extend(_TRIAL_ID, least)
-    accounting.free(_TRIAL_ID)
-    accounting.drain()
-    if isinstance(verdict, Never):
-        raise ConfigError(
-            f"{format_bytes(verdict.capacity_bytes)} of KV memory cannot hold even a short "
-            f"sequence, which takes {format_bytes(verdict.need_bytes)}: raise "
-            f"kv_cache_memory_bytes or lower what one sequence takes (max_model_len, block_size, "
-            f"growth_tokens)"
-        )
 
 
 def _reasons(wrong: Mapping[str, list[str]]) -> str:

@@ -40,7 +40,7 @@ def kv_ledger(
         loaded.spec,
         footprint(loaded.model),
         page_bytes,
-        records_graphs=device.type == "cuda",
+        on_gpu=device.type == "cuda",
         measured_bytes=measured_bytes,
     )
     if draft is not None:

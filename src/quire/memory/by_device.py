@@ -43,7 +43,8 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
             f"set device=cpu"
         )
     index = _index(device)
-    # Steps run on the stream that is current here: what is given back waits for its kernels.
+    # Whoever asks uses it on the stream that is current here: what is given back waits for its
+    # kernels. An engine asks from the default stream, and uses it there (``engine.cache_lock``).
     stream = torch.cuda.current_stream(index).cuda_stream
     return CudaMemory(device=index, stream=stream)
 

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from quire.attention import AttentionBatch, Replays
 from quire.devices.staging import staged_bytes, to_device
+from quire.models.failed_capture import is_shortage, put_in_order
 from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
 from quire.models.states.batch import StateBatch
 from quire.models.unchanged import Unchanged
-from quire.units import ceil_div, format_bytes
+from quire.units import ceil_div, format_bytes, format_count
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Cache(Protocol):
 # A pass over some batches.
 Run = Callable[[Sequence[AttentionBatch], Inputs], Tensor]
 _NUM_ALIKE = 1e-2  # of the largest logit: other kernels may have been chosen
+_PATIENCE = 1000  # steps until one that memory was short for is tried again; then twice as many
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -96,6 +98,7 @@ class CapturedDecodes:
         self._unchanged: Unchanged | None = None
         self._cache: Cache | None = None  # of which the graphs know the addresses
         self._works = True
+        self._patience, self._num_to_pass = _PATIENCE, 0  # steps, before the next capture
 
     def capture(self, cache: Cache) -> None:
         """All sizes, the largest first: the others fit into the memory that it has taken."""
@@ -103,9 +106,8 @@ class CapturedDecodes:
         cache.settle()
         self._begin(cache)
         for size in reversed(self._sizes):
-            if not self._works:
+            if self._captured(size) is None:
                 return
-            self._captured(size)
         log.info(
             "%d CUDA graphs of decode steps, up to %d sequences, in %s",
             len(self._graphs),
@@ -141,12 +143,15 @@ class CapturedDecodes:
         captured.graph.replay()
         return captured.logits[:num_seqs]
 
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._graphs)
+
     def close(self) -> None:
-        """Give back the graphs, and to the system what they alone had. Nothing is replayed then."""
+        """Drop the graphs, and what they alone had. Nothing is replayed then."""
         self._works, self._cache, self._unchanged = False, None, None
         self._forget()
         self._tables, self._room = [], self._room[:0].clone()
-        torch.cuda.empty_cache()
 
     def _forget(self) -> None:
         """A pool of which no graph is left cannot be captured into any more."""
@@ -155,6 +160,7 @@ class CapturedDecodes:
     def _begin(self, cache: Cache) -> None:
         """Forget the graphs, which are of another model or cache."""
         self._forget()
+        self._patience, self._num_to_pass = _PATIENCE, 0
         self._cache = cache
         self._unchanged = Unchanged(self._model)
         if not self._unchanged.holds():
@@ -168,16 +174,42 @@ class CapturedDecodes:
     def _captured(self, size: int) -> Captured | None:
         """The graph of a size, captured if it is not there."""
         found = self._graphs.get(size)
-        if found is None and self._works:
-            is_first = not self._graphs
-            try:
-                found = self._graphs[size] = self._capture(size)
-                if is_first:
-                    self._require_alike(found)
-            except Exception as error:  # the model is code that we know nothing of
-                self._give_up(" ".join(repr(error).split())[:300])
-                return None
-        return found
+        if found is not None or not self._works:
+            return found
+        if self._num_to_pass:
+            self._num_to_pass -= 1
+            return None
+        is_first = not self._graphs
+        try:
+            found = self._graphs[size] = self._capture(size)
+            if is_first:
+                self._require_alike(found)
+        except Exception as error:  # the model is code that we know nothing of
+            self._graphs.pop(size, None)
+            reason, is_short = " ".join(repr(error).split())[:300], is_shortage(error)
+        else:
+            return found
+        del found  # as the error is gone, which held it too: a graph that failed holds its pool
+        pool = self._pool
+        if is_short:
+            self._try_later(size, reason)
+        else:
+            self._give_up(reason)
+        put_in_order(self._device, self._stream, pool, is_last=not self._graphs)
+        return None
+
+    def _try_later(self, size: int, reason: str) -> None:
+        """Those that are captured go on being replayed."""
+        log.warning(
+            "steps of %s sequences run without a CUDA graph, for which there was no memory, and it "
+            "is tried again in %s steps: %s",
+            format_count(size),
+            format_count(self._patience),
+            reason,
+        )
+        self._num_to_pass, self._patience = self._patience, 2 * self._patience
+        if not self._graphs:
+            self._forget()
 
     def _capture(self, size: int) -> Captured:
         batches, nothing = self._nobody(size)
@@ -203,7 +235,11 @@ class CapturedDecodes:
         return Captured(graph=graph, logits=logits)
 
     def _require_alike(self, captured: Captured) -> None:
-        """Raises: RuntimeError for a graph into which this step's numbers do not come."""
+        """Raises: RuntimeError for a graph into which this step's numbers do not come.
+
+        They are those of nobody: no page need be committed. Rows that read some are replayed by
+        whoever tries the model (``ModelRunner.capture``).
+        """
         size = len(captured.logits)
         batches, nothing = self._nobody(size)
         numbers = np.arange(size)

@@ -4,7 +4,10 @@ Transformers' plan says how: where it divides the heads of keys, each rank keeps
 gathers them again, or leaves attention whole, each keeps all. A latent is everybody's.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 from quire.errors import ConfigError, UnsupportedModel
 from quire.spec import KeptWhole, LatentAttention, ModelSpec
@@ -19,6 +22,21 @@ def part_spec(name: str, config: Any, spec: ModelSpec, num_ranks: int) -> ModelS
 
     Raises: UnsupportedModel for a model that is not cut, ConfigError for heads that do not divide.
     """
+    return _part(name, tensor_parallel_plan(config), spec, num_ranks)
+
+
+def part_of_type(name: str, spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """The same where there is a spec and no config: the plan is that of the class.
+
+    Raises: UnsupportedModel, ConfigError, as ``part_spec``.
+    """
+    plan: Mapping[str, str] | None = None
+    if spec.model_type in CONFIG_MAPPING:
+        plan = getattr(CONFIG_MAPPING[spec.model_type], "base_model_tp_plan", None)
+    return _part(name, plan or {}, spec, num_ranks)
+
+
+def _part(name: str, plan: Mapping[str, str], spec: ModelSpec, num_ranks: int) -> ModelSpec:
     option = f"tensor_parallel_size={num_ranks}"
     if num_ranks == 1:
         return spec
@@ -31,7 +49,6 @@ def part_spec(name: str, config: Any, spec: ModelSpec, num_ranks: int) -> ModelS
             f"{option}: layers {layers} of {name} keep recurrent states, which Transformers' plan "
             f"does not divide: such models run in one process so far"
         )
-    plan = tensor_parallel_plan(config)
     if not plan:
         raise UnsupportedModel(
             f"{option}: Transformers has no tensor-parallel plan for {name} ({spec.model_type})"

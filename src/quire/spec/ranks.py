@@ -4,13 +4,13 @@ Heads of keys and values are divided; with more ranks than heads each is kept by
 is shared by all heads, so that every rank keeps it whole. States are divided along their first
 dimension, heads or channels, where that goes.
 
-The planner counts with all of this. What of it the engine can run is ``engine.parallel``'s matter.
+``quire plan --tp`` counts with all of this. What the engine divides is ``models.parts``' matter.
 """
 
 from dataclasses import replace
 
 from quire.errors import ConfigError
-from quire.spec.layers import CrossAttention, LatentAttention, LayerSpec, RecurrentState
+from quire.spec.layers import LatentAttention, LayerSpec, RecurrentState
 from quire.spec.model import ModelSpec
 
 
@@ -25,16 +25,9 @@ def rank_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def is_replicated(spec: ModelSpec, num_ranks: int) -> bool:
+def is_replicated(spec: ModelSpec, on_rank: ModelSpec, num_ranks: int) -> bool:
     """Whether ranks keep some of the same keys and values."""
-    return num_ranks > 1 and any(
-        isinstance(group.spec, LatentAttention)
-        or (
-            not isinstance(group.spec, RecurrentState | CrossAttention)
-            and group.spec.num_kv_heads < num_ranks
-        )
-        for group in spec.groups
-    )
+    return num_ranks * on_rank.bytes_per_token > spec.bytes_per_token
 
 
 def divisors(number: int) -> str:

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
+from memory.cuda.emulator import EmulatedDriver
+from memory.cuda.fake_torch import fake_cuda
 from quire.cli import main
+from quire.memory import by_device
+from quire.memory.cuda import CudaMemory
+from quire.memory.machine import may_have_cuda
 
 ROOT = Path(__file__).parents[3]
 
@@ -97,6 +102,8 @@ def test_fit_finds_and_plans_with_what_it_found(
     ("arguments", "message"),
     [
         (("--device", "h1000"), "did you mean 'h100'"),
+        (("--device", "cuda:x"), "known: auto, cpu, cuda, cuda:1"),
+        (("--device", "cuda", "--memory", "8GiB"), "one of this: leave one out"),
         (("--memory", "lots"), "is not a size"),
         (("--memory", "0"), "must be above 0"),
         (("--tp", "0"), "tp=0 must be at least 1"),
@@ -120,6 +127,48 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert code == 1
     assert message in error
     assert "Traceback" not in error
+
+
+def test_this_machines_device_is_the_one_that_an_engine_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = as_json(monkeypatch, capsys, "--device", "cpu")
+    fake_cuda(monkeypatch)
+    drivers = {0: EmulatedDriver(), 1: EmulatedDriver(can_map=False)}
+
+    def memory_of(*, device: int, stream: int) -> CudaMemory:
+        return CudaMemory(device=0, stream=stream, driver=drivers[device])
+
+    monkeypatch.setattr(by_device, "CudaMemory", memory_of)
+    for has_driver, given, here in (
+        (True, (), "cuda:0"),
+        (True, ("--device", "auto"), "cuda:0"),
+        (True, ("--device", "cpu"), "cpu"),
+        (False, (), "cpu"),  # and torch is not asked
+        (False, ("--device", "cuda"), "cuda:0"),
+    ):
+        monkeypatch.setattr(
+            sys.modules["quire.cli.plan"], "may_have_cuda", lambda found=has_driver: found
+        )
+        said = as_json(monkeypatch, capsys, *given, "--budget", "vllm", "--swap-space", "1GiB")
+        assert said["here"] == here
+        on_gpu = here == "cuda:0"
+        terms = {term["label"]: term["num_bytes"] for term in said["ledger"]["terms"]}
+        assert (terms["hint"] == 8 * 2**30) == on_gpu
+        assert ({"CUDA graphs", "swap buffers"} <= terms.keys()) == on_gpu
+        assert said["device"] == ("fake 0" if on_gpu else cpu["device"])
+    monkeypatch.setenv("QUIRE_DEVICE", "cuda")
+    _, out, _ = quire(monkeypatch, capsys)
+    assert "fake 0 (cuda:0 of this machine)" in out
+    code, _, error = quire(monkeypatch, capsys, "--device", "cuda:1")
+    assert (code, "cannot map memory" in error) == (1, True)
+
+
+def test_a_driver_is_known_without_torch(tmp_path: Path) -> None:
+    assert not may_have_cuda(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    assert may_have_cuda(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_hidden_layers": -1}', "\x00"])
@@ -163,15 +212,15 @@ class Blocked:
         if name.split(".")[0] in ("torch", "transformers"):
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocked())
-sys.argv = ["quire", "plan", "Llama-3.1-8B", "--device", "h100", "--json"]
+sys.argv = ["quire", "plan", "Llama-3.1-8B", "--device", DEVICE, "--json"]
 from quire.cli import main
 main()
 """
 
 
-def test_no_torch_and_no_transformers_are_needed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_no_torch_and_no_transformers_are_needed(device: str) -> None:
+    code = WITHOUT_TORCH.replace("DEVICE", repr(device))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["needs"]["bytes_per_token"] == 131_072

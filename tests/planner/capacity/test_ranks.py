@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.cli import main
 from quire.errors import ConfigError
+from quire.models.loader import read_config
+from quire.models.parts import part_of_type, part_spec, tensor_parallel_plan
 from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import find_subject
-from quire.spec import RecurrentState
+from quire.spec import ModelSpec, RecurrentState
 from quire.spec.ranks import is_replicated, rank_spec
+from zoo.sizes import tiny_config
 
 
 @pytest.mark.parametrize(("num_ranks", "share"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (32, 8)])
@@ -16,13 +27,73 @@ def test_heads_are_divided_and_kept_twice_where_there_are_fewer(num_ranks: int, 
     spec = find_subject("Llama-3.1-8B").spec
     on_rank = rank_spec(spec, num_ranks)
     assert on_rank.bytes_per_token * share == spec.bytes_per_token
-    assert is_replicated(spec, num_ranks) == (num_ranks > 8)
+    assert is_replicated(spec, on_rank, num_ranks) == (num_ranks > 8)
+
+
+def has_plan(model_type: str) -> bool:
+    with suppress(Exception):  # a class that cannot be built at this size
+        return bool(tensor_parallel_plan(tiny_config(model_type)))
+    return False
+
+
+def divided(divide: Callable[..., ModelSpec], *arguments: object) -> ModelSpec | str:
+    try:
+        return divide(*arguments)
+    except ConfigError as error:
+        return str(error)
+
+
+PLANNED = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_plan(name)]
+
+
+@pytest.mark.parametrize("model_type", PLANNED)
+def test_the_engines_way_is_the_same_for_the_planner(model_type: str, tmp_path: Path) -> None:
+    """Of the classes that Transformers has a plan for: from a config.json as from a config."""
+    tiny_config(model_type).save_pretrained(tmp_path)
+    try:
+        config, spec = read_config(str(tmp_path), tmp_path)
+    except ConfigError as error:
+        pytest.skip(f"it is refused by itself: {error}")
+    subject = find_subject(str(tmp_path / "config.json"))
+    for num_ranks in (1, 2, 4):
+        engines = divided(part_spec, subject.name, config, spec, num_ranks)
+        planners = divided(part_of_type, subject.name, subject.spec, num_ranks)
+        if isinstance(engines, ModelSpec):
+            assert isinstance(planners, ModelSpec)
+            assert planners.groups == engines.groups
+        else:
+            assert planners == engines
+
+
+def test_there_are_plans_of_every_kind() -> None:
+    assert {"llama", "olmo2", "phi3", "granitemoe", "deepseek_v3"} <= set(PLANNED)
+    assert len(PLANNED) > 60
+
+
+@pytest.mark.parametrize(("model_type", "is_divided"), [("llama", True), ("olmo2", False)])
+def test_a_plan_by_the_engines_option_has_the_engines_bytes(
+    model_type: str,
+    is_divided: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    whole = find_subject(str(tmp_path / "config.json")).spec.bytes_per_token
+    each: dict[str, int] = {}
+    for option in ("--tp", "--tensor-parallel-size"):
+        arguments = [str(tmp_path / "config.json"), "--device", "h100", option, "2", "--json"]
+        monkeypatch.setattr(sys, "argv", ["quire", "plan", *arguments])
+        with suppress(SystemExit):
+            main()
+        each[option] = json.loads(capsys.readouterr().out)["needs"]["bytes_per_token"]
+    assert each == {"--tp": whole // 2, "--tensor-parallel-size": whole // (1 + is_divided)}
 
 
 def test_a_latent_is_kept_whole_by_every_rank() -> None:
     spec = find_subject("DeepSeek-V3").spec
     assert rank_spec(spec, 8) == spec
-    assert is_replicated(spec, 8)
+    assert is_replicated(spec, spec, 8)
 
 
 def test_states_are_divided_by_heads() -> None:

@@ -58,6 +58,7 @@ class _Engine:
     backend: AttentionBackend
     make_pair: MakePair
     resident: Resident
+    max_model_len: int
     kv: KVCache | None = None
     runner: ModelRunner | None = None
     mover: Mover | None = None
@@ -109,12 +110,12 @@ class Follower:
             case Assemble():
                 self._engines[message.engine] = self._assemble(message)
             case Disassemble():
-                if engine := self._engines.pop(message.engine, None):
-                    engine.close()
+                if closed := self._engines.pop(message.engine, None):
+                    closed.close()
             case OpenSwap():
-                kv = _there(self._engines[message.engine].kv)
-                self._engines[message.engine].mover = make_mover(
-                    kv, message.path, self._engines[message.engine].loaded.device
+                engine = self._engines[message.engine]
+                engine.mover = make_mover(
+                    _there(engine.kv), message.path, engine.max_model_len, engine.loaded.device
                 )
             case Heard() | Leave():
                 raise AssertionError(f"{message} is not to be done")
@@ -174,7 +175,7 @@ class Follower:
         backend, make_pair = prepare(
             loaded, message.spec, message.strategy, sizes, resident.provider, config
         )
-        return _Engine(loaded, backend, make_pair, resident)
+        return _Engine(loaded, backend, make_pair, resident, sizes.max_model_len)
 
     def _compute(self, runner: ModelRunner, step: Compute) -> None:
         batches = [

@@ -90,9 +90,10 @@ class DraftModel:
             self._kv.carry_out()
 
     def close(self) -> None:
-        """Give its KV memory back."""
+        """Give its KV memory back, and what only its steps need."""
         self._followers.clear()
         self._kv.close()
+        self._runner.close()
 
     def _begin_anew(self) -> None:
         """After a rest, with an empty cache; never again if there are no addresses for one."""

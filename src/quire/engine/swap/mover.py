@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.devices.staging import to_device
 from quire.engine.kv_cache import KVCache
+from quire.engine.needs import swap_buffer_bytes
 from quire.engine.scheduling.swap import Clock
 from quire.engine.swap.pinned import PinnedShelf
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Parts, Shelf
@@ -128,6 +129,7 @@ class ShelfMover:
 def make_mover(
     kv: KVCache,
     swap_path: str | None,
+    max_model_len: int,
     device: torch.device = _CPU,
     clock: Clock = time.perf_counter,
 ) -> ShelfMover:
@@ -136,7 +138,7 @@ def make_mover(
     Raises: ConfigError if there can be no file in the folder ``swap_path``.
     """
     if swap_path is None and device.type == "cuda":
-        pinned = PinnedShelf(device)
+        pinned = PinnedShelf(device, swap_buffer_bytes(kv.accounting.groups, max_model_len))
         return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
     timer = HostTimer(clock)
     if swap_path is None:

@@ -1,8 +1,9 @@
 """Saved entries in pinned memory of the host: a GPU copies them there and back by itself.
 
 Layers go in pieces: gathered into a buffer on the device, and copied from there on a stream of
-their own, while the device goes on with the step. Two buffers take turns, so that a sequence of any
-length needs no more of the device's memory than they have. The host waits for nothing.
+their own, while the device goes on with the step. Two buffers take turns, as large as the ledger
+has them, so that a sequence of any length needs no more of the device's memory. The host waits for
+nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,6 @@ from torch import Tensor
 from quire.engine.swap.shelves import Parts
 from quire.units import align_up
 
-_PIECE_BYTES = 32 * 2**20  # whole layers, at least so much
 _CHUNK_BYTES = 8 * 2**20  # of pinned memory, which torch rounds up to a power of two
 _ALIGNMENT = 16  # of every dtype
 
@@ -42,19 +42,25 @@ class _Piece:
 
 @final
 class PinnedShelf:
-    """Of one device. See ``shelves.Shelf``."""
+    """Of one device. See ``shelves.Shelf``. ``buffer_bytes``: of each, which hold any layer."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._device = device
         self.copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        # … and when each may be written to again.
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        # … and when each may be written to again. Torch gives memory to the stream that last had
+        # it, which may still read what was there: the other stream has to wait for that.
         self._spare = [_event() for _ in self._buffers]
+        for spare in self._spare:
+            spare.record(torch.cuda.current_stream(device))
         self._turn = 0
         self._kept: dict[int, tuple[list[_Piece], Any]] = {}
 
     def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
-        pieces = [self._copy_out(several) for several in _in_pieces(layers)]
+        most = len(self._buffers[0])
+        pieces = [self._copy_out(several) for several in _in_pieces(layers, most)]
         saved = _event()
         saved.record(self.copying)
         self._kept[seq_id] = pieces, saved
@@ -76,8 +82,9 @@ class PinnedShelf:
 
     def _copy_out(self, layers: list[Parts]) -> _Piece:
         forms, num_bytes = _forms(layers)
+        assert num_bytes <= len(self._buffers[0]), "a layer is larger than any was said to be"
         computing = torch.cuda.current_stream(self._device)
-        buffer, spare = self._next_buffer(num_bytes)
+        buffer, spare = self._next_buffer()
         computing.wait_event(spare)
         for parts, places in zip(layers, forms, strict=True):
             for part, form in zip(parts, places, strict=True):
@@ -91,7 +98,7 @@ class PinnedShelf:
         return piece
 
     def _copied_in(self, piece: _Piece) -> Iterator[Parts]:
-        buffer, spare = self._next_buffer(piece.num_bytes)
+        buffer, spare = self._next_buffer()
         self.copying.wait_event(spare)
         with torch.cuda.stream(self.copying):
             for chunk, there in _both(piece, buffer):
@@ -104,26 +111,20 @@ class PinnedShelf:
         finally:
             spare.record(computing)
 
-    def _next_buffer(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """The one whose turn it is, as large as is needed."""
+    def _next_buffer(self) -> tuple[Tensor, Any]:
+        """The one whose turn it is."""
         self._turn ^= 1
-        if len(self._buffers[self._turn]) < num_bytes:
-            self._spare[self._turn].synchronize()  # it may be in use on the other stream
-            room = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._buffers[self._turn] = room
-            # Torch gives memory again to the stream that last had it, which may still read what
-            # was there: the other stream has to wait for that.
-            self._spare[self._turn].record(torch.cuda.current_stream(self._device))
         return self._buffers[self._turn], self._spare[self._turn]
 
 
-def _in_pieces(layers: Iterable[Parts]) -> Iterator[list[Parts]]:
+def _in_pieces(layers: Iterable[Parts], most_bytes: int) -> Iterator[list[Parts]]:
+    """As many layers together as a buffer holds."""
     several: list[Parts] = []
     for parts in layers:
-        several.append(parts)
-        if sum(part.nbytes for each in several for part in each) >= _PIECE_BYTES:
+        if several and _forms([*several, parts])[1] > most_bytes:
             yield several
             several = []
+        several.append(parts)
     if several:
         yield several
 

@@ -88,6 +88,7 @@ def make_swap_store(
     kv: KVCache,
     swap_path: str | None,
     costs: Costs,
+    max_model_len: int,
     device: torch.device = _CPU,
     *,
     around: Callable[[Mover], Mover] | None = None,
@@ -97,7 +98,7 @@ def make_swap_store(
 
     Raises: ConfigError if there can be no file in the folder ``swap_path``, or none is written.
     """
-    mover: Mover = make_mover(kv, swap_path, device)
+    mover: Mover = make_mover(kv, swap_path, max_model_len, device)
     try:
         return SwapStore(kv, mover if around is None else around(mover), costs)
     except OSError as error:

@@ -20,6 +20,7 @@ class Needs:
     activation_bytes: int = 0  # at their peak, in one step
     activation_source: str = "estimate for max_num_batched_tokens"
     graph_bytes: int = 0  # of recorded steps, which keep what they compute with
+    swap_buffer_bytes: int = 0  # on a device, through which entries go to the host and back
     bytes_per_token: int
     context_tokens: int  # the longest sequence
     address_bytes: int = 0  # of address space besides: windows, libraries, stacks of threads
@@ -35,7 +36,7 @@ class Needs:
     @property
     def step_bytes(self) -> int:
         """What steps need besides weights and KV."""
-        return self.activation_bytes + self.graph_bytes
+        return self.activation_bytes + self.graph_bytes + self.swap_buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,6 +283,9 @@ def _of_steps(needs: Needs) -> tuple[Term, ...]:
     if needs.graph_bytes:
         source = "estimate for steps of max_num_seqs tokens"
         terms.append(Term(label="CUDA graphs", num_bytes=-needs.graph_bytes, source=source))
+    if needs.swap_buffer_bytes:
+        source = "two, for what swap_space takes and gives back"
+        terms.append(Term(label="swap buffers", num_bytes=-needs.swap_buffer_bytes, source=source))
     return tuple(terms)
 
 

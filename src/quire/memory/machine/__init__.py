@@ -1,6 +1,13 @@
 """What the operating system says about memory: it is read here, and judged elsewhere."""
 
-from quire.memory.machine.cuda import CudaGauge, CudaPeak, DeviceMemory, cuda_devices, cuda_memory
+from quire.memory.machine.cuda import (
+    CudaGauge,
+    CudaPeak,
+    DeviceMemory,
+    cuda_devices,
+    cuda_memory,
+    may_have_cuda,
+)
 from quire.memory.machine.probe import MemoryBound
 from quire.memory.machine.snapshot import (
     CgroupVersion,
@@ -26,6 +33,7 @@ __all__ = [
     "cgroup_version",
     "cuda_devices",
     "cuda_memory",
+    "may_have_cuda",
     "read_machine",
     "read_pressure",
     "unified_memory_cap",

@@ -6,6 +6,7 @@ so that a context, compiled kernels and libraries count among the others.
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.errors import MemoryUnavailable
 from quire.memory.machine.readings import MemoryReading
@@ -51,6 +52,11 @@ def cuda_memory(index: int = 0) -> DeviceMemory | None:
             f"CUDA device {index} does not say how much memory it has ({first_line}): if others "
             f"have taken all of it, end them, or choose another device"
         ) from error
+
+
+def may_have_cuda(root: Path = Path("/")) -> bool:
+    """Whether a driver for CUDA is loaded here: asked without torch, which takes long to import."""
+    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/dxg").exists()
 
 
 def cuda_devices() -> tuple[DeviceMemory | str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.attention import AttentionBatch
-from quire.attention.gather import read_sequence, readable
+from quire.attention.gather import read_sequence
 from quire.attention.sdpa import attend_sequence
 from quire.spec import AttentionSpec
 from quire.strategies import LayerView
@@ -46,9 +46,15 @@ def attend_gathered(
     first = 0
     for _, (begin, end, start, context_len) in _parts(batch, spec):
         own = slice(first, first + context_len - start)
-        mask = readable(spec, end - begin, context_len, start, q.device)
         out[begin:end] = attend_sequence(
-            q[begin:end], k[:, own], v[:, own], mask, scale=scale, softcap=softcap, sinks=sinks
+            q[begin:end],
+            k[:, own],
+            v[:, own],
+            spec,
+            start,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )
         first = own.stop
     if not k.shape[1] == v.shape[1] == first:

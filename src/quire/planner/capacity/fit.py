@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
 from quire.planner.capacity.course import Request
 from quire.planner.capacity.plan import Course, Place, Plan, plan
+from quire.spec.ranks import rank_spec
 from quire.units import align_up, format_bytes, format_count
 
 _GIB = 1 << 30
@@ -111,7 +112,8 @@ def _more_ranks(found: Plan) -> Iterator[Change]:
             continue
         if again.fits:
             each = format_bytes(again.needs.weights_bytes)
-            yield Change(flag=f"--tp {num_ranks}", outcome=f"{each} of weights on each device")
+            option = "--tp" if found.divide is rank_spec else "--tensor-parallel-size"
+            yield Change(flag=f"{option} {num_ranks}", outcome=f"{each} of weights on each device")
             return
 
 
@@ -130,6 +132,7 @@ def _again(
         config or found.config,
         place or found.place,
         num_ranks=num_ranks or found.num_ranks,
+        divide=found.divide,
         request=request or found.request,
         compare=False,
         course=course,

@@ -5,7 +5,9 @@ the strategies' accountings: there is no second formula here. What would have to
 does not fit is ``fit``'s matter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from quire.spec.ranks import rank_spec
 from quire.strategies import STRATEGIES, CacheConfig, build_accounting
 from quire.units import align_up
 
+# What one of so many ranks remembers of a model. Raises: ConfigError.
+Divide: TypeAlias = Callable[[ModelSpec, int], ModelSpec]
+
 _SHORT_STEPS = 4096  # of a sequence that are followed one by one; a longer one in larger steps
 
 
@@ -33,6 +38,7 @@ class Place:
     page_bytes: int
     can_share: bool  # a page at several addresses
     max_mappings: int | None  # … so many; None: no limit
+    here: str | None = None  # of this machine, by the engine's name; None: it is another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,7 @@ class Plan:
     config: EngineConfig
     place: Place
     num_ranks: int
+    divide: Divide  # among them
     request: Request
     spec: ModelSpec  # of a rank, with keys and values as they are kept
     needs: Needs
@@ -147,6 +154,7 @@ def plan(
     place: Place,
     *,
     num_ranks: int = 1,
+    divide: Divide = rank_spec,
     request: Request | None = None,
     compare: bool = True,
     course: Course | None = None,
@@ -158,14 +166,14 @@ def plan(
 
     Raises: ConfigError for longer sequences than the model's, or heads that no ranks divide.
     """
-    on_rank = rank_spec(subject.spec, num_ranks)
+    on_rank = divide(subject.spec, num_ranks)
     spec = stored_spec(config, on_rank)
     own = rank_footprint(subject.own, num_ranks)
     on_gpu = place.machine.device is not None
 
     def needs_of(options: EngineConfig) -> Needs:
         page_bytes = place.page_bytes
-        return kv_needs(options, subject.name, on_rank, own, page_bytes, records_graphs=on_gpu)
+        return kv_needs(options, subject.name, on_rank, own, page_bytes, on_gpu=on_gpu)
 
     needs = needs_of(config)
     request = request or typical(needs.context_tokens)
@@ -195,6 +203,7 @@ def plan(
         config=config,
         place=place,
         num_ranks=num_ranks,
+        divide=divide,
         request=request,
         spec=spec,
         needs=needs,

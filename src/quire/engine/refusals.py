@@ -1,0 +1,45 @@
+"""What no engine is assembled for: sizes with which a model, or a cache, could serve nobody."""
+
+from collections.abc import Mapping
+
+from quire.errors import ConfigError
+from quire.models.loader import LoadedModel
+from quire.strategies import Accounting, Never
+from quire.units import format_bytes, format_count
+
+_NOBODY = -1  # requests count from 1
+
+
+def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
+    """Raises: ConfigError where one long sequence would turn the positions of all others.
+
+    Transformers' "longrope" takes other frequencies for a whole batch as soon as one of its
+    positions is past the length of the original training.
+    """
+    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
+            if max_model_len > limit:
+                raise ConfigError(
+                    f"{loaded.name} turns its positions otherwise past {format_count(limit)} "
+                    f"tokens (longrope), which cannot be done for one sequence of a batch: "
+                    f"max_model_len={format_count(max_model_len)} must be at most "
+                    f"{format_count(limit)}"
+                )
+
+
+def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
+    """Raises: ConfigError for a cache in which no sequence, however short, finds room."""
+    least = min(max_tokens, 2)  # a prompt and a token
+    accounting.add(_NOBODY, max_tokens=least)
+    verdict = accounting.try_extend(_NOBODY, least)
+    accounting.free(_NOBODY)
+    accounting.drain()
+    if isinstance(verdict, Never):
+        raise ConfigError(
+            f"{format_bytes(verdict.capacity_bytes)} of KV memory cannot hold even a short "
+            f"sequence, which takes {format_bytes(verdict.need_bytes)}: raise "
+            f"kv_cache_memory_bytes or lower what one sequence takes (max_model_len, block_size, "
+            f"growth_tokens)"
+        )
