@@ -157,7 +157,8 @@ def test_stop_strings_seeds_biases_and_forms_reach_the_engine() -> None:
     stop = expected.text[6:8]
 
     async def ask() -> None:
-        async with serving() as client:
+        # A prompt that was found is computed in other pieces, which rounds otherwise in bfloat16.
+        async with serving(enable_prefix_caching=False) as client:
             stopped, streamed = await both(client, max_tokens=24, stop=stop)
             assert stopped["choices"][0]["text"] == expected.text.split(stop)[0]
             assert stopped["choices"][0]["finish_reason"] == "stop"
