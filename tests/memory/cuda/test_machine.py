@@ -223,4 +223,4 @@ class CudaMachine(RuleBasedStateMachine):
 
 
 TestCudaMemory = CudaMachine.TestCase
-TestCudaMemory.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestCudaMemory.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
