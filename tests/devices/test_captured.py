@@ -327,11 +327,9 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(
 def test_a_pool_that_captures_into_have_failed_goes_with_its_last_graph(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_back: list[tuple[Any, int]] = []
+    given_back: list[Any] = []
     monkeypatch.setattr(captured, "_PATIENCE", 1)
-    monkeypatch.setattr(
-        captured, "give_back_pool", lambda _, pool, num_failed: given_back.append((pool, num_failed))
-    )
+    monkeypatch.setattr(captured, "give_back_pool", lambda _, *pool: given_back.append(pool))
     short = Short(monkeypatch)
     llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
     llm.engine._begin_anew()

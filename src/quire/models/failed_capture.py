@@ -65,7 +65,7 @@ def _capture_one_number(device: torch.device, stream: Any) -> None:
 
 def _keeps_unused(pool: Any) -> bool:
     """Whether a pool has memory of the device that is no tensor's."""
-    segments = torch.cuda.memory_snapshot()
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     own = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
     return any(not segment["active_size"] for segment in own)
 
