@@ -5,7 +5,7 @@ books, until torch 2.13 at least:
 
 * on the allocator's, which then gives no memory back to the device, and raises where it is asked;
 * on its pool's, which counts it among its graphs for ever, so that its memory never goes back;
-* until torch 2.12 on those of the generator of random numbers, of the whole process. It then draws
+* before torch 2.13 on those of the generator of random numbers, of the whole process. It then draws
   no number any more, and lets no graph be replayed, whoever's it is.
 
 Source: pytorch pull requests 180395 and 190348; ``CUDAGeneratorState::increase`` of torch 2.12
