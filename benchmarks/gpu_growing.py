@@ -58,6 +58,7 @@ def growing(setting: Setting) -> Found:
             num_tokens = held if name == "no copies" else held + 1
             samples.append(_timed(setting, accounting, storage, num_seqs, held, num_tokens, step))
     peak = storage.memory.peak_committed_bytes
+    storage._beside = beside  # whose stream is not used any more
     storage.close()
     memory.hold_bytes = 0
     timed = {name: samples[1:] for name, samples in timed.items()}  # the first one warms up

@@ -212,10 +212,11 @@ class Short:
 
     @contextmanager
     def graph(self, *args: Any, **options: Any) -> Iterator[None]:
-        self.num_tried += 1
+        is_step = "pool" in options
+        self.num_tried += is_step
         with self._graph(*args, **options):
             yield
-            if self.num_left:
+            if self.num_left and is_step:
                 self.num_left -= 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
@@ -321,6 +322,24 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(
     assert current[0] is before
     assert not gpu.num_replays
     assert len(texts(llm)) == len(PROMPTS)
+
+
+def test_a_pool_that_captures_into_have_failed_goes_with_its_last_graph(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[Any] = []
+    monkeypatch.setattr(captured, "_PATIENCE", 1)
+    monkeypatch.setattr(captured, "give_back_pool", lambda _, *pool: given_back.append(pool))
+    short = Short(monkeypatch)
+    llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
+    llm.engine._begin_anew()
+    llm.generate(PROMPTS[:1], greedy(4))  # a graph for one
+    short.num_left = 2
+    texts(llm)
+    assert captured_of(llm)._graphs
+    assert not given_back
+    llm.close()
+    assert given_back == [((0, 0), 2)]
 
 
 def test_graphs_go_when_the_engine_is_closed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,3 +68,30 @@ def test_a_step_waits_for_nothing_but_its_tokens(backend: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert [len(completion.token_ids) for completion in completions] == [8] * len(PROMPTS)
     assert {completion.finish_reason for completion in completions} == {"length"}
+
+
+def test_a_capture_that_fails_leaves_all_others_as_they_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What torch has on its books of it is the whole process's."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    options = dict(attention_backend="triton", **SIZES)
+    asking = tiny_model("llama").to(target.device())
+    layer = asking.model.layers[1].mlp
+    act = layer.act_fn
+
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return act(x) if bool((x == x).all()) else x
+
+    layer.act_fn = Asks()
+    with LLM(tiny_model("llama").to(target.device()), **options) as llm:
+        before = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+        with LLM(asking, **options) as other:
+            assert "runs without CUDA graphs" in caplog.text
+            other.generate(PROMPTS, params)
+            after = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+    assert after == before
+    torch.rand(2, device=target.device())
+    torch.cuda.empty_cache()
+    assert "torch keeps memory" not in caplog.text

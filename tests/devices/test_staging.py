@@ -71,3 +71,22 @@ def test_pinned_memory_goes_back_by_the_name_that_torch_has(
     monkeypatch.delattr(torch._C, "_host_emptyCache")
     give_back_unused(torch.device("cuda", 0))
     assert called == ["empty_host_cache", "_host_emptyCache"]
+
+
+def test_what_torch_does_not_give_back_now_is_said_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[str] = []
+
+    def refuses() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED\nand much more")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuses)
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", partial(called.append, "host"), raising=False
+    )
+    give_back_unused(torch.device("cuda", 0))
+    assert called == ["host"]
+    assert [record.message for record in caplog.records] == [
+        "torch keeps memory that nobody uses: captures_underway.empty() INTERNAL ASSERT FAILED"
+    ]

@@ -15,6 +15,7 @@ from quire.devices.streams import on_default_stream
 from quire.engine import build
 from quire.engine.cache_lock import CacheLock
 from quire.engine.runner import ModelRunner
+from quire.strategies.beside import CopiesBeside
 from quire.strategies.storage import BlockStorage
 from tiny import tiny_model, tokens
 
@@ -76,6 +77,29 @@ def test_what_the_caller_launched_comes_before_and_after(streams: Streams) -> No
     assert own.waited_for == ["default"]
     with on_default_stream(torch.device("cpu")):
         assert streams.default.waited_for == ["own"]
+
+
+def test_another_device_is_the_current_one_before_its_stream_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's streams end on the device that was current, where they take a context."""
+    current: list[int] = []
+
+    @contextmanager
+    def stream(_: object) -> Iterator[None]:
+        current.append(torch.cuda.current_device())
+        yield
+        current.append(torch.cuda.current_device())
+
+    with pretend.cuda(num_devices=2):
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        with on_default_stream(torch.device("cuda", 1)):
+            pass
+        copies = CopiesBeside(torch.device("cuda", 1))
+        copies.run("a layer", lambda: None)
+        assert torch.cuda.current_device() == 0
+        monkeypatch.undo()
+    assert current == [1, 1, 1, 1]
 
 
 def on_a_thread(do: Callable[[], object]) -> None:

@@ -11,9 +11,10 @@ import pretend
 from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine.runner import ModelRunner
-from quire.engine.swap import pinned
+from quire.engine.swap import mover, pinned
 from quire.engine.swap.pinned import PinnedShelf
 from quire.engine.swap.timers import DeviceTimer
+from quire.errors import MemoryUnavailable
 from tiny import tiny_model, tokens
 
 DEVICE = torch.device("cuda", 0)
@@ -131,3 +132,16 @@ def test_tokens_are_the_same_after_a_swap(gpu: Gpu, monkeypatch: pytest.MonkeyPa
             return texts
 
     assert outputs(256) == outputs(1024)
+
+
+def test_a_device_without_room_for_the_buffers_says_so(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
+
+    monkeypatch.setattr(mover, "PinnedShelf", refused)
+    memory = PretendMemory(gpu)
+    options: dict[str, Any] = dict(max_model_len=128, kv_cache_memory_bytes="1MB", swap_space="1MB")
+    with pytest.raises(MemoryUnavailable, match=r"two swap buffers of 32.00 MiB: lower kv_cache"):
+        LLM(tiny_model("llama").to("cuda"), provider=memory, attention_backend="sdpa", **options)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -504,6 +505,23 @@ def test_whatever_cannot_be_closed_the_cache_is() -> None:
         llm.close()
     assert memory.committed_bytes == memory.reserved_bytes == 0
     llm.close()
+
+
+def test_memory_is_given_back_by_nobody_while_another_steps() -> None:
+    """Its books are for one thread at a time."""
+    llm = small()
+    lock, resident, free = llm._elastic.lock, llm._resident, list[bool]()
+    plain = resident.close
+
+    def close() -> None:
+        other = Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        plain()
+
+    resident.close = close  # type: ignore[method-assign]
+    llm.close()
+    assert free == [False]
 
 
 def test_a_stream_begun_after_close_ends_at_once() -> None:

@@ -194,6 +194,26 @@ def test_prefault_takes_the_capacity_at_the_start_and_follows_the_ceiling() -> N
     assert driver.physical_bytes == 0
 
 
+def test_rest_goes_on_where_torch_gives_nothing_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As while a graph is captured for another engine."""
+    fake = fake_cuda(monkeypatch)
+    driver, memory = emulated()
+    resident = make_resident(memory, "on-demand", 10 * memory.page_bytes)
+    resident.rest(short=False)
+    assert fake.num_emptied == 1
+
+    def refuses() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuses)
+    memory.prepare(memory.page_bytes)
+    resident.rest(short=True)
+    assert driver.physical_bytes == 0
+    assert "torch keeps memory that nobody uses" in caplog.text
+
+
 def test_on_demand_keeps_nothing_for_the_cache() -> None:
     driver, memory = emulated()
     resident = make_resident(memory, "on-demand", 10 * memory.page_bytes)

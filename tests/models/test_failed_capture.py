@@ -1,28 +1,33 @@
 """After a capture that failed: torch's allocator is asked for no more than this torch can do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.models.failed_capture import is_shortage, put_in_order
+from quire.models.failed_capture import give_back_pool, is_shortage, put_in_order
 
 DEVICE, POOL = torch.device("cuda", 1), (0, 7)
 NAMES = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 
 
 class Allocator:
-    """Torch's, as far as it keeps books of captures."""
+    """Torch's, as far as it keeps books of captures and of one pool of graphs."""
 
-    def __init__(self, *, underway: bool, uses: int) -> None:
+    def __init__(self, *, underway: bool = False, uses: int = 0, live: bool = False) -> None:
         self.underway, self.uses = underway, uses
-        self.num_emptied = 0
+        self.keeps, self.live = True, live  # memory of the pool; and a tensor in it
+        self.is_drawing = False  # the generator counts a capture as under way
+        self.captured_on: list[Any] = []
 
     def empty_cache(self) -> None:
         if self.underway:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
-        self.num_emptied += 1
+        assert self.uses >= 0, "use_count == 0 INTERNAL ASSERT FAILED, from now on each time"
+        self.keeps &= self.uses > 0 or self.live
 
     def end(self, index: int, pool: Any) -> None:
         assert (index, pool) == (1, POOL)
@@ -32,57 +37,113 @@ class Allocator:
 
     def release(self, index: int, pool: Any) -> None:
         assert (index, pool) == (1, POOL)
-        if not self.uses:
-            raise RuntimeError("it != graph_pools.end() INTERNAL ASSERT FAILED")
         self.uses -= 1
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        others = {"segment_pool_id": (0, 0), "active_size": 0}
+        own = {"segment_pool_id": POOL, "active_size": 512 * self.live}
+        return [others, own] if self.keeps else [others]
+
+    @contextmanager
+    def graph(self, graph: Any, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        self.empty_cache()
+        self.is_drawing = True
+        yield
+        self.captured_on.append(stream)
+        self.is_drawing = False
 
 
 def with_allocator(
-    monkeypatch: pytest.MonkeyPatch, name: str, *, underway: bool, uses: int
+    monkeypatch: pytest.MonkeyPatch, made: Allocator, name: str = NAMES[0]
 ) -> Allocator:
-    made = Allocator(underway=underway, uses=uses)
     for each in NAMES:
         monkeypatch.delattr(torch._C, each, raising=False)
     monkeypatch.setattr(torch._C, name, made.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", made.empty_cache)
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    for each, value in {
+        "empty_cache": made.empty_cache,
+        "memory_snapshot": made.snapshot,
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: nullcontext(),
+        "graph": made.graph,
+        "CUDAGraph": object,
+    }.items():
+        monkeypatch.setattr(torch.cuda, each, value)
     return made
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_last", [True, False])
 @pytest.mark.parametrize("underway", [True, False])
 def test_memory_can_be_given_back_again(
-    name: str, underway: bool, is_last: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, underway: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other graphs' uses of the pool are theirs; the last one's is nobody's any more."""
-    uses = 1 if is_last else 3
-    made = with_allocator(monkeypatch, name, underway=underway, uses=uses)
-    put_in_order(DEVICE, None, POOL, is_last=is_last)
+    """What graphs have of the pool is theirs."""
+    made = with_allocator(monkeypatch, Allocator(underway=underway, uses=3), name)
+    put_in_order(DEVICE, "a stream", POOL)
     assert not made.underway
-    assert made.uses == (0 if is_last else 3)
+    assert made.uses == 3
     torch.cuda.empty_cache()
 
 
-def test_a_torch_that_keeps_its_own_order_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = with_allocator(monkeypatch, NAMES[0], underway=False, uses=0)
-    put_in_order(DEVICE, None, POOL, is_last=True)
-    put_in_order(DEVICE, None, None, is_last=True)  # it failed before there was a pool
-    assert made.uses == 0
-    assert made.num_emptied
+@pytest.mark.parametrize("underway", [True, False])
+def test_the_generator_of_random_numbers_draws_again(
+    underway: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts no capture any more once one has ended."""
+    made = with_allocator(monkeypatch, Allocator(underway=underway, uses=1))
+    made.is_drawing = True
+    put_in_order(DEVICE, "a stream", POOL)
+    assert made.captured_on == ["a stream"]
+    assert not made.is_drawing
+
+
+@pytest.mark.parametrize("num_failed", [1, 3])
+def test_a_pool_goes_back_though_captures_into_it_have_failed(
+    num_failed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = with_allocator(monkeypatch, Allocator(uses=num_failed))
+    give_back_pool(DEVICE, POOL, num_failed)
+    assert (made.uses, made.keeps) == (0, False)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_torch_that_keeps_its_own_order_is_left_alone(
+    live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a tensor of the pool is there still, which a model has kept from the capture."""
+    made = with_allocator(monkeypatch, Allocator(live=live))
+    put_in_order(DEVICE, "a stream", POOL)
+    put_in_order(DEVICE, "a stream", None)  # it failed before there was a pool
+    give_back_pool(DEVICE, POOL, 2)
+    assert (made.uses, made.keeps) == (0, live)
+    torch.cuda.empty_cache()
+
+
+def test_an_allocator_without_pools_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = with_allocator(monkeypatch, Allocator(uses=1))
+
+    def none() -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", none)
+    give_back_pool(DEVICE, POOL, 1)
+    assert made.uses == 1
 
 
 def test_a_capture_of_somebody_else_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = with_allocator(monkeypatch, NAMES[0], underway=True, uses=1)
+    made = with_allocator(monkeypatch, Allocator(underway=True, uses=1))
 
     def of_others(index: int, pool: Any) -> None:
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     monkeypatch.setattr(torch._C, NAMES[0], of_others)
-    put_in_order(DEVICE, None, POOL, is_last=False)
+    put_in_order(DEVICE, "a stream", POOL)
+    give_back_pool(DEVICE, POOL, 1)
     assert made.underway
+    assert made.uses == 1
 
 
 def test_a_shortage_is_known_by_what_it_came_from() -> None:

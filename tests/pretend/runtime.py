@@ -271,6 +271,7 @@ def _names(gpu: Gpu) -> dict[str, Any]:
         "get_device_properties": _says(properties),
         "get_device_capability": _says((5, 2)),
         "graph_pool_handle": _says((0, 0)),
+        "memory_snapshot": lambda *_: [],
         "mem_get_info": lambda *_: (gpu.free_bytes, gpu.total_bytes),
         "CUDAGraph": lambda *_, **__: Graph(gpu),
         "is_current_stream_capturing": lambda: gpu.capturing is not None,

@@ -26,7 +26,9 @@ def on_default_stream(device: torch.device) -> Iterator[None]:
     if is_other:
         default.wait_stream(callers)
     try:
-        with torch.cuda.stream(default):
+        # The device first: a stream of another one than the current would make that one the
+        # current device again at the end, which takes a context there where none was.
+        with torch.cuda.device(device), torch.cuda.stream(default):
             yield
     finally:
         if is_other:

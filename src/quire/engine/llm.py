@@ -349,13 +349,13 @@ class LLM:
             return
         self._closed = True
         self._elastic.close()
-        self._resident.close()
         with self._elastic.lock, ExitStack() as parts:  # all of them, whatever one raises
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
             parts.callback(self._resident.rest, short=True)  # what was kept for it is of no use now
             parts.callback(self._kv.close)
+            parts.callback(self._resident.close)
             self._noted_usage = _NOTHING
             self.engine.close(reason, detail)
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from quire.attention import AttentionBatch, Replays
 from quire.devices.staging import staged_bytes, to_device
-from quire.models.failed_capture import is_shortage, put_in_order
+from quire.models.failed_capture import give_back_pool, is_shortage, put_in_order
 from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
 from quire.models.states.batch import StateBatch
 from quire.models.unchanged import Unchanged
@@ -93,6 +93,7 @@ class CapturedDecodes:
         # One for all sizes: libraries keep memory for each stream that they have ever seen.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
+        self._num_failed = 0  # captures into it
         self._graphs: dict[int, Captured] = {}
         self._logits: Tensor | None = None  # [max_num_seqs, vocabulary]
         self._unchanged: Unchanged | None = None
@@ -155,7 +156,10 @@ class CapturedDecodes:
 
     def _forget(self) -> None:
         """A pool of which no graph is left cannot be captured into any more."""
-        self._graphs, self._pool, self._logits = {}, None, None
+        pool, num_failed = self._pool, self._num_failed
+        self._graphs, self._pool, self._logits, self._num_failed = {}, None, None, 0
+        if num_failed:
+            give_back_pool(self._device, pool, num_failed)
 
     def _begin(self, cache: Cache) -> None:
         """Forget the graphs, which are of another model or cache."""
@@ -190,12 +194,12 @@ class CapturedDecodes:
         else:
             return found
         del found  # as the error is gone, which held it too: a graph that failed holds its pool
-        pool = self._pool
+        self._num_failed += self._pool is not None
+        put_in_order(self._device, self._stream, self._pool)
         if is_short:
             self._try_later(size, reason)
         else:
             self._give_up(reason)
-        put_in_order(self._device, self._stream, pool, is_last=not self._graphs)
         return None
 
     def _try_later(self, size: int, reason: str) -> None:

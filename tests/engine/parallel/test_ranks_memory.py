@@ -12,6 +12,7 @@ from engine.parallel.emulated import KEPT_PAGES, PAGE, drivers, physical_bytes
 from engine.parallel.ranks import GREEDY, PROMPTS, Folder, Watch, texts
 from memory.cuda.emulator import EmulatedDriver
 from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.follower import _Engine
 from quire.engine.parallel.messages import Answer, Done, Failed, Message, Read
 from quire.engine.parallel.resident import RankedGauge
 from quire.errors import MemoryUnavailable, RankLost
@@ -136,3 +137,28 @@ def test_a_device_that_does_not_say_how_much_it_has_left_is_an_error() -> None:
     crew: Any = Told(Failed(MemoryUnavailable("CUDA device 1 is not there any more")))
     with pytest.raises(MemoryUnavailable, match="device 1 is not there"):
         RankedGauge(crew, 4, Says()).read()
+
+
+class Closing:
+    """A part of an engine, which notes that it is closed."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self.closed = name, closed
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.name == "mover":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def rest(self, *, short: bool) -> None:
+        self.closed.append(f"{self.name} rests")
+
+
+def test_a_rank_gives_back_all_parts_of_an_engine_whatever_one_raises() -> None:
+    closed: list[str] = []
+    parts: dict[str, Any] = {name: Closing(name, closed) for name in ("resident", "kv", "mover")}
+    outer: Any = None
+    engine = _Engine(outer, outer, outer, max_model_len=8, **parts)
+    with pytest.raises(RuntimeError, match="unspecified launch"):
+        engine.close()
+    assert closed == ["resident", "mover", "kv", "resident rests"]

@@ -4,12 +4,14 @@ It has the same storage, the same runner and the same place for saved entries as
 its own heads. Its accounting stays empty: it only says of which size everything is.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from quire.attention import AttentionBackend, AttentionBatch
+from quire.devices.unused import give_back_unused
 from quire.engine.assembly import prepare
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.parallel.group import join
@@ -71,12 +73,13 @@ class _Engine:
             self.kv.accounting, self.kv.storage = self.make_pair()
 
     def close(self) -> None:
-        self.resident.close()
-        if self.mover is not None:
-            self.mover.close()
-        if self.kv is not None:
-            self.kv.close()
-        self.resident.rest(short=True)  # what was kept for it is of no use now
+        with ExitStack() as parts:  # all of them, whatever one raises
+            parts.callback(self.resident.rest, short=True)  # what was kept for it is of no use now
+            if self.kv is not None:
+                parts.callback(self.kv.close)
+            if self.mover is not None:
+                parts.callback(self.mover.close)
+            self.resident.close()
 
 
 @final
@@ -102,16 +105,14 @@ class Follower:
                 )
             case Look():
                 device = self._models[message.model].model.device
-                if device.type == "cuda":  # what torch keeps of a step that was tried is free
-                    torch.cuda.empty_cache()
+                give_back_unused(device)  # of a step that was tried
                 return machine_for(device).device
             case Unload():
-                del self._models[message.model]
+                give_back_unused(self._models.pop(message.model).device)
             case Assemble():
                 self._engines[message.engine] = self._assemble(message)
             case Disassemble():
-                if closed := self._engines.pop(message.engine, None):
-                    closed.close()
+                self._disassemble(message)
             case OpenSwap():
                 engine = self._engines[message.engine]
                 engine.mover = make_mover(
@@ -166,6 +167,14 @@ class Follower:
             case DropSaved():
                 _there(engine.mover).drop(message.seq_ids)
         return None
+
+    def _disassemble(self, message: Disassemble) -> None:
+        closed = self._engines.pop(message.engine, None)
+        if closed is not None:
+            device = closed.loaded.device
+            closed.close()
+            del closed  # what attends in it keeps memory, too
+            give_back_unused(device)
 
     def _assemble(self, message: Assemble) -> _Engine:
         loaded = self._models[message.model]

@@ -17,9 +17,10 @@ from quire.engine.scheduling.swap import Clock
 from quire.engine.swap.pinned import PinnedShelf
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Parts, Shelf
 from quire.engine.swap.timers import DeviceTimer, HostTimer, Note, Timer
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.spec import Group, KeptWhole
 from quire.strategies.base import Slots
+from quire.units import format_bytes, format_count
 
 _CPU = torch.device("cpu")
 
@@ -135,10 +136,19 @@ def make_mover(
 ) -> ShelfMover:
     """``device``: where the cache is.
 
-    Raises: ConfigError if there can be no file in the folder ``swap_path``.
+    Raises: ConfigError if there can be no file in the folder ``swap_path``; MemoryUnavailable where
+    the device has no room for what entries go through.
     """
     if swap_path is None and device.type == "cuda":
-        pinned = PinnedShelf(device, swap_buffer_bytes(kv.accounting.groups, max_model_len))
+        buffer_bytes = swap_buffer_bytes(kv.accounting.groups, max_model_len)
+        try:
+            pinned = PinnedShelf(device, buffer_bytes)
+        except torch.OutOfMemoryError as error:
+            raise MemoryUnavailable(
+                f"{device} has no memory for two swap buffers of {format_bytes(buffer_bytes)}: "
+                f"lower kv_cache_memory_bytes or max_model_len={format_count(max_model_len)}, set "
+                f"swap_path to go by files, or swap_space=0"
+            ) from error
         return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
     timer = HostTimer(clock)
     if swap_path is None:

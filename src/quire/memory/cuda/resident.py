@@ -69,8 +69,12 @@ class CudaResident:
         import torch
 
         self._trim()
-        if torch.cuda.is_available():
+        if not torch.cuda.is_available():
+            return
+        try:
             torch.cuda.empty_cache()
+        except RuntimeError as error:  # as while a graph is captured in another thread
+            log.warning("torch keeps memory that nobody uses: %s", str(error).partition("\n")[0])
 
     @property
     def kept_bytes(self) -> int:
