@@ -48,7 +48,7 @@ class Device:
         llm = LLM(model.to("cuda"), provider=self.provider, **{**SIZES, **options})
         storage = llm._kv.storage
         assert isinstance(storage, StackedStorage)
-        assert len(self.memory._granules.streams) == 2
+        assert len(self.memory._granules.fences.streams) == 2
         return llm
 
 
@@ -99,9 +99,9 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
         assert max(hidden) > 0  # buffers that were still being copied when the step began
         assert (gpu.num_replays > NEW // 2) is (backend == "captured")
         llm.engine._begin_anew()
-        assert len(device.memory._granules.streams) == 2
+        assert len(device.memory._granules.fences.streams) == 2
         llm.close()
-        assert len(device.memory._granules.streams) == 1
+        assert len(device.memory._granules.fences.streams) == 1
         device.memory.trim()
     assert driver.physical_bytes == 0
     assert driver.refused == []

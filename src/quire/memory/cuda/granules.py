@@ -2,8 +2,8 @@
 
 A granule is one handle of the driver, of one page: the driver unmaps whole mappings only, and pages
 are shared one by one. To map and to unmap are calls of the host, not ordered with what the device
-does. So a page that is hidden stays mapped until events that were recorded then, one on each stream
-in use, have passed; only after that is it unmapped, and a granule that is mapped nowhere goes back.
+does. So a page that is hidden stays mapped until a fence that was put up then has been passed; only
+after that is it unmapped, and a granule that is mapped nowhere goes back.
 
 Granules that are kept stay mapped where they were last, *parked*: to be shown there again they take
 no call but zeroing. They are unmapped when they are needed elsewhere, or go back.
@@ -21,6 +21,7 @@ from typing import final
 
 from quire.errors import MemoryUnavailable
 from quire.memory.cuda.driver import Driver, DriverError
+from quire.memory.cuda.fences import Fence, Fences
 from quire.units import ceil_div, format_bytes
 
 log = logging.getLogger(__name__)
@@ -51,16 +52,16 @@ class PageTable:
         self.nbytes = nbytes
         self.parks = parks  # what is kept may stay here
         self.shown: dict[int, Granule] = {}
-        self.hidden: dict[int, Granule] = {}  # until its events have passed
+        self.hidden: dict[int, Granule] = {}  # until its fence is passed
         self.parked: dict[int, Granule] = {}  # as long as it is not needed elsewhere
 
 
 @dataclass(slots=True)
 class _Hidden:
-    """Pages that were hidden together; unmapped when the events have passed."""
+    """Pages that were hidden together; unmapped when the fence has been passed."""
 
     runs: list[tuple[PageTable, range]]
-    events: dict[int, object] = field(default_factory=dict)  # by stream, as far as recorded
+    fence: Fence = field(default_factory=Fence)
 
 
 @final
@@ -75,11 +76,10 @@ class Granules:
         self.keep_bytes = keep_bytes
         self.hold_bytes = 0  # created, below which nothing goes back either
         self.num_created = 0  # handles that exist
-        self.streams = [driver.stream]  # on which memory is used
+        self.fences = Fences(driver)
         self._driver = driver
         self._ready: list[Granule] = []  # kept, and mapped nowhere
         self._parked: dict[Granule, Place] = {}  # kept, the one that has waited longest first
-        self._events: list[object] = []  # to be used again
         self._hidden: deque[_Hidden] = deque()  # oldest first
         self._forsaken: deque[PageTable] = deque()  # of ranges that nobody refers to
         self._leaving: list[PageTable] = []  # the same, taken note of
@@ -94,7 +94,7 @@ class Granules:
 
     @property
     def hidden_bytes(self) -> int:
-        """Addresses at which something is still mapped until its events have passed."""
+        """Addresses at which something is still mapped until its fence is passed."""
         runs = (run for hidden in self._hidden for _, run in hidden.runs)
         return sum(map(len, runs)) * self.page_bytes
 
@@ -213,7 +213,7 @@ class Granules:
     def show(self, table: PageTable, pages: Sequence[int], granules: Sequence[Granule]) -> None:
         """Map granules at pages where nothing is shown, in ascending order.
 
-        Where something hidden is still mapped, it waits for the events. Granules that cannot be
+        Where something hidden is still mapped, it waits for the fence. Granules that cannot be
         shown and are mapped nowhere else are kept.
 
         Raises: MemoryUnavailable; then nothing is shown there.
@@ -260,7 +260,7 @@ class Granules:
         runs = [(table, run) for table in tables for run in _runs(sorted(pages_of[table]))]
         if runs:
             self._hidden.append(_Hidden(runs))
-            self._have_events(self._hidden[-1])
+            self.fences.put_up(self._hidden[-1].fence)
 
     def retire(self, table: PageTable) -> None:
         """Show nothing there any more, and keep nothing there."""
@@ -293,19 +293,12 @@ class Granules:
         with suppress(Exception):
             self.keep_bytes = self.hold_bytes = 0
             self.settle(wait=True)
-            for event in self._events:
-                self._driver.destroy_event(event)
+            self.fences.close()
 
     def _unmap_oldest(self, *, wait: bool) -> bool:
         """Whether the oldest hidden pages are unmapped now. Raises: DriverError."""
         hidden = self._hidden[0]
-        self._have_events(hidden)
-        if not hidden.events.keys() >= {*self.streams}:
-            raise DriverError("cuEventRecord", "no event could be recorded")
-        if wait:
-            for event in hidden.events.values():
-                self._driver.wait(event)
-        elif not all(map(self._driver.has_passed, hidden.events.values())):
+        if not self.fences.is_passed(hidden.fence, wait=wait):
             return False
         while hidden.runs:
             table, run = hidden.runs[-1]
@@ -320,22 +313,8 @@ class Granules:
                 if not granule.places:
                     self._make_unused(granule)
         self._hidden.popleft()
-        self._events += hidden.events.values()
+        self.fences.take_down(hidden.fence)
         return True
-
-    def _have_events(self, hidden: _Hidden) -> None:
-        """Record those that are missing: a later one than needed is only more careful."""
-        for stream in {*self.streams} - hidden.events.keys():
-            event = None
-            try:
-                event = self._events.pop() if self._events else self._driver.create_event()
-                self._driver.record(event, stream)
-            except DriverError as error:
-                log.warning("memory is given back later than it could be: %s", str(error))
-                if event is not None:
-                    self._events.append(event)
-                return
-            hidden.events[stream] = event
 
     def _park(self, table: PageTable, run: range) -> range:
         """Keep some of these where they are, as many as may be kept; the others."""

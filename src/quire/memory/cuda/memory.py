@@ -107,7 +107,8 @@ class CudaMemory:
         self._granules.settle()
 
     def used_on(self, stream: int, *, ends: bool = False) -> None:
-        (self._granules.streams.remove if ends else self._granules.streams.append)(stream)
+        streams = self._granules.fences.streams
+        (streams.remove if ends else streams.append)(stream)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CudaRegion":
         """See ``MemoryProvider``.
