@@ -507,6 +507,26 @@ def test_whatever_cannot_be_closed_the_cache_is() -> None:
     llm.close()
 
 
+def test_one_part_that_cannot_be_closed_keeps_no_other_open() -> None:
+    def fail() -> None:
+        raise OSError("the file is gone")
+
+    llm, closed = small(swap_space="1MiB"), list[str]()
+    assert llm.engine._swap is not None
+    plain = llm.engine._runner.close
+
+    def close() -> None:
+        closed.append("runner")
+        plain()
+
+    llm.engine._swap.close = fail  # type: ignore[method-assign]
+    llm.engine._runner.close = close  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="is gone"):
+        llm.close()
+    assert closed == ["runner"]
+    assert llm.memory.committed_bytes == 0
+
+
 def test_memory_is_given_back_by_nobody_while_another_steps() -> None:
     """Its books are for one thread at a time."""
     llm = small()

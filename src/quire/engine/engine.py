@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from quire.engine.parts import Cache, Chooser, Drafter, Runner, SwapShelf
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
@@ -115,11 +116,12 @@ class Engine:
         """End every sequence, and give back what is held outside of the cache."""
         self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish_all(reason, detail)
-        if self.drafter is not None:
-            self.drafter.close()
-        if self._swap is not None:
-            self._swap.close()
-        self._runner.close()
+        with ExitStack() as closing:  # the last one first, whatever any of them raises
+            closing.callback(self._runner.close)
+            if self._swap is not None:
+                closing.callback(self._swap.close)
+            if self.drafter is not None:
+                closing.callback(self.drafter.close)
 
     def _compute(self, plan: StepPlan) -> list[Sampled]:
         """What came of each draw. Done twice, it gives the same, if no states are overwritten."""
