@@ -41,7 +41,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
 
 TestSequences = SequencesMachine.TestCase
-TestSequences.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestSequences.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 def run(seed: int, num_operations: int, num_between: int) -> None:

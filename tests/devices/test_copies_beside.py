@@ -70,11 +70,10 @@ def own(model: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("backend", "growth"),
     [
-        ("eager", "uniform"),
         ("eager", "staggered"),
         ("captured", "uniform"),
-        ("captured", "doubling"),
-        ("captured", "staggered"),
+        pytest.param("eager", "uniform", marks=pytest.mark.full),
+        pytest.param("captured", "doubling", marks=pytest.mark.full),
     ],
     indirect=["backend"],
 )
@@ -108,7 +107,14 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager"], indirect=True)
-@pytest.mark.parametrize("cache", ["contiguous", "growing", "virtual", "virtual-shared"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "growing",
+        "virtual-shared",
+        *(pytest.param(cache, marks=pytest.mark.full) for cache in ("contiguous", "virtual")),
+    ],
+)
 def test_continuations_of_one_text_are_copied_beside(backend: str, cache: str) -> None:
     """Of the text that is copied, tokens are written over in the next step."""
     strategy, _, shares = cache.partition("-")

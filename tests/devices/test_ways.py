@@ -42,8 +42,6 @@ _COMMON: dict[str, Any] = dict(
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gathered": lambda: DiffLlamaConfig(**_COMMON),
     "alone": lambda: BloomConfig(**_IDS, hidden_size=64, n_layer=3, n_head=4),
-    "convolutions": HYBRIDS["lfm2"],
-    "delta": HYBRIDS["qwen3_next"],
     "mamba2": HYBRIDS["granitemoehybrid"],
     "no attention": lambda: MambaConfig(**_IDS, hidden_size=16, num_hidden_layers=2, state_size=4),
 }

@@ -55,7 +55,15 @@ def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) ->
         return texts(llm.generate(PROMPTS, params))
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "growing",
+        "paged",
+        "virtual, shared",
+        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "virtual")),
+    ],
+)
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
     folder: Folder, cache: str
 ) -> None:
@@ -70,7 +78,9 @@ def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
         assert want == [[of_generate(model, prompt, 16)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "deepseek_v3", pytest.param("mixtral", marks=pytest.mark.full)]
+)
 def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
     assert generated(folder.ranked(name)) == expected(folder, name)
 
