@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from memory.cuda.emulator import EmulatedDriver
 from memory.cuda.fake_torch import fake_cuda
 from quire.cli import main
+from quire.cli.compare import said_of_texts
 from quire.memory import by_device
 from quire.memory.budget import BUDGETS
 from quire.memory.cuda import CudaMemory
@@ -93,6 +95,20 @@ def test_compare_prints_a_row_a_strategy_and_draws_them(
         assert strategy in out
         assert strategy in words
     assert "Same text under all four strategies: yes" in out
+
+
+@pytest.mark.parametrize(
+    ("num_same", "is_exact", "said"),
+    [
+        (8, False, "^yes$"),
+        (7, False, "^for 7 of 8 .* --dtype float32"),
+        (7, True, "^NO, only for 7"),
+    ],
+)
+def test_texts_that_part_are_counted_and_explained(
+    num_same: int, is_exact: bool, said: str
+) -> None:
+    assert re.search(said, said_of_texts(num_same, 8, is_exact=is_exact))
 
 
 def test_compare_as_json_orders_the_strategies_as_they_should_be(
