@@ -31,7 +31,14 @@ SETTINGS = settings(max_examples=58, stateful_step_count=60, deadline=None)
 FEWER = settings(SETTINGS, max_examples=10)
 
 
-@pytest.mark.parametrize("kind", SHARING_KINDS)
+# Their layers are in "hybrid" too, or in "recurrent+2".
+_ALSO_ELSEWHERE = ("chunked", "full+sliding", "recurrent")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.full) if k in _ALSO_ELSEWHERE else k for k in SHARING_KINDS],
+)
 def test_random_sharing(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind), settings=SETTINGS)
 

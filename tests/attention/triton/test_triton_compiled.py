@@ -51,7 +51,11 @@ def check(architecture: int, kinds: list[str], cache: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "kinds"),
-    [(90, ["llama", "deepseek lite", "int8"]), (80, ["fp8"]), (100, ["llama"])],
+    [
+        (90, ["llama", "deepseek lite", "int8"]),
+        pytest.param(80, ["fp8"], marks=pytest.mark.full),
+        pytest.param(100, ["llama"], marks=pytest.mark.full),
+    ],
 )
 def test_the_kernels_compile_and_fit(architecture: int, kinds: list[str], tmp_path: Path) -> None:
     check(architecture, kinds, tmp_path)

@@ -141,6 +141,7 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 @pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
+@pytest.mark.full
 def test_memory_of_a_cpu_is_backed_at_the_start_in_every_rank(tmp_path: Path) -> None:
     folder = Folder(tmp_path, None)
     options = {**OPTIONS, "kv_cache_memory_bytes": "96MiB", "residency": "prefault"}
@@ -157,6 +158,7 @@ def test_memory_of_a_cpu_is_backed_at_the_start_in_every_rank(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.full
 def test_a_rule_that_takes_its_memory_at_the_start_does_so_in_every_rank(tmp_path: Path) -> None:
     folder = Folder(tmp_path, None)
     options = {**OPTIONS, "kv_cache_memory_bytes": None, "budget": "llamacpp"}
