@@ -7,7 +7,6 @@ BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
-MAX_LINES := 400
 MINUTES   ?= 10
 # With VENV= in .venv's place: a Python that has torch for CUDA, Transformers, pytest and hypothesis.
 GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
@@ -59,12 +58,11 @@ format: $(READY) ## lay the source out, and mend what can be mended mechanically
 types: $(READY) ## types (mypy, strict)
 	@$(BIN)/mypy
 
-size: ## lines of each module; fails above 400
+size: ## lines of each module, the longest first
 	@find src -name '*.py' -exec wc -l {} + | sort -rn | awk ' \
 	  $$2 == "total" { next } \
-	  { print; lines += $$1; if ($$1 > $(MAX_LINES)) long = long " " $$2 } \
-	  END { printf "%8d lines in %d modules\n", lines, NR - 1; \
-	        if (long) { print "More than $(MAX_LINES) lines, so split by idea:" long; exit 1 } }'
+	  { print; lines += $$1 } \
+	  END { printf "%8d lines in %d modules\n", lines, NR - 1 }'
 
 bench: $(READY) ## run every benchmark and print its tables
 	@set -e; for file in benchmarks/bench_*.py; do \

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-MAX_LINES = 400
 
 # What a room may import, besides itself; a module with a row of its own is a room here. Each comes
 # after all that it may import, so there is no cycle. The package's own __init__ may name anything.
@@ -323,14 +322,6 @@ def test_only_the_command_line_prints() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
         ),
         "Return it, or use logging.getLogger(__name__): only quire.cli talks to people.",
-    )
-
-
-def test_modules_are_short() -> None:
-    counts = {m.where(): len(m.path.read_text(encoding="utf-8").splitlines()) for m in MODULES}
-    report(
-        (f"{where} has {count} lines" for where, count in counts.items() if count > MAX_LINES),
-        f"{MAX_LINES} lines is the most. Split by idea, not by length.",
     )
 
 
