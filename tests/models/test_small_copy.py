@@ -1,5 +1,6 @@
 """Errors in positions, windows, scales and heads are seen at load, in 16 bits too."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from quire import LLM
@@ -24,6 +26,7 @@ from quire.engine import runner
 from quire.errors import UnsupportedModel
 from quire.models.loader import LoadedModel, adopt
 from quire.models.ways import hooks
+from quire.models.ways.small_copy import small_copy
 from quire.spec import ChunkedAttention, LayerSpec, SlidingWindow
 from tiny import random_model
 
@@ -154,3 +157,43 @@ def test_another_scale_and_heads_of_a_neighbour_are_seen(
     attend = hooks.attend
     monkeypatch.setattr(hooks, "attend", wrong)
     assert taken(name) == "alone"  # with the model's own attention
+
+
+def test_random_numbers_of_the_caller_go_on_as_they_would() -> None:
+    loaded = adopt(random_model(KINDS["full"]()))
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    assert small_copy(loaded) is not None
+    assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_keeps_what_makes_a_kind(name: str) -> None:
+    loaded = adopt(random_model(KINDS[name]()))
+    copied = small_copy(loaded)
+    assert copied is not None
+    assert copied.model.config.to_dict() != loaded.model.config.to_dict()
+    kinds = {type(kept) for layer in loaded.spec.layers for kept in layer.specs}
+    assert {type(kept) for layer in copied.spec.layers for kept in layer.specs} == kinds
+    for layer in copied.spec.layers:
+        for kept in layer.specs:
+            if isinstance(kept, SlidingWindow):
+                assert kept.window == copied.model.config.sliding_window < 16
+            if isinstance(kept, ChunkedAttention):
+                assert kept.chunk == copied.model.config.attention_chunk_size < 16
+
+
+def test_without_a_copy_the_model_alone_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own code decides by a size that is cut."""
+
+    class Unusual(Qwen3ForCausalLM):
+        def __init__(self, config: Qwen3Config) -> None:
+            if config.vocab_size != 199:
+                raise ValueError("made for 199 tokens")
+            super().__init__(config)
+
+    model = Unusual(Qwen3Config(**_SIZES)).eval().bfloat16()
+    with caplog.at_level(logging.INFO, "quire"):
+        assert taken("full", lambda _: adopt(model)) == "table"
+    assert "no small copy to be tried with (ValueError: made for 199 tokens)" in caplog.text

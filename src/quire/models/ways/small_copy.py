@@ -11,6 +11,7 @@ alike, so that a spec that does not say what the model does goes on not to.
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from itertools import count
 from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from quire.models.loader import LoadedModel
 from quire.spec import (
@@ -29,6 +30,8 @@ from quire.spec import (
     SlidingWindow,
 )
 from quire.units import ceil_div
+
+_OWN_CACHE_APART = 1e-3  # as chunks of scans are
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +108,7 @@ def _cut(loaded: LoadedModel, cuts: _Cuts) -> LoadedModel:
     if _spec_of(config).layers != cut(whole).layers:
         raise _Unlike("its layers follow from sizes that are cut")
     model = _random(type(loaded.model), config, loaded.device)
-    with torch.inference_mode():  # some find out only now that their sizes do not fit
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=loaded.device), use_cache=False)
+    _require_whole(model, cut.num_layers)
     return LoadedModel(
         name=f"a small copy of {loaded.name}",
         model=model,
@@ -227,6 +229,33 @@ def _numbers(config: PreTrainedConfig, names: tuple[str, ...]) -> Iterator[str]:
             continue
         if type(value) is int:
             yield name
+
+
+def _require_whole(model: PreTrainedModel, num_layers: int) -> None:
+    """Raises: _Unlike for a copy that does not go on by its own cache as it does without one.
+
+    Its sizes do not fit together, then, or it says nothing that another way could be held against.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = (3 + 7 * torch.arange(4 * _WINDOW, device=model.device))[None] % vocab_size
+    begun = 2 * _WINDOW
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        whole = model(input_ids=ids, use_cache=False).logits
+        name = (
+            "cache_params"
+            if "cache_params" in inspect.signature(model.forward).parameters
+            else "past_key_values"
+        )
+        parts = [
+            model(input_ids=part, use_cache=True, **{name: cache}).logits
+            for part in (ids[:, :begun], ids[:, begun:])
+        ]
+    apart = (torch.cat(parts, 1) - whole).abs().max() / whole.abs().max()
+    if not apart <= _OWN_CACHE_APART:
+        raise _Unlike(f"by its own cache it gives other logits, {apart:.0e} of the largest apart")
+    if len(cache.layers) != num_layers:
+        raise _Unlike(f"its own cache has {len(cache.layers)} layers, and {num_layers} were wanted")
 
 
 def _random(
