@@ -154,7 +154,7 @@ class ModelRunner:
         Raises: UnsupportedModel if it gives something else than the copy does by itself.
         """
         trial = self.make_trial(max_tokens, exact=True)
-        # With large random weights a scan may differ from its chunks. The model's own is tried apart.
+        # With large random weights a scan may differ from its chunks; the model's is tried apart.
         if self._recurrent is not None and not self._settled(trial) <= limit_for(torch.float32):
             return
         try:
