@@ -87,6 +87,6 @@ def test_a_run_says_what_it_had_no_time_for(
 ) -> None:
     monkeypatch.setattr(fuzz, "turn", lambda *_, **__: True)
     assert fuzz.fuzz(NAMES, 5, 1e-9) == 0
-    assert re.search(r"no time for 39 of 40: machine/\d+, ", capfd.readouterr().out)
+    assert "no time for 39 of 40" in capfd.readouterr().out
     assert fuzz.fuzz(NAMES, 5, 0) == 0
     assert "no time" not in capfd.readouterr().out

@@ -4,6 +4,7 @@ A device is a ``torch.device``, ``cpu`` or ``cuda`` with a number. What is not k
 of them a model is on.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError, MemoryUnavailable, QuireError
@@ -11,11 +12,15 @@ from quire.memory.base import MemoryProvider
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.resident import CudaResident
 from quire.memory.machine import CudaGauge, Machine, cuda_memory, read_machine
+from quire.memory.machine.probe import tells_memory
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import HostResident, Residency, Resident, host_memory
+from quire.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
@@ -69,6 +74,24 @@ def machine_for(device: "torch.device") -> Machine:
     if found is None:
         raise MemoryUnavailable(f"{device} does not say how much memory it has")
     return read_machine(device=found)
+
+
+def known_machine(device: "torch.device", stated_bytes: int | None) -> Machine | None:
+    """As ``machine_for``; None, and a warning, where the system does not say and bytes are stated.
+
+    Raises: MemoryUnavailable where it does not say, and they are not.
+    """
+    if tells_memory():
+        return machine_for(device)
+    silent = "the system does not say how much memory there is (no /proc/meminfo)"
+    if stated_bytes is None:
+        raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
+    log.warning(
+        "%s: kv_cache_memory_bytes=%s is taken as it is, and nothing checks that there is so much",
+        silent,
+        format_bytes(stated_bytes),
+    )
+    return None
 
 
 def gauge_for(device: "torch.device") -> Gauge:
