@@ -186,8 +186,47 @@ def soak(group: str, limit: str, seconds: str) -> dict[str, Any]:
     }
 
 
+def holder(group: str, limit: str, share: str) -> dict[str, Any]:
+    """Take memory until the group is at a share of its limit, and again whatever others leave."""
+    (Path(group) / "cgroup.procs").write_text("0")
+    most, taken = int(int(limit) * float(share)), []
+    said = False
+    while True:
+        used = int((Path(group) / "memory.usage_in_bytes").read_text())
+        if most - used >= 2**20:
+            taken.append(np.ones(min(most - used, 2**24), np.uint8))
+            continue
+        if not said:
+            print("has it", flush=True)
+            said = True
+        time.sleep(0.02)
+
+
+def stated(group: str, size: str, seconds: str) -> dict[str, Any]:
+    """All that a budget in bytes gives, while sequences run, with no neighbour."""
+    llm = LLM(kv_cache_memory_bytes=int(size), max_num_seqs=8)
+    begin, most, ceilings, numbers = time.monotonic(), 0, [], iter(range(10**9))
+    while time.monotonic() < begin + float(seconds):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))
+        fill(llm, llm.elastic.ceiling_bytes - llm.memory.committed_bytes, numbers)
+        most = max(most, llm.memory.committed_bytes)
+        ceilings.append(llm.elastic.ceiling_bytes)
+    state = llm.elastic
+    peak = int((Path(group) / "memory.max_usage_in_bytes").read_text())
+    found = {
+        "most_kv_bytes": most,
+        "least_ceiling_bytes": min(ceilings),
+        "last_kv_bytes": llm.memory.committed_bytes,
+        "num_shrinks": state.num_shrinks,
+        "peak_bytes": peak,
+        "reason": state.reason,
+    }
+    llm.close()
+    return found
+
+
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
-    part.__name__: part for part in (neighbour, lowered, idle, greedy, soak)
+    part.__name__: part for part in (neighbour, lowered, idle, greedy, soak, stated, holder)
 }
 
 

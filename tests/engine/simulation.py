@@ -214,6 +214,7 @@ class World:
             watermark_bytes=rng.choice([0, 0, self.capacity // 20]),
             policy=rng.choice(sorted(POLICIES)),
         )
+        self.max_tokens = limits.max_num_batched_tokens
         self.stage = Stage(8 * self.capacity, rng)
         self.stage.committed = lambda: self.kv.memory.committed_bytes
         swap_bytes = rng.choice([0, self.capacity // 2, 4 * self.capacity])
@@ -287,6 +288,8 @@ class World:
             self.stage.others_bytes = rng.randrange(self.stage.total_bytes)
         if rng.random() < 0.05:
             self.elastic.resize(rng.randint(self.capacity // 4, self.capacity))
+        if rng.random() < 0.1:  # memory for a step comes and goes
+            self.scheduler.token_budget = rng.choice([1, 3, self.max_tokens])
         if self.sequences and rng.random() < 0.05:
             sequence = rng.choice(self.sequences)
             if sequence.finish_reason is None:

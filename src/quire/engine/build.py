@@ -20,7 +20,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
 from quire.engine.parallel.part import PartedModel, load_parts
 from quire.engine.parallel.team import Team
-from quire.engine.profile import measured_step_bytes
+from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
@@ -38,8 +38,10 @@ from quire.memory.governor import Governor
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Residency, Resident
+from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
+from quire.strategies import CacheConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +153,10 @@ def _built(
             kv,
             resident,
             scheduler,
-            Governor(config.memory_mode),
+            Governor(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
             _gauge(gauge, device, team),
             CacheLock(partial(on_default_stream, device)),
+            _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -215,6 +218,27 @@ def _gauge(given: Gauge | None, device: torch.device, team: Team | None) -> Gaug
     """What the elastic cache looks at; of ranks, wherever there is the least for one."""
     gauge = gauge_for(device) if given is None else given
     return gauge if team is None else team.gauge(gauge)
+
+
+def _room_bytes(ledger: Ledger, sizes: CacheConfig) -> int | None:
+    """The most that the cache could take, beside a budget that was stated; else None."""
+    return None if ledger.spare_bytes is None else ledger.spare_bytes + sizes.capacity_bytes
+
+
+def _step_bytes(
+    config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, ledger: Ledger
+) -> StepBytes:
+    speculative = config.speculative_config
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return StepBytes(
+        ledger.step_bytes,
+        footprint(loaded.model),
+        max_tokens=config.max_num_batched_tokens,
+        max_logits=config.max_num_seqs * (1 + num_drafts),
+        kv_bytes_per_token=spec.bytes_per_token,
+        block_size=config.block_size,
+        least_tokens=spec.source_tokens,
+    )
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

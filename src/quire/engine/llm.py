@@ -304,13 +304,16 @@ class LLM:
     def step(self) -> bool:
         """One step for everybody; False if there is nothing to do any more.
 
-        Raises: MemoryUnavailable where the system has not even addresses left for an empty cache;
-        the LLM is closed then.
+        Where the system would end the process for lack of memory, it only waits for a moment.
+
+        Raises: MemoryUnavailable where that lasts, or where the system has not even addresses left
+        for an empty cache; the LLM is closed then.
         """
         try:
             with self._elastic.lock:
                 self._elastic.settle()
-                for output in self.engine.step():
+                outputs = self.engine.step() if self._elastic.may_step() else None
+                for output in outputs or ():
                     sequence = output.sequence
                     listener = self._listeners.get(sequence.seq_id)
                     if listener is None:  # a stop string has come with a token before this one
@@ -322,7 +325,10 @@ class LLM:
                         self._listeners.pop(sequence.seq_id, None)
                 if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
                     self._note_usage()
-                return self.engine.scheduler.has_unfinished
+                has_unfinished = self.engine.scheduler.has_unfinished
+            if outputs is None and has_unfinished:
+                self._elastic.pause()
+            return has_unfinished
         except (MemoryUnavailable, RankLost) as error:
             self.fail(str(error))
             raise

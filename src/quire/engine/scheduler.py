@@ -40,6 +40,7 @@ class Scheduler:
         costs: Costs | None = None,
     ) -> None:
         self.limits = limits
+        self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
         self.statistics = Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
         policy = POLICIES[limits.policy]
@@ -108,7 +109,13 @@ class Scheduler:
         room for them.
         """
         self.suspects.acquit()
-        step = Step(self.limits, drafts, self._room.snapshots, one_chunk=bool(self.suspects))
+        step = Step(
+            self.limits,
+            drafts,
+            self._room.snapshots,
+            budget=self.token_budget,
+            one_chunk=bool(self.suspects),
+        )
         self._made_room.clear()
         self._queues.first_waits_for = self._let_come(step)
         self._serve(step)

@@ -22,13 +22,10 @@ class Step:
     limits: Limits
     drafts: Drafts
     snapshots: Snapshots  # where chunks end
+    budget: int  # tokens that may still be computed
     one_chunk: bool = False  # and no more
-    budget: int = field(init=False)  # tokens that may still be computed
     chunks: list[Chunk] = field(default_factory=list)
     served: set[int] = field(default_factory=set)  # sequences that have a chunk
-
-    def __post_init__(self) -> None:
-        self.budget = self.limits.max_num_batched_tokens
 
     def add(self, chunks: Several[Chunk]) -> None:
         self.chunks += chunks
