@@ -3,10 +3,10 @@
     python benchmarks/bench_governor.py [--claims] [--only PART]
 
 Seven parts, each in processes of its own on the demo model: a neighbour that takes half of a
-machine of 8 GiB (a control group), a capacity that is lowered under running sequences, half a minute of
-idleness, two engines that take all they may of 6 GiB, work at 95 % of a control group's limit, and
-budgets stated in bytes in a group of 2 GiB with no neighbour, and a server in a group of 1 GiB that
-a neighbour holds at 95 %. About eight minutes.
+machine of 8 GiB (a control group), a capacity that is lowered under running sequences, half a
+minute of idleness, two engines that take all they may of 6 GiB, work at 95 % of a control group's
+limit, budgets stated in bytes in a group of 2 GiB with no neighbour, and a server in a group of
+1 GiB that a neighbour holds at 95 %. About eight minutes.
 """
 
 import asyncio

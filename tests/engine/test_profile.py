@@ -63,6 +63,8 @@ def test_smaller_steps_take_less_and_what_was_measured_counts() -> None:
     assert sizes.of(1) == alone + 1000
     sizes.note(1, 0)
     assert sizes.of(1) == alone + 750
+    sizes.fade(5.0)
+    assert sizes.of(1) == alone + 375
     for _ in range(60):
         sizes.note(1, 0)
     assert sizes.of(1) == alone

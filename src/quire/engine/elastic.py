@@ -75,6 +75,7 @@ class Elastic:
         self._noted_tokens = 0.0  # that had been computed when the peak began
         self._noted_kv_bytes = 0
         self._trim_s = -math.inf  # when the allocators may be asked next
+        self._looked_s = 0.0  # when the room for a step was last looked at
         self._starved_s = math.inf  # since when there has been no room for a step
         self._due_s = -math.inf  # when to look at the machine next
         self._is_silent = False  # the machine, when it was last looked at
@@ -214,7 +215,11 @@ class Elastic:
         taken = self._carried_out_bytes()
         returned = before - taken
         now = replace(reading, available_bytes=reading.available_bytes + returned)
-        self._note_peak(sizes, taken)
+        if self._token_budget:
+            self._note_peak(sizes, taken)
+        else:  # or what one step was said to take would keep all others from being tried
+            sizes.fade(now.now_s - self._looked_s)
+        self._looked_s = now.now_s
         budget = self._max_tokens
         if self._governor.lacks(now):
             left = memory.left_bytes + returned

@@ -77,9 +77,13 @@ class StepBytes:
         return bisect_right(range(1, self.max_tokens + 1), num_bytes, key=self.of)
 
     def note(self, num_tokens: int, peak_bytes: int) -> None:
-        """A step has taken so much besides KV memory. What is long ago fades."""
+        """A step has taken so much besides KV memory; other threads may have a part in that."""
         excess = peak_bytes - self._estimate(num_tokens)
         self._excess_bytes = max(excess, self._excess_bytes * 3 // 4)
+
+    def fade(self, seconds: float) -> None:
+        """So long no step was run: half of what was measured is forgotten in five seconds."""
+        self._excess_bytes = int(self._excess_bytes * 0.5 ** (seconds / 5))
 
     def _estimate(self, num_tokens: int) -> int:
         full = self._activations(self.max_tokens)
