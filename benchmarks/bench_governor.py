@@ -36,18 +36,19 @@ GIB = 1 << 30
 SMALL_BYTES = 6 * GIB  # the machine that two engines share
 ALONE_S, BOTH_S, SOAK_S, STATED_S = 15, 60, 60, 10
 LOG = Path(tempfile.gettempdir()) / f"quire-pressed-{os.getpid()}.log"
-PRESSED = (
-    ("the demo model", ("--kv-cache-memory-bytes", "512MiB", "--dtype", "float32")),
-    ("residency prefault", ("--kv-cache-memory-bytes", "256MiB", "--dtype", "float32",
-                            "--residency", "prefault")),
-)  # fmt: skip
+PRESSED = {
+    "the demo model": ("--kv-cache-memory-bytes", "512MiB", "--dtype", "float32"),
+}
 STATED = ((2 * GIB, GIB), (2 * GIB, 1280 << 20), (2 * GIB, 1400 << 20))  # the limit, the budget
 
 
 def main(
     claims: Annotated[bool, typer.Option(help="End with a JSON object for each claim.")] = False,
     only: Annotated[str, typer.Option(help="One of the parts.")] = "",
+    model: Annotated[str | None, typer.Option(help="Pressed as well: a folder.")] = None,
 ) -> None:
+    if model is not None:
+        PRESSED[Path(model).name] = (model, "--kv-cache-memory-bytes", "96MiB")
     console = Console()
     found: list[dict[str, Any]] = []
     for name, part in PARTS.items():
@@ -160,7 +161,7 @@ def stated() -> Iterator[dict[str, Any]]:
 
 def pressed() -> Iterator[dict[str, Any]]:
     """A neighbour holds a group of 1 GiB at 95 % while a server in it has requests."""
-    for name, flags in PRESSED:
+    for name, flags in PRESSED.items():
         with cgroup(GIB) as folder:
             if folder is None:
                 yield claim("pressed: no control group can be made here", None, "", "", False)
@@ -177,7 +178,13 @@ def pressed() -> Iterator[dict[str, Any]]:
 async def _pressed(folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
     def ask_for(number: int, max_tokens: int) -> bytes:
         prompt = [20 + (number * 7919 + place) % 4000 for place in range(600)]
-        fields = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        fields = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "prompt_logprobs": 1,
+        }  # for which the logits of a whole prompt are needed
         return post("/v1/completions", fields)
 
     async def answer(number: int) -> str:
