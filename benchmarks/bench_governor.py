@@ -177,7 +177,7 @@ def pressed() -> Iterator[dict[str, Any]]:
 
 async def _pressed(folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
     def ask_for(number: int, max_tokens: int) -> bytes:
-        prompt = [20 + (number * 7919 + place) % 4000 for place in range(600)]
+        prompt = [20 + (number * 7919 + place) % 4000 for place in range(200)]
         fields = {
             "prompt": prompt,
             "max_tokens": max_tokens,
