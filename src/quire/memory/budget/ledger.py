@@ -92,7 +92,8 @@ class Ledger:
             words = "max_num_seqs × recurrent states and sources"
             rows.append(("of it for states, at most", self.state_bytes, words))
         rows.append(("the most that fits", max(0, self.room_bytes), self.room_source))
-        if self.refusal is None and not any(term.label == "headroom" for term in self.terms):
+        says_so = any(term.label == "headroom" for term in self.terms)
+        if self.refusal is None and self.headroom_source and not says_so:
             rows.append(("left to others", self.headroom_bytes, self.headroom_source))
         width = max(len(label) for label, *_ in rows)
         return "\n".join(

@@ -275,6 +275,7 @@ def _unchecked(asked_bytes: int, needs: Needs) -> Ledger:
         terms=offer.terms,
         bound=offer.bound,
         state_bytes=needs.state_bytes,
+        step_bytes=needs.step_bytes,
         room_bytes=asked_bytes,
         room_source="not checked: the system does not say",
     )
