@@ -216,6 +216,11 @@ class Scheduler:
         if sequence in self._queues.running:
             self._send_back(sequence)
 
+    def drop_saved(self) -> None:
+        """What is swapped out is of no use any more."""
+        for sequence in self._queues.everybody:
+            self.swap.release(sequence)
+
     def restart(self, accounting: Accounting) -> None:
         """Everybody begins anew, in an empty cache; what is swapped out stays there."""
         self._room.accounting = accounting
@@ -268,6 +273,8 @@ class Scheduler:
 
     def _announce(self, sequence: Sequence) -> None:
         sequence.num_computed_tokens = 0
+        if sequence.lacks_prompt_logprobs:
+            sequence.prompt_logprobs = []
         self._accounting.add(
             sequence.seq_id,
             max_tokens=self.limits.longest(sequence.request),
@@ -398,8 +405,6 @@ class Scheduler:
     def _send_back(self, sequence: Sequence) -> None:
         """From the running to the waiting ones, with nothing computed."""
         self._queues.leave(sequence)
-        if sequence.lacks_prompt_logprobs:
-            sequence.prompt_logprobs = []
         self._accounting.free(sequence.seq_id)
         self._begin(sequence)
 
