@@ -30,6 +30,11 @@ class Step:
     def __post_init__(self) -> None:
         self.budget = self.limits.max_num_batched_tokens
 
+    @property
+    def takes_in_text(self) -> bool:
+        """Whether a sequence computes more than its last token."""
+        return self.limits.max_num_batched_tokens - self.budget > len(self.chunks)
+
     def add(self, chunks: Several[Chunk]) -> None:
         self.chunks += chunks
         self.served.update(chunk.sequence.seq_id for chunk in chunks)
