@@ -318,16 +318,15 @@ class Scheduler:
                 return "token_budget"
             if newcomer.seq_id in self._made_room:
                 return "preempted"
-            # First those who would not make room for it.
             lost, grade = self.num_preemptions, self._grade(newcomer)
             if served is None or grade > served:
+                # First those who would not make room for it.
                 self._serve(step, at_most=grade)
                 served = grade
-            # Room that somebody was just preempted for is not a newcomer's.
-            if self.num_preemptions > lost:
-                return "kv_memory"
-            if not step.budget:
-                continue
+                # Room that somebody was just preempted for is not a newcomer's.
+                if self.num_preemptions > lost:
+                    return "kv_memory"
+                continue  # one that ended meanwhile may have left an heir
             if not self._admit(step, newcomer):
                 full = self._num_seats_taken >= self.limits.max_num_seqs
                 reason: WaitingReason = "max_num_seqs" if full else "kv_memory"
