@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quire.blocks import (
     DEFAULT_POLICY,
     NO_KEYS,
+    BlockKey,
     Ceiling,
     Change,
     Fits,
@@ -206,6 +207,16 @@ class Accounting(Protocol):
 
         For a sequence that holds nothing yet. Nothing changes; the hit is good for the very next
         ``try_extend``.
+        """
+        ...
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        """What the next full block of these token ids will be found by, and the token it ends at.
+
+        Two sequences that are given the same would fill the same block. One that holds nothing
+        goes on behind its ``hit``. None: there is no full block, or nothing will be found.
         """
         ...
 

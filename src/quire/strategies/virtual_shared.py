@@ -16,6 +16,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    BlockKey,
     Change,
     Fits,
     Never,
@@ -128,6 +129,11 @@ class SharedVirtualAccounting:
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return self.pool.match_prefix(seq_id, token_ids)
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return self.pool.next_block(seq_id, token_ids, hit)
 
     def try_extend(
         self,

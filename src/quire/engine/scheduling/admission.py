@@ -1,9 +1,15 @@
-"""Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces."""
+"""Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces.
+
+What all of them will need is worked out at most once a plan, and each that comes is added to it:
+``company`` has the numbers, ``headroom`` the estimate.
+"""
 
 import numpy as np
 
-from quire.engine.scheduling.headroom import Counts, OutputLengths, Prospects, growth_bytes
+from quire.engine.scheduling.company import Company
+from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
 from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import FinishReason, Sequence
 from quire.strategies import Accounting
 
@@ -11,98 +17,118 @@ from quire.strategies import Accounting
 class Admission:
     """Asks what is free for how much is to come. The watermark stays free in any case."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, policy: Policy, accounting: Accounting) -> None:
+        self.company = Company(limits, policy, accounting)
         self._lengths = OutputLengths()
-        self._limits = limits
+        self._limits, self._grade = limits, policy.grade
+        # In this plan: what is to come of those that run; of grades up to one, when so many had
+        # left; and the bytes that they would take besides if all came to their limits at once.
+        self._outlook: Outlook | None = None
+        self._outlook_of = (0, 0)
+        self._more_at_worst = 0.0
+        # Whoever was asked for last, in which outlook, and the answer.
+        self._asked: tuple[Sequence, Outlook, Curves, float] | None = None
+        self._held_back: list[Sequence] = []  # in this plan …
+        self._held_back_bytes = 0  # … what they will need when they come …
+        self._held_back_most_bytes = 0  # … and what they can come to hold
 
     def note_ended(self, num_output_tokens: int, reason: FinishReason) -> None:
         """An output has come to its end, or to its limit."""
         self._lengths.note(num_output_tokens, cut_off=reason == "length")
 
-    def kept_bytes(
-        self, accounting: Accounting, newcomer: Sequence, company: list[Sequence], spare_bytes: int
-    ) -> int:
+    def begin_plan(self) -> None:
+        self.company.note_step()
+        self._outlook = self._asked = None
+        self._held_back.clear()
+        self._held_back_bytes = self._held_back_most_bytes = 0
+
+    def note_held_back(self, newcomer: Sequence, num_found: int) -> None:
+        """It keeps its place: those behind it find the room taken that it will need.
+
+        ``num_found``: tokens that it will share then.
+        """
+        self._held_back.append(newcomer)
+        tokens = np.array([num_found, newcomer.num_tokens])
+        longest = np.array([self._limits.longest(newcomer.request)])
+        shared, alone = self.company.accounting.bytes_alone(tokens, longest).tolist()
+        self._held_back_bytes += alone - shared
+        self._held_back_most_bytes += self.company.bytes_at_most(newcomer)
+        self.note_came(newcomer)
+
+    def note_came(self, newcomer: Sequence) -> None:
+        """It is one of those who run, for whoever comes after it in this plan."""
+        if self._outlook is not None:
+            curves, held_bytes = self._ask(newcomer, self._outlook)
+            self._outlook.add(curves)
+            self._more_at_worst += self.company.bytes_at_most(newcomer) - held_bytes
+
+    def kept_bytes(self, newcomer: Sequence, spare_bytes: int) -> int:
         """What must stay free beside a newcomer, so that it and its company find room to the end.
 
         Those who would make room for it are no company. Of what is kept, ``spare_bytes`` are
         elsewhere: in swap space, for those who lack room at the peak.
         """
-        if not (self._limits.headroom and company):
-            return self._limits.watermark_bytes
-        prospects = self._prospects(accounting, [*company, newcomer])
-        running = prospects.num_output[prospects.has_room]
-        if self._fits_at_worst(accounting, prospects):
-            return self._limits.watermark_bytes
-        growth = growth_bytes(
-            prospects,
-            self._lengths.survival(running),
-            lambda num_tokens: self._bytes_at(accounting, num_tokens, prospects),
-        )
-        return max(self._limits.watermark_bytes, growth - spare_bytes)
+        least = self._limits.watermark_bytes
+        if self._limits.headroom and self.company:
+            least = max(least, self._growth_bytes(newcomer) - spare_bytes)
+        return least + self._held_back_bytes
 
-    def could_displace(
-        self, accounting: Accounting, newcomer: Sequence, worse: list[Sequence], kept_bytes: int
-    ) -> bool:
-        """Whether there would be room for a newcomer if all of these made room."""
-        prospects = self._prospects(accounting, [*worse, newcomer])
-        there = prospects.has_room
-        need = int((prospects.freed_bytes * ~there).sum()) + kept_bytes
-        free = accounting.ceiling.now_bytes - accounting.held_bytes
-        return need <= free + int((prospects.freed_bytes * there).sum())
+    def could_displace(self, newcomer: Sequence, kept_bytes: int) -> bool:
+        """Whether there would be room for a newcomer if all of a worse grade made room."""
+        accounting = self.company.accounting
+        worse = self.company.prospects(self._grade(newcomer), worse=True)
+        freed = int((worse.freed_bytes * worse.count * worse.has_room).sum())
+        need = int(self.company.to_come(newcomer).freed_bytes.sum()) + kept_bytes
+        return need <= accounting.ceiling.now_bytes - accounting.held_bytes + freed
 
-    def _fits_at_worst(self, accounting: Accounting, prospects: Prospects) -> bool:
-        """Whether there is room even if everybody comes to its limit at the same time."""
-        longest = _longest(prospects)[:, None]
-        at_worst = self._bytes_at(accounting, longest, prospects)[:, 0]
-        more = at_worst.sum() - (prospects.held_bytes * prospects.has_room).sum()
-        return int(more) + accounting.held_bytes <= accounting.ceiling.now_bytes
+    def _growth_bytes(self, newcomer: Sequence) -> int:
+        """What all will take besides, at their peak; 0 if there is room for all that they may."""
+        company = self.company
+        own, most = company.bytes_at_most(newcomer), company.accounting.ceiling.now_bytes
+        if company.most_bytes + self._held_back_most_bytes + own <= most:
+            return 0
+        outlook = self._look_ahead(self._grade(newcomer))
+        if outlook is None:
+            return 0
+        # Some share what they hold, and some would make room.
+        if self._more_at_worst + own + company.accounting.held_bytes <= most:
+            return 0
+        curves, _ = self._ask(newcomer, outlook)
+        return int(outlook.need_bytes(curves).max())
 
-    def _bytes_at(self, accounting: Accounting, num_tokens: Counts, prospects: Prospects) -> Counts:
-        """Shapes: num_tokens i64[S, T]."""
-        most = _longest(prospects)[:, None]
-        return accounting.bytes_alone(np.minimum(num_tokens, self._limits.max_model_len), most)
+    def _ask(self, newcomer: Sequence, outlook: Outlook) -> tuple[Curves, float]:
+        """What a newcomer will take besides what it holds when it has come, and that."""
+        if self._asked is None or self._asked[:2] != (newcomer, outlook):
+            prospects = self.company.to_come(newcomer)
+            held_bytes = float(prospects.held_bytes[0])
+            self._asked = newcomer, outlook, outlook.curves(prospects), held_bytes
+        return self._asked[2:]
 
-    def _prospects(self, accounting: Accounting, sequences: list[Sequence]) -> Prospects:
-        """The siblings that wait for one's prompt will share it, and then grow as it does."""
-        rows = [
-            (
-                sequence.num_tokens,
-                sequence.num_output_tokens,
-                sequence.request.params.max_tokens,
-                _ends_by_length(sequence),
-                accounting.num_tokens(sequence.seq_id),
-                own,
+    def _look_ahead(self, grade: int) -> Outlook | None:
+        """Of those that run with this grade or a better one; None: there are none."""
+        of = grade, self.company.num_left
+        if self._outlook is None or self._outlook_of != of:
+            running = self.company.prospects(grade)
+            if not len(running.count):
+                return None
+            there = running.only(running.has_room)
+            self._outlook, self._outlook_of = (
+                Outlook(
+                    running,
+                    self._lengths.survival(there.num_output, there.count.astype(np.float64)),
+                    self._bytes_at,
+                    horizon=self._limits.max_model_len,
+                ),
+                of,
             )
-            for sequence in sequences
-            for own in [True] + [False] * len(sequence.siblings)
-        ]
-        num_tokens, num_output, most_output, sure, room_tokens, own = np.array(rows, np.int64).T
-        most_output = np.minimum(most_output, self._limits.max_model_len - num_tokens + num_output)
-        has_room = (room_tokens > 0) & (own > 0)
-        held = accounting.bytes_alone(
-            np.where(room_tokens > 0, room_tokens, num_tokens),
-            num_tokens + most_output - num_output,
-        )
-        # What several share is given back by the last of them: on average each has that part.
-        alone = int((held * has_room).sum())
-        part = min(1.0, accounting.held_bytes / alone) if alone else 1.0
-        return Prospects(
-            num_tokens=num_tokens,
-            num_output=num_output,
-            most_output=most_output,
-            sure=sure > 0,
-            has_room=has_room,
-            held_bytes=held,
-            freed_bytes=(held * own * np.where(has_room, part, 1.0)).astype(np.int64),
-        )
+            at_worst = self._bytes_at(running.longest[:, None], running)[:, 0] * running.count
+            held = (there.held_bytes * there.count).sum()
+            self._more_at_worst = float(at_worst.sum() - held)
+            for newcomer in self._held_back:
+                self.note_came(newcomer)
+        return self._outlook
 
-
-def _longest(prospects: Prospects) -> Counts:
-    """i64[S]: tokens at most."""
-    return prospects.num_tokens + prospects.most_output - prospects.num_output
-
-
-def _ends_by_length(sequence: Sequence) -> bool:
-    """Whether nothing else ends it."""
-    params = sequence.request.params
-    return params.ignore_eos and not params.stop and not params.stop_token_ids
+    def _bytes_at(self, num_tokens: Counts, of: Prospects) -> Counts:
+        """Shapes: num_tokens i64[S, T]."""
+        tokens = np.minimum(num_tokens, self._limits.max_model_len)
+        return self.company.accounting.bytes_alone(tokens, of.longest[:, None])

@@ -19,6 +19,7 @@ class Limits:
     policy: str = "fcfs"
     watermark_bytes: int = 0  # what a newcomer leaves free while others run
     headroom: bool = True  # … and what all of them will still need, as far as can be told
+    shared_tokens: int = 16  # the fewest that a newcomer waits for, if others compute them now
 
     def longest(self, request: Request) -> int:
         """Tokens that a request's sequences can become at most."""

@@ -27,6 +27,16 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     served: set[int] = field(default_factory=set)  # sequences that have a chunk
 
+    _all_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all_tokens = self.budget
+
+    @property
+    def takes_in_text(self) -> bool:
+        """Whether a sequence computes more than its last token."""
+        return self._all_tokens - self.budget > len(self.chunks)
+
     def add(self, chunks: Several[Chunk]) -> None:
         self.chunks += chunks
         self.served.update(chunk.sequence.seq_id for chunk in chunks)
