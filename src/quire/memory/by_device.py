@@ -10,7 +10,14 @@ from quire.errors import ConfigError, MemoryUnavailable, QuireError
 from quire.memory.base import MemoryProvider
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.resident import CudaResident
-from quire.memory.machine import CudaGauge, Machine, cuda_memory, read_machine
+from quire.memory.machine import (
+    CudaGauge,
+    DeviceMemory,
+    Machine,
+    cuda_memory,
+    read_limits,
+    read_machine,
+)
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import HostResident, Residency, Resident, host_memory
 
@@ -63,12 +70,12 @@ def machine_for(device: "torch.device") -> Machine:
 
     Raises: MemoryUnavailable where it is not told how much there is.
     """
-    if device.type != "cuda":
-        return read_machine()
-    found = cuda_memory(_index(device))
-    if found is None:
-        raise MemoryUnavailable(f"{device} does not say how much memory it has")
-    return read_machine(device=found)
+    return read_machine(device=_memory_of(device))
+
+
+def limits_for(device: "torch.device") -> Machine:
+    """What limits memory there, read in a millisecond (``read_limits``). Raises: as above."""
+    return read_limits(device=_memory_of(device))
 
 
 def gauge_for(device: "torch.device") -> Gauge:
@@ -90,6 +97,15 @@ def give_back_kept(provider: MemoryProvider) -> None:
     """Pages that a device's memory keeps to commit them again. Raises: MemoryUnavailable."""
     if isinstance(provider, CudaMemory):
         provider.trim()
+
+
+def _memory_of(device: "torch.device") -> DeviceMemory | None:
+    if device.type != "cuda":
+        return None
+    found = cuda_memory(_index(device))
+    if found is None:
+        raise MemoryUnavailable(f"{device} does not say how much memory it has")
+    return found
 
 
 def _index(device: "torch.device") -> int:

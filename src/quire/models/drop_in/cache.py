@@ -5,7 +5,7 @@ Keys and values are kept by the strategy, and what recurrent layers remember lie
 kernel works unchanged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from quire.attention import AttentionBackend, choose_backend
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
-from quire.memory.by_device import machine_for, memory_for
+from quire.memory.by_device import limits_for, memory_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, StateLayer
 from quire.models.drop_in.rows import Rows
@@ -44,6 +45,7 @@ from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
 from quire.strategies.stacking import suited_to
 from quire.units import format_count, parse_bytes
 
+_BACKENDS = ("auto", "cpu", "sdpa")
 # Whose attention calls ``view`` on keys, which works for tensors without gaps only.
 _IN_ONE_PIECE = frozenset({"gpt_neox_japanese"})
 
@@ -71,7 +73,8 @@ class DropInCache(Cache):
         self._model_dtype = dtype
         self._rows: Rows | None = None
         self._dtype: torch.dtype | None = None  # of the keys in the rows
-        layers: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
+        self._text_config = model_config.get_text_config(decoder=True)
+        layers: list[Any] = DynamicCache(config=self._text_config).layers
         self._spec = _windows_for_chunks(spec)
         # Transformers' own layers stay where there is nothing to keep.
         for index, own in enumerate(layers):
@@ -132,6 +135,15 @@ class DropInCache(Cache):
     def in_one_piece(self) -> bool:
         """Whether this model must be given keys and values without gaps."""
         return self._spec.model_type in _IN_ONE_PIECE
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether this model asks torch for its attention: other code looks at elements at once."""
+        return (
+            self._text_config._attn_implementation == "sdpa"
+            and not self.in_one_piece
+            and not torch.compiler.is_compiling()
+        )
 
     @property
     def rows(self) -> Rows | None:
@@ -264,6 +276,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     keep_old: bool = False,
     shares_pages: bool = False,
     max_source_tokens: int | None = None,
+    attention_backend: str = "auto",
     provider: MemoryProvider | None = None,
 ) -> DropInCache | SourceCache:
     """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
@@ -277,6 +290,9 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     for a source of ``max_source_tokens``, the model's own longest. ``provider`` is where the pages
     come from.
 
+    Where the model attends through torch (``attn_implementation="sdpa"``, the default), Quire's
+    kernels read keys and values where they lie; ``attention_backend="sdpa"`` leaves that to torch.
+
     The states of recurrent layers lie there too, but for those of models that keep them in their
     own modules (RecurrentGemma). Mamba's classes take the cache as ``cache_params=…``.
 
@@ -289,6 +305,11 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     if spec.recurrent_layers:
         spec = spec.computed_in(str(model.dtype).removeprefix("torch."))
         spec = _with_states_that_caches_see(model, spec)
+    if attention_backend not in _BACKENDS:
+        raise ConfigError(
+            f"attention backend {attention_backend!r} is unknown here; known: "
+            f"{', '.join(_BACKENDS)}"
+        )
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
@@ -299,6 +320,10 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     spec = _with_source(model, spec, max_source_tokens)
     asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
     ceiling = _ceiling(model, spec, longest, asked)
+
+    def choose(specs: Iterable[AttentionSpec]) -> AttentionBackend | None:
+        chosen = choose_backend(attention_backend, specs, device)
+        return None if chosen.name == "sdpa" else chosen
 
     def make_rows(spec: ModelSpec, num_rows: int) -> Rows:
         config = CacheConfig(
@@ -314,7 +339,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             shares_pages=shares_pages,
             max_mappings=spare_mappings() if shares_pages and device.type == "cpu" else None,
         )
-        return Rows(strategy, spec, config, memory, num_rows)
+        return Rows(strategy, spec, config, memory, num_rows, choose)
 
     if spec.source_tokens:
         return SourceCache(
@@ -336,7 +361,7 @@ def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int |
         context_tokens=longest,
         least_bytes=spec.bytes_per_token + spec.state_bytes,
     )
-    return make_ledger(machine_for(model.device), needs, kv_cache_memory_bytes=asked).require()
+    return make_ledger(limits_for(model.device), needs, kv_cache_memory_bytes=asked).require()
 
 
 def _with_source(

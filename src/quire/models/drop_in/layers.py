@@ -27,6 +27,11 @@ class Owner(Protocol):
         """Whether the model must be given keys and values without gaps: copies, not views."""
         ...
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the model's attention may be given tensors that are not gathered yet."""
+        ...
+
     def rows_for(self, k: Tensor) -> Rows:
         """The rows of these keys ([rows, K, T, D]), made for them if there are none."""
         ...
@@ -83,7 +88,12 @@ class DropInLayer(CacheLayerMixin):
                 rows.extend(stop)
         rows.write(self._layer, start, key_states, value_states)
         self.cumulative_length = stop
-        k, v = rows.read(self._layer, self._attends.live_range(start).start, stop)
+        first = self._attends.live_range(start).start
+        if self._owner.reads_in_place and not key_states.requires_grad:
+            unread = rows.read_in_place(self._layer, first, start, stop)
+            if unread is not None:
+                return unread
+        k, v = rows.read(self._layer, first, stop)
         return (k.contiguous(), v.contiguous()) if self._owner.in_one_piece else (k, v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

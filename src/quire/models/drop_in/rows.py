@@ -10,16 +10,22 @@ ceiling: they are few, as long as the batch, and taken off before tokens get any
 Source: beam table as in OpenVINO's indirect KV cache.
 """
 
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from quire.attention import AttentionBackend, AttentionBatch, make_batch
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.memory import CountedMemory, MemoryProvider
+from quire.models.drop_in.in_place import Place
 from quire.models.drop_in.row_sources import Sources, equally_spaced
 from quire.models.drop_in.row_states import RowStates, state_row_bytes
-from quire.spec import ModelSpec
+from quire.spec import AttentionSpec, LatentAttention, ModelSpec
 from quire.strategies import (
     Accounting,
     CacheConfig,
@@ -31,8 +37,10 @@ from quire.strategies import (
     build_accounting,
     build_storage,
 )
-from quire.strategies.layout import attention_groups
+from quire.strategies.layout import attention_groups, attention_spec
 from quire.units import format_bytes, format_count
+
+ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]
 
 
 class Rows:
@@ -45,7 +53,9 @@ class Rows:
         config: CacheConfig,
         provider: MemoryProvider,
         num_rows: int,
+        choose: ChooseBackend | None = None,
     ) -> None:
+        """``choose``: what reads and writes where they lie; without it, or with None, torch does."""
         self.num_tokens = 0
         self._memory = CountedMemory(provider)
         self._max_rows = config.max_num_seqs
@@ -58,7 +68,20 @@ class Rows:
         if config.shares_pages:  # while rows become copies of others, old and new have windows
             config = replace(config, max_num_seqs=2 * config.max_num_seqs)
         self._accounting: Accounting = build_accounting(strategy, spec.attention_alone, config)
-        self._storage: Storage = build_storage(strategy, self._accounting, self._memory)
+        specs = {
+            layer: attention_spec(group)
+            for group in attention_groups(self._accounting.groups)
+            for layer in group.layers
+        }
+        self._backend = None if choose is None or not specs else choose(specs.values())
+        make_writer = None if self._backend is None else self._backend.make_writer
+        self._storage: Storage = build_storage(
+            strategy, self._accounting, self._memory, make_writer
+        )
+        # A latent in this cache has been expanded, or is expanded before it is read.
+        self._read_in_place = {
+            layer: spec for layer, spec in specs.items() if not isinstance(spec, LatentAttention)
+        }
         self._states = RowStates(self._memory, spec.groups, num_rows, self._max_rows)
         self._group_of = {
             layer: index
@@ -73,6 +96,8 @@ class Rows:
         # i64[rows, tokens]: the row whose range holds a token. None: each row holds its own.
         self._beam_table: Tensor | None = None
         self._slots: dict[tuple[int, int, int], Tensor] = {}  # of this step, by group and tokens
+        self._batches: dict[tuple[int, int, int], AttentionBatch] = {}  # likewise
+        self._places: list[weakref.ref[Place]] = []  # of this step, given away
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -96,6 +121,7 @@ class Rows:
 
         Raises: RequestTooLong, OutOfKVMemory; MemoryUnavailable, and then only ``close`` is left.
         """
+        self._end_step()
         for index, seq_id in enumerate(self._ids):
             verdict = self._accounting.try_extend(seq_id, num_tokens)
             if not isinstance(verdict, Fits):
@@ -108,7 +134,6 @@ class Rows:
             own = torch.arange(len(self._ids))[:, None].expand(-1, num_tokens - self.num_tokens)
             self._beam_table = torch.cat([self._beam_table, own], 1)
         self.num_tokens = num_tokens
-        self._slots.clear()
 
     def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v likewise."""
@@ -135,6 +160,27 @@ class Rows:
         k, v = self._storage.gather(layer, slots)
         return k.transpose(0, 1), v.transpose(0, 1)
 
+    def read_in_place(
+        self, layer: int, start: int, begin: int, stop: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same as tensors that attention reads where they lie; None if there is no such way.
+
+        The queries to come are those of tokens [begin, stop).
+        """
+        spec = self._read_in_place.get(layer)
+        if self._backend is None or self._beam_table is not None or spec is None:
+            return None
+        group = self._group_of[layer]
+        key = (group, begin, stop)
+        if key not in self._batches:
+            chunks = [(seq_id, begin, stop) for seq_id in self._ids]
+            self._batches[key] = make_batch(self._accounting, group, chunks)
+        view = self._storage.view(layer)
+        gather = partial(self.read, layer, start, stop)
+        place = Place(self._backend, view, spec, self._batches[key], start, gather)
+        self._places.append(weakref.ref(place))
+        return place.tensors(view.k.dtype)
+
     def write_source(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put in what an encoder made of each row's source: k [rows, K, S, D], v likewise.
 
@@ -155,6 +201,7 @@ class Rows:
         rows = source_rows.tolist()
         if rows == list(range(len(self._ids))):
             return
+        self._end_step()
         self._states.select(rows)
         if self._accounting.shares_blocks:
             self._become(rows)
@@ -166,6 +213,7 @@ class Rows:
 
     def select(self, source_rows: list[int]) -> None:
         """Keep copies of some rows, in that order; there may be more or fewer than before."""
+        self._end_step()
         self._check_room_for(len(source_rows))
         before = len(self._ids)
         if len(source_rows) > before:
@@ -197,16 +245,17 @@ class Rows:
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first ``num_tokens`` tokens of every row."""
+        self._end_step()
         for seq_id in self._ids:
             self._accounting.trim(seq_id, num_tokens)
         self._apply()
         if self._beam_table is not None:
             self._beam_table = self._beam_table[:, :num_tokens]
         self.num_tokens = num_tokens
-        self._slots.clear()
 
     def clear(self, num_rows: int) -> None:
         """Begin again with rows that have no tokens; every page of theirs is given back."""
+        self._end_step()
         for seq_id in self._ids:
             self._accounting.free(seq_id)
         self._ids = self._new_ids(num_rows)
@@ -215,9 +264,9 @@ class Rows:
         self._apply()
         self._beam_table = None
         self.num_tokens = 0
-        self._slots.clear()
 
     def close(self) -> None:
+        self._end_step()
         self._storage.close()
         self._states.close()
 
@@ -244,7 +293,6 @@ class Rows:
                 self._accounting.free(seq_id)
         self._apply()
         self._ids = new_ids
-        self._slots.clear()
 
     def _check_room_for(self, num_rows: int) -> None:
         if num_rows > self._max_rows:
@@ -306,6 +354,15 @@ class Rows:
 
     def _apply(self) -> None:
         self._storage.apply(self._accounting.drain())
+
+    def _end_step(self) -> None:
+        """Tokens are about to move: what was given away, and is still held, is gathered now."""
+        for place in self._places:
+            if (held := place()) is not None:
+                held.read()
+        self._places.clear()
+        self._slots.clear()
+        self._batches.clear()
 
     def _own_slots(self, group: int, start: int, stop: int) -> Tensor:
         """Each row's own slots (i64[rows, n]) for tokens [start, stop), found once a step."""
