@@ -137,9 +137,7 @@ class Unread(Tensor):
     _outline: Tensor  # shape and dtype, with one element for all
 
     @classmethod
-    def over(
-        cls, place: Place, which: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> "Unread":
+    def over(cls, place: Place, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Unread":
         # Code that reads past PyTorch's protocol finds NaN, not numbers that look right.
         outline = torch.full((1,), torch.nan, dtype=dtype).expand(shape)
         made = outline.as_subclass(cls)

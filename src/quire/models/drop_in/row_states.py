@@ -64,6 +64,14 @@ class RowStates:
                 kept[: self.num_rows] = kept[sources]
         self._back(self.num_rows)
 
+    def take_over(self, other: "RowStates") -> None:
+        """Become a copy of another batch's states, of as many rows. Raises: as ``layer``."""
+        if not other._num_committed:
+            return
+        for layer in self._group_of:
+            for own, kept in zip(self.layer(layer), other.layer(layer), strict=True):
+                own.copy_(kept)
+
     def added_to(self, usage: Usage) -> Usage:
         """The usage of keys and values, and of these."""
         return Usage(
