@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from threading import Lock, Thread, current_thread
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, proxy, ref
 
 import torch
 from torch import Tensor
@@ -148,14 +148,15 @@ class DropInCache(Cache):
     def _layer(self, index: int, own: Any) -> Any:
         """What stands for Transformers' ``own`` layer."""
         states, attention = _kinds(self._spec, index)
+        owner = proxy(self)  # a cache that is dropped goes at once, with what it holds
         if states is not None and attention is not None:
-            layer = DropInStateLayer(self, index, attention, states, own.number_of_states)
+            layer = DropInStateLayer(owner, index, attention, states, own.number_of_states)
             self._states[index] = layer.states
             return layer
         if states is not None:
-            self._states[index] = recurrent_layer(self, index, states, own.number_of_states)
+            self._states[index] = recurrent_layer(owner, index, states, own.number_of_states)
             return self._states[index].own
-        return own if attention is None else DropInLayer(self, index, attention)
+        return own if attention is None else DropInLayer(owner, index, attention)
 
     # -- what a forward does ----------------------------------------------------------------------
 
@@ -176,30 +177,41 @@ class DropInCache(Cache):
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As ``update``, for what a convolution reads."""
-        self._expect(layer_idx, LinearAttentionCacheLayerMixin, "a convolution's state")
+        states = self._states_in(layer_idx, state_idx, is_scan=False)
         with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
             full = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        states = self._states.get(layer_idx)
         return full if states is None else states.convolved(conv_states, full)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As ``update``, for what a scan leaves."""
-        self._expect(layer_idx, LinearAttentionCacheLayerMixin, "a recurrent state")
+        states = self._states_in(layer_idx, state_idx, is_scan=True)
         with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
             kept = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        states = self._states.get(layer_idx)
         return kept if states is None else states.scanned(recurrent_states, kept)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        state, states = super().get_conv_state(layer_idx, state_idx), self._states.get(layer_idx)
-        return state if states is None else states.shown(state)
+        states = self._states_in(layer_idx, state_idx, is_scan=False)
+        state = super().get_conv_state(layer_idx, state_idx)
+        return state if states is None else states.shown(state, state_idx, is_scan=False)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        states = self._states_in(layer_idx, state_idx, is_scan=True)
         state = super().get_recurrent_state(layer_idx, state_idx)
-        states = self._states.get(layer_idx)
-        return state if states is None else states.shown(state)
+        return state if states is None else states.shown(state, state_idx, is_scan=True)
+
+    def _states_in(self, layer: int, at: int, *, is_scan: bool) -> LayerStates | None:
+        """A layer's states, where they lie; None if Transformers keeps them.
+
+        Raises: as ``_expect``.
+        """
+        what = "a recurrent state" if is_scan else "a convolution's state"
+        self._expect(layer, LinearAttentionCacheLayerMixin, what)
+        states = self._states.get(layer)
+        if states is not None:
+            states.settle((is_scan, at))
+        return states
 
     def _expect(self, layer: int, kind: type, what: str) -> None:
         """Raises: UnsupportedModel if this cache's model keeps nothing of the kind in a layer."""
@@ -209,8 +221,8 @@ class DropInCache(Cache):
         if layer < len(self.layers):
             has += f", and keeps something else in that one ({type(self.layers[layer]).__name__})"
         raise UnsupportedModel(
-            f"a model gave this cache {what} of its layer {layer}, and {self.model_name}, for "
-            f"which it was made, {has}: it is another model; make a cache of the one that runs, "
+            f"a model has {what} in its layer {layer}, and {self.model_name}, for which this cache "
+            f"was made, {has}: it is another model; make a cache of the one that runs, "
             f"quire.cache(model, …)"
         )
 
@@ -233,6 +245,8 @@ class DropInCache(Cache):
                 self._model_dtype,
             )
             memo[id(self)] = twin
+            for states in self._states.values():
+                states.settle()
             with self.whole_or_empty():
                 twin._rows = None if self._rows is None else self._rows.copy()
             twin._pool, twin._dtype = self._pool, self._dtype

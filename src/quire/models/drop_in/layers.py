@@ -224,6 +224,7 @@ class LayerStates:
     ) -> None:
         self.own = own
         self.had_gradients = False  # what the states were computed from
+        self._copied: set[tuple[bool, int]] = set()  # states that ``shown`` gave copies of
         self._owner = owner
         self._layer = layer
         self._spec = spec
@@ -266,6 +267,7 @@ class LayerStates:
 
     def put_back(self) -> None:
         """Back to its place with what Transformers has recorded elsewhere, less what is too old."""
+        self.settle()
         for at, recorded in self.own.conv_states.items():
             if recorded is not None and self.own.record_past:
                 kept = self._owner.states_of(self._layer)[self._convolutions[at]]
@@ -288,6 +290,7 @@ class LayerStates:
         """The memory is no longer ours."""
         LinearAttentionLayer.__init__(self.own, number_of_states=self.own.number_of_states)
         self.had_gradients = False
+        self._copied.clear()
 
     def take_over(self, other: "LayerStates") -> None:
         """Stand where another cache's layer stands, whose rows were copied."""
@@ -320,11 +323,33 @@ class LayerStates:
         self.had_gradients |= has_gradients(new)
         return new
 
-    def shown(self, state: Tensor | None) -> Tensor | None:
-        """A state that a layer goes on from: a copy where a backward pass may need it later."""
+    def shown(self, state: Tensor | None, at: int, *, is_scan: bool) -> Tensor | None:
+        """A state that a layer goes on from, and may overwrite: a copy if gradients are asked for.
+
+        A backward pass needs what was there before. The copy stands for the state until it is put
+        back (``settle``).
+        """
         if state is None or not torch.is_grad_enabled():
             return state
-        return without_gradients(state.clone()) if self.had_gradients else state.clone()
+        copied = (without_gradients(state) if self.had_gradients else state).clone()
+        if is_scan or not self.own.record_past:
+            (self.own.recurrent_states if is_scan else self.own.conv_states)[at] = copied
+            self._copied.add((is_scan, at))
+        return copied
+
+    def settle(self, which: tuple[bool, int] | None = None) -> None:
+        """Put a copy that a layer has overwritten, or all, back to where states lie.
+
+        ``which``: whether it is a scan's, and its number.
+        """
+        for is_scan, at in self._copied & {which} if which else set(self._copied):
+            several = self.own.recurrent_states if is_scan else self.own.conv_states
+            place, copied = (self._scans if is_scan else self._convolutions)[at], several[at]
+            kept = self._owner.states_of(self._layer)[place]
+            self.had_gradients |= copied.requires_grad
+            with torch.no_grad():
+                several[at] = kept.copy_(copied)
+            self._copied.discard((is_scan, at))
 
     def _check(
         self, kind: str, places: list[int], at: int, shape: tuple[Any, ...], dtype: torch.dtype
