@@ -36,7 +36,7 @@ from quire.models.drop_in.layers import (
     LayerStates,
     recurrent_layer,
 )
-from quire.models.drop_in.rows import Pool, Rows
+from quire.models.drop_in.rows import Family, Rows
 from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import footprint
 from quire.models.states.mixers import find_mixers
@@ -129,7 +129,7 @@ class DropInCache(Cache):
         self._model_dtype = dtype
         self._rows: Rows | None = None
         # Where copies of this cache lie, and lies this one: it comes back there after ``close``.
-        self._pool: ReferenceType[Pool] | None = None
+        self._family: ReferenceType[Family] | None = None
         self._dtype: torch.dtype | None = None  # of the keys in the rows
         self._steps = _Steps()
         self._text_config = model_config.get_text_config(decoder=True)
@@ -249,7 +249,7 @@ class DropInCache(Cache):
                 states.settle()
             with self.whole_or_empty():
                 twin._rows = None if self._rows is None else self._rows.copy()
-            twin._pool, twin._dtype = self._pool, self._dtype
+            twin._family, twin._dtype = self._family, self._dtype
             for index, (own, copied) in enumerate(zip(self.layers, twin.layers, strict=True)):
                 if isinstance(own, DropInLayer):
                     copied.take_over(own)
@@ -302,7 +302,7 @@ class DropInCache(Cache):
             raise ConfigError(f"the model runs on {new.device}; this cache keeps CPU tensors only")
         if self._rows is None:
             self._rows = self._new_rows(dtype, new.shape[0])
-            self._dtype, self._pool = dtype, ref(self._rows.pool)
+            self._dtype, self._family = dtype, ref(self._rows.family)
         if len(self._rows) != new.shape[0]:
             raise ConfigError(
                 f"this cache holds {len(self._rows)} rows and was given {new.shape[0]}: "
@@ -312,15 +312,15 @@ class DropInCache(Cache):
 
     def _new_rows(self, dtype: torch.dtype, num_rows: int) -> Rows:
         """Beside the copies of this cache, if there are some: they have one ceiling."""
-        pool = self._pool_of_copies
+        family = self._family_of_copies
         with torch.inference_mode(False):  # it may end before the cache does
-            if pool is not None:
+            if family is not None:
                 if dtype != self._dtype:
                     raise ConfigError(
                         f"this cache was given {dtype}, and copies of it hold {self._dtype}: make "
                         f"a new one, or close() them"
                     )
-                return Rows(pool, num_rows)
+                return Rows(family, num_rows)
             return self._make_rows(
                 self._spec.with_kv_dtype(str(dtype).removeprefix("torch.")), num_rows
             )
@@ -350,18 +350,18 @@ class DropInCache(Cache):
         return self._memory
 
     @property
-    def _pool_of_copies(self) -> Pool | None:
-        pool = None if self._pool is None else self._pool()
-        return pool if pool is not None and pool.can_be_joined else None
+    def _family_of_copies(self) -> Family | None:
+        family = None if self._family is None else self._family()
+        return family if family is not None and family.can_be_joined else None
 
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted, as accounting knows them."""
-        pool = self._pool_of_copies
-        if pool is None:
+        family = self._family_of_copies
+        if family is None:
             return Usage(
                 reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0
             )
-        return pool.usage()
+        return family.usage()
 
     def close(self) -> None:
         """Give back what no copy holds. The cache can be used again, from the beginning."""
@@ -541,7 +541,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             shares_pages=shares_pages,
             max_mappings=spare_mappings() if shares_pages and device.type == "cpu" else None,
         )
-        return Rows(Pool(strategy, spec, config, memory, num_rows, choose), num_rows)
+        return Rows(Family(strategy, spec, config, memory, num_rows, choose), num_rows)
 
     name, dtype = type(model).__name__, model.dtype  # the cache outlives the model
     if spec.source_tokens:

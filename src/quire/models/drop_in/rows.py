@@ -4,7 +4,7 @@ All rows are equally long and change together, as ``generate`` demands. Where bl
 beam that continues another one shares its blocks. Where they are not, nothing is moved either: the
 *beam table* says for each row and token whose range holds it, and only the table is permuted.
 
-A batch is copied as its rows are: batches that are copies of one another lie in one *pool*, under
+A batch is copied as its rows are: batches that are copies of one another lie in one *family*, under
 one ceiling, and share blocks until they write them.
 
 Keys and values are kept here. The states of recurrent layers are in ``row_states``, under the same
@@ -48,7 +48,7 @@ from quire.units import format_bytes, format_count
 ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]
 
 
-class Pool:
+class Family:
     """Where batches lie that are copies of one another: an accounting, its storage, one ceiling.
 
     Each copy may be used in a thread of its own: ``lock`` is held while one of them is changed.
@@ -202,26 +202,26 @@ class Pool:
 class Rows:
     """A batch of sequences of one length, in one cache."""
 
-    def __init__(self, pool: Pool, num_rows: int) -> None:
+    def __init__(self, family: Family, num_rows: int) -> None:
         """Raises: OutOfKVMemory."""
         self.num_tokens = 0
-        self._pool = pool
-        self._accounting, self._storage = pool.accounting, pool.storage
-        with pool.lock:
-            pool.free_abandoned()
-            pool.check_room_for(pool.num_rows() + num_rows)
-            if pool.batches:
-                pool.leave_for_states(pool.num_rows() + num_rows)
-            self._states = RowStates(pool.memory, pool.spec_groups, num_rows, pool.max_rows)
-            self._group_of = pool.group_of
+        self._family = family
+        self._accounting, self._storage = family.accounting, family.storage
+        with family.lock:
+            family.free_abandoned()
+            family.check_room_for(family.num_rows() + num_rows)
+            if family.batches:
+                family.leave_for_states(family.num_rows() + num_rows)
+            self._states = RowStates(family.memory, family.spec_groups, num_rows, family.max_rows)
+            self._group_of = family.group_of
             self._sources = Sources(self._accounting, self._storage)
-            self._ids = pool.new_ids(num_rows)
+            self._ids = family.new_ids(num_rows)
             for seq_id in self._ids:
                 self._accounting.add(seq_id)
-            pool.batches.add(self)
+            family.batches.add(self)
         # A copy may be dropped without ``close``. It may be dropped at any moment, within a change
-        # of the pool too: here its ids are only noted.
-        self._dropped = finalize(self, pool.abandoned.append, self._ids)
+        # of the family too: here its ids are only noted.
+        self._dropped = finalize(self, family.abandoned.append, self._ids)
         # i64[rows, tokens]: the row whose range holds a token. None: each row holds its own.
         self._beam_table: Tensor | None = None
         self._slots: dict[tuple[int, int, int], Tensor] = {}  # of this step, by group and tokens
@@ -233,15 +233,15 @@ class Rows:
 
     @property
     def memory(self) -> CountedMemory:
-        return self._pool.memory
+        return self._family.memory
 
     @property
-    def pool(self) -> Pool:
-        return self._pool
+    def family(self) -> Family:
+        return self._family
 
     def usage(self) -> Usage:
         """Of this batch and its copies."""
-        return self._pool.usage()
+        return self._family.usage()
 
     def states_added_to(self, usage: Usage) -> Usage:
         return self._states.added_to(usage)
@@ -251,8 +251,8 @@ class Rows:
 
         Raises: OutOfKVMemory, and nothing has changed; MemoryUnavailable.
         """
-        with self._pool.lock:
-            twin = Rows(self._pool, len(self._ids))
+        with self._family.lock:
+            twin = Rows(self._family, len(self._ids))
             try:
                 twin._take_over(self)
             except OutOfKVMemory:
@@ -272,7 +272,7 @@ class Rows:
                     self._accounting.add(missing)
                 raise self._error(verdict, other.num_tokens)
             forked.append(seq_id)
-        self._pool.apply()
+        self._family.apply()
         self._states.take_over(other._states)
         self._sources.take_over(other._sources)
         self._beam_table = other._beam_table
@@ -291,16 +291,16 @@ class Rows:
         Raises: RequestTooLong, OutOfKVMemory; MemoryUnavailable, and then only ``close`` is left.
         """
         self._end_step()
-        with self._pool.lock:
-            self._pool.free_abandoned()
+        with self._family.lock:
+            self._family.free_abandoned()
             for index, seq_id in enumerate(self._ids):
                 verdict = self._accounting.try_extend(seq_id, num_tokens)
                 if not isinstance(verdict, Fits):
                     for extended in self._ids[:index]:
                         self._accounting.trim(extended, self.num_tokens)
-                    self._pool.apply()
+                    self._family.apply()
                     raise self._error(verdict, num_tokens)
-            self._pool.apply()
+            self._family.apply()
         if self._beam_table is not None:
             own = torch.arange(len(self._ids))[:, None].expand(-1, num_tokens - self.num_tokens)
             self._beam_table = torch.cat([self._beam_table, own], 1)
@@ -309,7 +309,7 @@ class Rows:
     def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v likewise."""
         stop = start + k.shape[2]
-        with self._pool.lock:
+        with self._family.lock:
             slots = self._own_slots(self._group_of[layer], start, stop)
         self._storage.write(
             layer, slots.flatten(), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
@@ -321,7 +321,7 @@ class Rows:
         A view where the rows lie at equal distances, else a copy.
         """
         group = self._group_of[layer]
-        with self._pool.lock:
+        with self._family.lock:
             rows = self._equally_spaced(group) if self._beam_table is None else None
             if rows is not None:
                 view = self._storage.view(layer)
@@ -340,14 +340,14 @@ class Rows:
 
         The queries to come are those of tokens [begin, stop).
         """
-        spec, backend = self._pool.read_in_place.get(layer), self._pool.backend
+        spec, backend = self._family.read_in_place.get(layer), self._family.backend
         if backend is None or self._beam_table is not None or spec is None:
             return None
         group = self._group_of[layer]
         key = (group, begin, stop)
         if key not in self._batches:
             chunks = [(seq_id, begin, stop) for seq_id in self._ids]
-            with self._pool.lock:
+            with self._family.lock:
                 self._batches[key] = make_batch(self._accounting, group, chunks)
         view = self._storage.view(layer)
         gather = partial(self.read, layer, start, stop)
@@ -360,13 +360,13 @@ class Rows:
 
         After the first tokens have room, and before it is read.
         """
-        with self._pool.lock:
+        with self._family.lock:
             self._sources.write(layer, self._ids, k, v)
 
     def read_source(self, layer: int) -> tuple[Tensor, Tensor]:
         """Those keys and values: a view where the rows lie at equal distances, else a copy."""
         owners = None if self._beam_table is None else self._beam_table[:, 0]
-        with self._pool.lock:
+        with self._family.lock:
             return self._sources.read(layer, self._ids, owners)
 
     def reorder(self, source_rows: Tensor) -> None:
@@ -390,20 +390,20 @@ class Rows:
     def select(self, source_rows: list[int]) -> None:
         """Keep copies of some rows, in that order; there may be more or fewer than before."""
         self._end_step()
-        with self._pool.lock:
-            self._pool.free_abandoned()
-            before, others = len(self._ids), self._pool.num_rows(but=self)
-            self._pool.check_room_for(others + len(source_rows))
+        with self._family.lock:
+            self._family.free_abandoned()
+            before, others = len(self._ids), self._family.num_rows(but=self)
+            self._family.check_room_for(others + len(source_rows))
             if len(source_rows) > before:
-                self._pool.leave_for_states(others + len(source_rows))
+                self._family.leave_for_states(others + len(source_rows))
             try:
                 self._select_tokens(source_rows)
             except OutOfKVMemory:
-                self._pool.leave_for_states(others + len(self._ids))
+                self._family.leave_for_states(others + len(self._ids))
                 raise
             self._states.select(source_rows)
             if len(source_rows) < before:
-                self._pool.leave_for_states(others + len(source_rows))
+                self._family.leave_for_states(others + len(source_rows))
 
     def _select_tokens(self, source_rows: list[int]) -> None:
         if self._beam_table is None:
@@ -424,10 +424,10 @@ class Rows:
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first ``num_tokens`` tokens of every row."""
         self._end_step()
-        with self._pool.lock:
+        with self._family.lock:
             for seq_id in self._ids:
                 self._accounting.trim(seq_id, num_tokens)
-            self._pool.apply()
+            self._family.apply()
         if self._beam_table is not None:
             self._beam_table = self._beam_table[:, :num_tokens]
         self.num_tokens = num_tokens
@@ -435,13 +435,13 @@ class Rows:
     def clear(self, num_rows: int) -> None:
         """Begin again with rows that have no tokens; every page of theirs is given back."""
         self._end_step()
-        with self._pool.lock:
+        with self._family.lock:
             for seq_id in self._ids:
                 self._accounting.free(seq_id)
-            self._ids[:] = self._pool.new_ids(num_rows)
+            self._ids[:] = self._family.new_ids(num_rows)
             for seq_id in self._ids:
                 self._accounting.add(seq_id)
-            self._pool.apply()
+            self._family.apply()
         self._beam_table = None
         self.num_tokens = 0
 
@@ -450,22 +450,22 @@ class Rows:
         self._end_step()
         if self._dropped.detach() is not None:
             self._states.close()
-            self._pool.leave(self, self._ids)
+            self._family.leave(self, self._ids)
 
     def _become(self, source_rows: list[int]) -> None:
         """Replace the rows by forks of rows; the first fork of each takes its memory over."""
         old_ids = list(self._ids)
         new_ids: list[int] = []
         taken: set[int] = set()
-        with self._pool.lock:
+        with self._family.lock:
             for row in source_rows:
                 if row in taken:
-                    (seq_id,) = self._pool.new_ids(1)
+                    (seq_id,) = self._family.new_ids(1)
                     verdict = self._accounting.fork(old_ids[row], seq_id)
                     if not isinstance(verdict, Fits):
                         for fork in set(new_ids) - set(old_ids):
                             self._accounting.free(fork)
-                        self._pool.apply()
+                        self._family.apply()
                         raise self._error(verdict, self.num_tokens)
                     new_ids.append(seq_id)
                 else:
@@ -474,7 +474,7 @@ class Rows:
             for row, seq_id in enumerate(old_ids):
                 if row not in taken:
                     self._accounting.free(seq_id)
-            self._pool.apply()
+            self._family.apply()
             self._ids[:] = new_ids
 
     def _error(self, verdict: NotNow | Never, num_tokens: int) -> Exception:
