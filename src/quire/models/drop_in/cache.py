@@ -509,7 +509,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
         spec = _with_states_that_caches_see(model, spec)
     if attention_backend not in _BACKENDS:
         raise ConfigError(
-            f"attention backend {attention_backend!r} is unknown here; known: "
+            f"attention_backend={attention_backend!r} is unknown here; known: "
             f"{', '.join(_BACKENDS)}"
         )
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
