@@ -24,7 +24,7 @@ from quire.strategies.layout import attention_spec, range_rows, row_bytes
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.virtual import VirtualAccounting
 from quire.strategies.virtual_shared import SharedVirtualAccounting
-from quire.units import align_up
+from quire.units import align_up, ceil_div
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
 
@@ -48,6 +48,11 @@ def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
         end += num_regions * each
     starts, stops = np.concatenate(found, axis=1)
     return _TABLE_BYTES * sum(_num_spans(starts, stops, span) for span in _SPANS)
+
+
+def tables_of_one_piece(nbytes: int) -> int:
+    """Of pages side by side, less the tables above, which others have as well."""
+    return _TABLE_BYTES * ceil_div(nbytes, _SPANS[0])
 
 
 def _pieces(

@@ -38,7 +38,7 @@ from quire.models.drop_in.layers import (
 )
 from quire.models.drop_in.rows import Family, Rows
 from quire.models.drop_in.source import SourceCache
-from quire.models.footprint import footprint
+from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
 from quire.spec import (
     AttentionSpec,
@@ -556,10 +556,10 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
 
 def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int | None) -> int:
     """What may be committed: as asked, or by the budget rule ``auto``. Raises: ConfigError."""
-    own = footprint(model)
+    weights_bytes, counted_bytes = weights_of(model)
     needs = Needs(
-        weights_bytes=own.weights_bytes,
-        counted_weights_bytes=own.counted_bytes,
+        weights_bytes=weights_bytes,
+        counted_weights_bytes=counted_bytes,
         bytes_per_token=spec.bytes_per_token,
         context_tokens=longest,
         least_bytes=spec.bytes_per_token + spec.state_bytes,

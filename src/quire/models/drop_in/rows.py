@@ -43,6 +43,7 @@ from quire.strategies import (
     build_storage,
 )
 from quire.strategies.layout import attention_groups, attention_spec
+from quire.strategies.page_tables import page_table_bytes
 from quire.units import format_bytes, format_count
 
 ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]
@@ -120,6 +121,8 @@ class Family:
         with self.lock:
             self.free_abandoned()
             usage = self.accounting.usage()
+            tables = page_table_bytes(self.accounting, self.memory.page_bytes)
+            usage = replace(usage, page_table_bytes=tables)
             for batch in self.batches:
                 usage = batch.states_added_to(usage)
             return usage
@@ -343,15 +346,10 @@ class Rows:
         spec, backend = self._family.read_in_place.get(layer), self._family.backend
         if backend is None or self._beam_table is not None or spec is None:
             return None
-        group = self._group_of[layer]
-        key = (group, begin, stop)
-        if key not in self._batches:
-            chunks = [(seq_id, begin, stop) for seq_id in self._ids]
-            with self._family.lock:
-                self._batches[key] = make_batch(self._accounting, group, chunks)
         view = self._storage.view(layer)
         gather = partial(self.read, layer, start, stop)
-        place = Place(backend, view, spec, self._batches[key], start, gather)
+        batch = self._batch(self._group_of[layer], begin, stop)
+        place = Place(backend, view, spec, batch, start, gather)
         self._places.append(ref(place))
         return place.tensors(view.k.dtype)
 
@@ -505,6 +503,25 @@ class Rows:
         self._places.clear()
         self._slots.clear()
         self._batches.clear()
+
+    def _batch(self, group: int, begin: int, stop: int) -> AttentionBatch:
+        """A group's queries of tokens [begin, stop), found once a step."""
+        key = (group, begin, stop)
+        if key not in self._batches:
+            chunks = [(seq_id, begin, stop) for seq_id in self._ids]
+            with self._family.lock:
+                made = make_batch(self._accounting, group, chunks)
+            # Groups of which each is one layer lie alike, most often: what a backend works out
+            # for one of them serves the others.
+            alike = next(reversed(self._batches.values()), made)
+            if (
+                alike.block_size == made.block_size
+                and torch.equal(alike.tables, made.tables)
+                and torch.equal(alike.slots, made.slots)
+            ):
+                made = alike
+            self._batches[key] = made
+        return self._batches[key]
 
     def _own_slots(self, group: int, start: int, stop: int) -> Tensor:
         """Each row's own slots (i64[rows, n]) for tokens [start, stop), found once a step."""
