@@ -1,4 +1,4 @@
-"""Attention that reads a drop-in cache's blocks: the same numbers, and nothing gathered for them."""
+"""Attention in a drop-in cache's blocks: the same numbers, and nothing gathered for them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +25,13 @@ OPTIONS: dict[str, Any] = dict(
     max_model_len=64, kv_cache_memory_bytes="8MB", block_size=4, growth_tokens=8
 )
 HEADS, KV_HEADS, WIDTH = 4, 2, 16  # of the tiny Llama and Gemma
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    """As ``generate`` runs: with gradients a cache gives copies."""
+    with torch.no_grad():
+        yield
 
 
 @contextmanager
@@ -124,10 +131,12 @@ def test_what_torch_would_say(strategy: str, name: str, data: st.DataObject) -> 
             k, v = steps.update(layer, num_queries)
             assert isinstance(k, Unread)
             count = k.shape[2]
-            assert count == v.shape[-2] and k.dtype == torch.float32
+            assert count == v.shape[-2]
+            assert k.dtype == torch.float32
             plain = steps.shown(layer, count)
-            queries, keys = torch.arange(num_queries) + before, torch.arange(count) + (
-                before + num_queries - count
+            queries, keys = (
+                torch.arange(num_queries) + before,
+                torch.arange(count) + (before + num_queries - count),
             )
             mask = keys <= queries[:, None]
             if steps.sliding[layer]:
@@ -179,16 +188,23 @@ def test_any_other_operation_is_given_the_elements(strategy: str) -> None:
     steps = Steps(strategy, "llama", 2)
     k, v = steps.update(0, 5)
     plain_k, plain_v = steps.plain[0]
-    assert k.shape == plain_k.shape and k.size(-1) == WIDTH and k.dim() == 4 and len(k) == 2
+    assert k.shape == plain_k.shape
+    assert k.size(-1) == WIDTH
+    assert k.dim() == 4
+    assert len(k) == 2
     assert k._place._gathered is None
-    assert torch.equal(k, plain_k) and torch.equal(plain_v, v)
+    assert torch.equal(k, plain_k)
+    assert torch.equal(plain_v, v)
     assert torch.equal(k[:, :, None], plain_k[:, :, None])
     assert torch.equal(torch.cat([k, v], -1), torch.cat([plain_k, plain_v], -1))
     scores = k @ v.transpose(2, 3)
     torch.testing.assert_close(scores, plain_k @ plain_v.transpose(2, 3))
-    assert type(scores) is Tensor and type(deepcopy(k)) is Tensor and type(k.clone()) is Tensor
+    assert type(scores) is Tensor
+    assert type(deepcopy(k)) is Tensor
+    assert type(k.clone()) is Tensor
     assert torch.equal(torch.from_numpy(k.contiguous().numpy()), plain_k)
-    assert float(k.max()) == float(plain_k.max()) and repr(k) == repr(plain_k)
+    assert float(k.max()) == float(plain_k.max())
+    assert repr(k) == repr(plain_k)
     steps.kept.close()
 
 
@@ -214,7 +230,8 @@ def test_what_is_held_outlives_the_step(change: str) -> None:
         rows = len(steps.kept.rows or ())
         for layer in range(4):
             steps.kept.update(*torch.zeros(2, rows, KV_HEADS, 5, WIDTH), layer)
-    assert torch.equal(k, wanted[0]) and torch.equal(v, wanted[1])
+    assert torch.equal(k, wanted[0])
+    assert torch.equal(v, wanted[1])
     steps.kept.close()
 
 
@@ -233,7 +250,7 @@ def test_who_attends_otherwise_is_given_plain_tensors(monkeypatch: pytest.Monkey
         got = model.generate(ids, attention_mask=mask, past_key_values=kept, **given)
         assert torch.equal(got, wanted)
         assert type(kept.update(*torch.randn(2, 2, KV_HEADS, 1, WIDTH), 0)[0]) is Tensor
-    with pytest.raises(ConfigError, match="attention_backend='flash'.* known: auto, cpu, sdpa"):
+    with pytest.raises(ConfigError, match=r"attention_backend='flash'.* known: auto, cpu, sdpa"):
         cache(model, attention_backend="flash")
 
 

@@ -4,32 +4,39 @@ A table of 4 KiB has the entries of 2 MiB of addresses, and is there if one page
 it are tables of 1 GiB and of 512 GiB. So pages side by side cost 8 bytes each, and a page by itself
 costs another one: a short sequence whose heads lie far apart has a table for each of them.
 
-It is what follows from where the pages of an accounting lie, with its regions one behind the other
-from a multiple of 2 MiB on. The system may place a region otherwise: up to one table more for each
-piece. Of windows it is what they show, once it has been read.
+It is what follows from where the pages of an accounting lie, with its regions one behind the other,
+each from a multiple of 2 MiB on. The system may place a region otherwise: up to one table more for
+each piece. Of windows it is what they show, once it has been read.
 
 Source: Linux, Documentation/mm/page_tables.rst; ``VmPTE`` of /proc/self/status.
 """
 
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.spec import Group, KeptWhole
-from quire.strategies.base import Accounting
+from quire.strategies.base import Accounting, Usage
 from quire.strategies.contiguous import ContiguousAccounting
 from quire.strategies.growing import GrowingAccounting
 from quire.strategies.layout import attention_spec, range_rows, row_bytes
 from quire.strategies.paged import PagedAccounting
 from quire.strategies.virtual import VirtualAccounting
 from quire.strategies.virtual_shared import SharedVirtualAccounting
-from quire.units import align_up, ceil_div
+from quire.units import ceil_div
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
 
 _TABLE_BYTES = 4096
 _SPANS = (2**21, 2**30, 2**39)  # addresses of a table, level by level
+_NOTHING = np.zeros((2, 0), np.int64)
+
+
+def usage_with_tables(accounting: Accounting, page_bytes: int) -> Usage:
+    """An accounting's usage, page tables too."""
+    return replace(accounting.usage(), page_table_bytes=page_table_bytes(accounting, page_bytes))
 
 
 def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
@@ -39,15 +46,21 @@ def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
     """
     if page_bytes >= _SPANS[0]:
         return 0
-    found, end = [np.zeros((2, 0), np.int64)], 0
+    leaf, above = _SPANS[0], []
+    num_tables, end = 0, 0
     for number, group in enumerate(accounting.groups):
         pieces, region_bytes, num_regions = _pieces(accounting, number, group, page_bytes)
-        each = align_up(region_bytes, page_bytes)
+        tables = _spans(pieces, leaf)
+        num_tables += num_regions * _num_in(tables)
+        each = ceil_div(region_bytes, leaf)
         bases = end + each * np.arange(num_regions)
-        found.append((bases[:, None] + pieces[:, None]).reshape(2, -1))
+        above.append((bases[:, None] + tables[:, None]).reshape(2, -1))
         end += num_regions * each
-    starts, stops = np.concatenate(found, axis=1)
-    return _TABLE_BYTES * sum(_num_spans(starts, stops, span) for span in _SPANS)
+    runs = np.concatenate([_NOTHING, *above], axis=1)
+    for span, below in zip(_SPANS[1:], _SPANS, strict=False):
+        runs = _spans(runs, span // below)
+        num_tables += _num_in(runs)
+    return _TABLE_BYTES * num_tables
 
 
 def tables_of_one_piece(nbytes: int) -> int:
@@ -96,12 +109,14 @@ def _runs(ids: Offsets) -> Offsets:
     return np.stack((ids[begins], ids[begins] + lengths)).astype(np.int64)
 
 
-def _num_spans(starts: Offsets, stops: Offsets, span: int) -> int:
-    """How many spans of addresses have a byte of [start, stop), over all pieces."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts, kind="stable")
-    first, last = starts[order] // span, (stops[order] - 1) // span
-    reached = np.maximum.accumulate(last)
-    before = np.concatenate(([first[0] - 1], reached[:-1]))  # those up to here are counted
-    return int((last - np.maximum(first - 1, before)).clip(0).sum())
+def _spans(pieces: Offsets, span: int) -> Offsets:
+    """The spans of addresses that have a byte of any piece, as runs: (starts, stops), i64[2, n]."""
+    starts, stops = pieces[:, np.argsort(pieces[0], kind="stable")]
+    first, end = starts // span, -(-stops // span)
+    reached = np.maximum.accumulate(end)
+    begins = np.append(True, first[1:] > reached[:-1]).nonzero()[0][: len(first)]
+    return np.stack((first[begins], np.maximum.reduceat(end, begins) if len(begins) else end))
+
+
+def _num_in(runs: Offsets) -> int:
+    return int((runs[1] - runs[0]).sum())

@@ -359,7 +359,12 @@ class DropInCache(Cache):
         family = self._family_of_copies
         if family is None:
             return Usage(
-                reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0
+                reserved_bytes=0,
+                committed_bytes=0,
+                used_bytes=0,
+                num_sequences=0,
+                num_tokens=0,
+                page_table_bytes=0,
             )
         return family.usage()
 

@@ -43,7 +43,7 @@ from quire.strategies import (
     build_storage,
 )
 from quire.strategies.layout import attention_groups, attention_spec
-from quire.strategies.page_tables import page_table_bytes
+from quire.strategies.page_tables import usage_with_tables
 from quire.units import format_bytes, format_count
 
 ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]
@@ -120,9 +120,7 @@ class Family:
         """Of all batches together."""
         with self.lock:
             self.free_abandoned()
-            usage = self.accounting.usage()
-            tables = page_table_bytes(self.accounting, self.memory.page_bytes)
-            usage = replace(usage, page_table_bytes=tables)
+            usage = usage_with_tables(self.accounting, self.memory.page_bytes)
             for batch in self.batches:
                 usage = batch.states_added_to(usage)
             return usage
