@@ -263,7 +263,10 @@ app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 
 
 @app.command()
-def main(
+def main(  # noqa: PLR0913 - each is a flag
+    only_set_up: Annotated[
+        bool, typer.Option("--setup", help="Make vLLM's environment; no more.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two pairs of only what the claims need.")
     ] = False,
@@ -293,6 +296,12 @@ def main(
     """
     begun = time.monotonic()
     console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
+    if only_set_up:
+        try:
+            peer_vllm.python(peer_env, say=partial(aside.print, markup=False))
+        except peer_vllm.PeerUnavailable as error:
+            raise SystemExit(str(error)) from error
+        return
     if with_claims and set(letters) != set(TITLES):
         raise typer.BadParameter(f"--claims needs every table, not only {letters}")
     chosen = [case for case in cases() if case.letter in letters and (case.claimed or not quick)]

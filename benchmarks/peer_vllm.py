@@ -6,11 +6,13 @@ vLLM's published wheel is compiled for CUDA. Its source distribution needs no co
 measured here: the KV-cache core is plain Python and imports with the packages below. So the source
 is fetched from the package index that pip is set to use, checked against the index's SHA-256, and
 unpacked beside the environment. Packages that this interpreter has, torch above all, are shared
-through a path file rather than installed twice; what is missing obeys constraints.txt.
+through a path file rather than installed twice; what is missing, or what vLLM wants in another
+version, is installed there. Only torch stays the one that is shared: another would bring gigabytes.
 """
 
 import argparse
 import hashlib
+import importlib.metadata
 import os
 import re
 import ssl
@@ -38,7 +40,7 @@ PACKAGES = (
     "fastapi>=0.133,<0.137", "llguidance>=1.7,<1.8", "msgspec", "openai>=2.25",
     "oss-harmony>=0.0.11", "partial-json-parser", "pillow>=13", "prometheus-client>=0.18",
     "psutil", "py-cpuinfo", "pybase64", "pyzmq>=25", "requests>=2.33", "uvloop",
-    "numpy", "torch", "transformers>=5.16.1",
+    "numpy", "transformers>=5.16.1",
 )  # fmt: skip
 ALONE = ("xgrammar==0.2.8",)  # without its dependencies: they include a gigabyte of Triton
 IMPORTS = "import vllm.v1.core.kv_cache_manager, vllm.v1.request; print(vllm.__version__)"
@@ -94,9 +96,9 @@ def _install(env: Path, program: Path, say: Say) -> None:
     Path(site, "peer.pth").write_text(f"{source}\n{shared}\n")
     say("[3/4] Installing the packages that its core imports: about 60 MB, a minute.")
     pip = ["-m", "pip", "--disable-pip-version-check", "install", "-q", "--only-binary", ":all:"]
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    _run(program, *pip, *constraints, *PACKAGES, what="pip install")
-    _run(program, *pip, *constraints, "--no-deps", *ALONE, what="pip install --no-deps")
+    torch = f"torch=={importlib.metadata.version('torch')}"
+    _run(program, *pip, *PACKAGES, torch, what="pip install")
+    _run(program, *pip, "--no-deps", *ALONE, what="pip install --no-deps")
     say("[4/4] Importing its core: about ten seconds.")
     found = _run(program, "-c", IMPORTS, what="the import of vLLM's core").split()
     if VERSION not in found:

@@ -1,5 +1,8 @@
 """Calls that stay the same from step to step: the bits of ``attend`` and of a layer's writer."""
 
+from collections.abc import Callable
+from weakref import ref
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch import Tensor
 from attention.machines import cpu_backend, kernel_folder
 from conformance.attention_cases import STORED, Case, make_case, make_sinks, make_spec, same_bits
 from quire.attention import VaryingCall
+from quire.attention.cpu import played
+from quire.attention.cpu.frame import FRAME
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear
 
@@ -28,6 +33,35 @@ def play(case: Case, call: VaryingCall | None) -> None:
         player.frames[int(player.starts[0]) + np.array(call.words)] = words
         player.set_threads(np.array([0]), num_threads)
         player()
+
+
+class Allocations:
+    """Every tensor that ``torch.empty`` has made, by its address, as long as it lives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: dict[int, ref[Tensor]] = {}
+        make = torch.empty
+
+        def noted(*sizes: int, **options: torch.dtype) -> Tensor:
+            made = make(*sizes, **options)
+            self._found[made.data_ptr()] = ref(made)
+            return made
+
+        monkeypatch.setattr(played.torch, "empty", noted)
+
+    def size(self, address: int) -> int:
+        made = self._found[address]()
+        assert made is not None, "what lay there is gone"
+        return made.nbytes
+
+
+def planned(case: Case, call: VaryingCall | None) -> tuple[dict[str, int], int]:
+    """A frame as it is played for a case's step, and on how many threads."""
+    assert call is not None
+    frame = np.frombuffer(call.call.frame, np.int64).copy()
+    words, num_threads = call.find(case.batch)
+    frame[list(call.words)] = words
+    return dict(zip(FRAME, frame.tolist(), strict=True)), num_threads
 
 
 def with_spare_rows(x: Tensor) -> Tensor:
@@ -104,3 +138,29 @@ def test_what_does_not_lie_side_by_side_has_no_such_call() -> None:
     assert plays.write(case.view, torch.stack([k, k], -1)[..., 0], k) is None
     with pytest.raises(ValueError, match="this layer keeps 2 heads of 16"):
         plays.write(case.view, k[:, :1], k)
+
+
+def test_there_is_room_for_as_many_threads_as_there_are_by_now(
+    use_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Allocations(monkeypatch)
+    spec = make_spec("full", kv_heads=2, dims=(16, 16), dtype="float32")
+    short = make_case(spec, sharing=3, chunks=DECODES)
+    long = make_case(spec, sharing=3, chunks=((3000, 1), (2000, 1), (0, 400)))
+    plays = cpu_backend("native").plays
+    use_threads(1)
+
+    def call_for(case: Case) -> VaryingCall | None:
+        return plays.attend(
+            case.q, case.q, case.view, spec=spec, scale=0.3, softcap=None, sinks=None
+        )
+
+    calls = [call_for(short), call_for(long)]
+    for most in (1, 2, 8, 2):
+        use_threads(most)
+        short.batch.memo.clear()
+        long.batch.memo.clear()
+        steps = [planned(case, call) for case, call in zip((short, long), calls, strict=True)]
+        assert [num_threads for _, num_threads in steps] == [1, most]
+        for frame, num_threads in steps:  # the first one, too, after the second is planned
+            assert made.size(frame["scratch"]) >= frame["scratch_bytes"] * num_threads

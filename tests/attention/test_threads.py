@@ -13,6 +13,7 @@ import torch
 
 from attention.machines import cpu_backend, kernel_folder
 from conformance.attention_cases import Case, make_case, make_spec, same_bits
+from quire.kernels import threads as machine_threads
 
 Threads = Callable[[int], None]
 
@@ -75,6 +76,22 @@ def test_callers_in_several_threads_get_what_each_gets_alone(use_threads: Thread
         want = case.attend(alone, scale=0.1)
         assert len(outs) == 15
         assert all(same_bits(out, want) for out in outs)
+
+
+def test_the_library_is_found_where_the_system_lists_no_mappings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container that shows no /proc: the one that torch has loaded, not another copy."""
+    loaded = machine_threads._loaded_gomp()
+
+    def not_there(path: Path, *_: object, **__: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", not_there)
+    found = machine_threads._loaded_gomp()
+    assert (loaded is None) == (found is None)
+    if loaded is not None and found is not None:
+        assert Path(found).samefile(loaded)
 
 
 PROCESSES = """

@@ -1,5 +1,7 @@
 """The step that is measured before the cache is sized: the largest there may be, and then gone."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,9 +69,9 @@ def test_what_a_backend_keeps_is_measured_too(monkeypatch: pytest.MonkeyPatch) -
     meter, tries = Meter(), list[bool]()
     try_out = ModelRunner.try_out
 
-    def seen(self: ModelRunner, *, max_tokens: int) -> None:
+    def seen(self: ModelRunner, **options: Any) -> None:
         tries.append(meter.begun)
-        try_out(self, max_tokens=max_tokens)
+        try_out(self, **options)
 
     monkeypatch.setattr(ModelRunner, "try_out", seen)
     config = EngineConfig(max_num_batched_tokens=64, max_model_len=256)

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
+import quire
+from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.needs import kv_needs, ledger_for
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
+from quire.memory import by_device
 from quire.memory.budget import Footprint, Needs
 from quire.memory.machine import Machine
 from quire.memory.machine.probe import MemoryBound
 from quire.models.loader import load
 from quire.spec import ModelSpec
+from tiny import tiny_model
 
 MIB, GIB = 2**20, 2**30
 QWEN3_4B = ModelSpec.from_config(
@@ -132,3 +135,40 @@ def test_a_full_house_fits_below_the_cap() -> None:
             assert llm.ledger.bound == "max_num_seqs × max_model_len"
             done = llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9]], params)
             assert [len(one.token_ids) for one in done] == [29] * 3
+
+
+# -- a system that does not say how much memory there is -------------------------------------------
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_device, "tells_memory", lambda: False, raising=False)
+
+    def read_machine(*_: object, **__: object) -> Machine:
+        raise MemoryUnavailable("the system does not say how much memory there is")
+
+    monkeypatch.setattr(by_device, "read_machine", read_machine)
+
+
+@pytest.mark.usefixtures("silent")
+def test_where_nothing_is_told_what_is_stated_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    with LLM(model, max_model_len=64, kv_cache_memory_bytes="1MiB") as llm:
+        (got,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(got.token_ids) == 4
+        assert llm.ledger.kv_bytes == 2**20
+        assert "not checked" in llm.ledger.room_source
+    with quire.cache(model, "paged", kv_cache_memory_bytes="1MiB", max_model_len=64) as cache:
+        assert cache.usage().num_tokens == 0
+    told = [r.getMessage() for r in caplog.records if "nothing checks" in r.getMessage()]
+    assert len(told) == 2
+    assert all("kv_cache_memory_bytes=1.00 MiB is taken as it is" in each for each in told)
+
+
+@pytest.mark.usefixtures("silent")
+def test_where_nothing_is_told_the_option_to_state_is_named() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(MemoryUnavailable, match="state the KV budget, kv_cache_memory_bytes"):
+        LLM(model, max_model_len=64)
+    with pytest.raises(MemoryUnavailable, match="state the KV budget, kv_cache_memory_bytes"):
+        quire.cache(model, "paged", max_model_len=64)

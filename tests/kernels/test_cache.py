@@ -1,16 +1,17 @@
 """Machine code on disk: found by the next process, never by one that it is not for."""
 
-import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llvmlite import ir
 
-from quire.kernels import machine
+from quire.kernels import kept, machine
 from quire.kernels.language import I64, Code, Isa
 from quire.kernels.machine import Kernels, native_isa
 
@@ -34,15 +35,15 @@ def test_what_was_compiled_once_is_loaded_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tmp_path)
-    (kept,) = files(tmp_path)
-    assert kept.endswith(".o")
+    (name,) = files(tmp_path)
+    assert name.endswith(".o")
 
     def never(*_: object) -> bytes:
         pytest.fail("it is compiled again")
 
     monkeypatch.setattr(machine, "_compile", never)
     load(tmp_path)
-    assert files(tmp_path) == {kept}
+    assert files(tmp_path) == {name}
 
 
 def test_another_kernel_machine_or_source_has_another_file(
@@ -80,29 +81,257 @@ def test_a_change_of_any_source_is_another_source(
     assert machine._source_hash.__wrapped__(theirs) == before
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that were compiled, not found."""
+    done: list[str] = []
+    compile_ = machine._compile
+
+    def note(module: ir.Module, isa: Isa) -> bytes:
+        done.append(module.name)
+        return compile_(module, isa)
+
+    monkeypatch.setattr(machine, "_compile", note)
+    return done
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def kept_file(folder: Path) -> Path:
+    (found,) = folder.glob("*.o")
+    return found
+
+
+def begin_anew() -> None:
+    """As the next process: it has not warned yet."""
+    kept.kept_code.cache_clear()
+
+
+class OtherOwners:
+    """The module os, but some files belong to another user."""
+
+    def __init__(self, owners: dict[int, int]) -> None:
+        self._owners = owners  # by inode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fstat(self, file: int) -> os.stat_result:
+        return self._told(os.fstat(file))
+
+    def stat(self, *given: Any, **options: Any) -> os.stat_result:
+        return self._told(os.stat(*given, **options))
+
+    def _told(self, found: os.stat_result) -> os.stat_result:
+        words = list(found)
+        words[stat.ST_UID] = self._owners.get(found.st_ino, found.st_uid)
+        return os.stat_result(words)
+
+
+def give_away(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """To a user that is neither root nor this one."""
+    inode = path.lstat().st_ino
+    monkeypatch.setattr(kept, "os", OtherOwners({inode: os.geteuid() + 4711}))
+
+
+def test_another_users_file_is_not_run(
+    tmp_path: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    load(tmp_path)
+    give_away(monkeypatch, kept_file(tmp_path))
+    load(tmp_path)
+    assert compiled == ["answer", "answer"]
+    (told,) = warnings(caplog)
+    assert f"{kept_file(tmp_path)} belongs to user {os.geteuid() + 4711}" in told
+    assert "QUIRE_CACHE_DIR" in told
+
+
+@pytest.mark.parametrize("whose", ["folder", "above", "link"])
+def test_nothing_is_read_from_or_written_to_what_another_user_may_exchange(
+    whose: str,
+    tmp_path: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "above" / "folder").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("above")
+    folder = tmp_path / "link" / "folder"
+    load(folder)
+    given = {"folder": folder, "above": tmp_path / "above", "link": tmp_path / "link"}[whose]
+    give_away(monkeypatch, given)
+    load(folder)
+    load(folder, "another")
+    assert compiled == ["answer", "answer", "another"]
+    assert len(files(folder)) == 1
+    (told,) = warnings(caplog)
+    assert f"belongs to user {os.geteuid() + 4711}" in told
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("which", ["file", "folder", "above"])
+def test_what_others_may_write_to_is_not_run(
+    which: str,
+    mode: int,
+    tmp_path: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A sticky folder above, as /tmp is, lets others exchange nothing that is this user's."""
+    folder = tmp_path / "above" / "folder"
+    load(folder)
+    {"file": kept_file(folder), "folder": folder, "above": folder.parent}[which].chmod(mode)
+    load(folder)
+    if which == "above" and mode & stat.S_ISVTX:
+        assert (compiled, warnings(caplog)) == (["answer"], [])
+        return
+    assert compiled == ["answer", "answer"]
+    (told,) = warnings(caplog)
+    assert "chmod go-w" in told
+
+
+def test_a_file_under_another_files_name_is_not_run(tmp_path: Path, compiled: list[str]) -> None:
+    load(tmp_path)
+    image = kept_file(tmp_path).read_bytes()
+    kept_file(tmp_path).unlink()
+    load(tmp_path, "another")
+    kept_file(tmp_path).write_bytes(image)
+    load(tmp_path, "another")
+    assert compiled == ["answer", "another", "another"]
+
+
+def test_a_link_is_not_followed_to_a_file(tmp_path: Path, compiled: list[str]) -> None:
+    """Neither to be read nor to be written: what it leads to stays as it is."""
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    load(folder)
+    link = kept_file(folder)
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    load(folder)
+    assert compiled == ["answer", "answer"]
+    assert elsewhere.read_bytes() == before
+    assert not kept_file(folder).is_symlink()
+
+
+def test_a_home_behind_a_link_is_as_good_as_any(
+    tmp_path: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "disk" / "me").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    for _ in range(2):
+        Kernels(native_isa()).address("answer", write_answer)
+    assert compiled == ["answer"]
+    assert not warnings(caplog)
+    folder = tmp_path / "disk" / "me" / ".cache" / "quire"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept_file(folder).stat().st_mode) == 0o600
+
+
+def test_links_in_a_circle_end(tmp_path: Path, compiled: list[str]) -> None:
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    load(tmp_path / "one" / "folder")
+    assert compiled == ["answer"]
+
+
+def replaced_by(kind: str, path: Path) -> None:
+    """Something else under a kept file's name."""
+    content = path.read_bytes()
+    key, image = path.stem, content[32:]
+    path.unlink()
+    match kind:
+        case "garbage":
+            image = b"garbage" * 100
+            path.write_bytes(kept._digest(key, image) + image)
+        case "half":
+            image = image[: len(image) // 2]
+            path.write_bytes(kept._digest(key, image) + image)
+        case "no work":
+            image = machine._compile(ir.Module("nothing"), native_isa())
+            path.write_bytes(kept._digest(key, image) + image)
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(kept.LARGEST_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("garbage", "LLVM cannot load what was kept for answer"),
+        ("half", "LLVM cannot load what was kept for answer"),
+        ("no work", "LLVM cannot load what was kept for answer"),
+        ("folder", "is no file: remove it"),
+        ("pipe", "is no file: remove it"),
+        ("huge", f"has {kept.LARGEST_BYTES + 1} bytes: remove it"),
+    ],
+)
+def test_what_is_no_machine_code_costs_a_warning(
+    kind: str, words: str, tmp_path: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with the digest that it should have; and it is replaced, if it is no folder."""
+    load(tmp_path)
+    replaced_by(kind, kept_file(tmp_path))
+    compiled.clear()
+    load(tmp_path)
+    assert compiled == ["answer"]
+    (told,) = warnings(caplog)
+    assert words in told
+    load(tmp_path)
+    assert len(compiled) == (2 if kind == "folder" else 1)
+    assert len(warnings(caplog)) == 1
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One, for all kernels."""
     (tmp_path / "file").write_text("no folder")
-    with caplog.at_level(logging.WARNING):
-        load(tmp_path / "file")
-        load(tmp_path / "file" / "deeper", "another")
-    assert len(caplog.records) == 2
-    assert "cannot be written" in caplog.text
-    assert str(tmp_path) in caplog.text
+    for name in ("answer", "another"):
+        load(tmp_path / "file", name)
+    assert compiled == ["answer", "another"]
+    (told,) = warnings(caplog)
+    assert str(tmp_path / "file") in told
+
+
+def test_a_user_without_a_home_is_told_of_the_option(
+    compiled: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    begin_anew()
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    for name in ("answer", "another"):
+        Kernels(native_isa()).address(name, write_answer)
+    assert compiled == ["answer", "another"]
+    (told,) = warnings(caplog)
+    assert "QUIRE_CACHE_DIR" in told
 
 
 def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full: as above, and no part of a file stays under the kernel's name."""
+    """The disk is full: as above, and no part of a file stays."""
 
-    def refuse(path: Path, data: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(data[: len(data) // 2])
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     load(tmp_path)
-    assert not [name for name in files(tmp_path) if name.endswith(".o")]
+    assert files(tmp_path) == set()
 
 
 # Each forked child is a process of its own that finds the folder as it is. (It has used no threads,

@@ -5,14 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attention.machines import isa_or_skip
+from attention.machines import isa_or_skip, kernel_folder
 from layers.products import ACTIVATIONS, MOST_ROWS, linears
-from quire.layers.cpu import linear
+from quire.kernels.player import Player
+from quire.layers.cpu import CpuLinear, linear
 from quire.layers.cpu.frame import BLOCK, ProductShape, items_of
 
 Use = Callable[[int], None]
@@ -197,3 +199,30 @@ def test_items_hold_every_output_once(widths: tuple[int, ...], threads: int) -> 
         assert all(start % BLOCK == 0 for start, _ in own)
     blocks = sum(-(-width // BLOCK) for width in widths)
     assert len(items) >= min(blocks, 4 * threads)
+
+
+def test_a_call_that_is_made_again_finds_its_plan_after_other_numbers_of_threads(
+    use_threads: Use,
+) -> None:
+    """Its frame has the address of a plan's items: of one that was dropped, others write there."""
+    cpu = CpuLinear(kernel_dir=kernel_folder())
+    product = cpu.bind([torch.randn(64 * BLOCK, 64)])
+    x = torch.randn(3, 64)
+    use_threads(1)
+    cpu.threads.heard = []
+    with cpu.scratch.apart():
+        (out,) = product(x)
+        want = out.clone()
+        scratch = cpu.scratch.take(0)  # kept as long as the call may be made
+    player = Player(cpu.threads.heard, cpu.kernels, cpu.threads)
+    cpu.threads.heard = None
+    items = items_of([len(want[0])], x[0].nbytes, 1)
+    use_threads(2)
+    product(x)
+    use_threads(1)
+    others = [np.zeros_like(items) for _ in range(100)]
+    out.zero_()
+    player()
+    assert torch.equal(out, want)
+    assert len(others) == 100
+    assert scratch.numel()

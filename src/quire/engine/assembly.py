@@ -1,7 +1,8 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
@@ -12,9 +13,13 @@ from quire.engine.runner import ModelRunner, Ranks
 from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
+from quire.models.ways.small_copy import small_copy
+from quire.models.ways.trial import hides_errors
 from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.strategies.layout import attention_groups, attention_spec
+
+_SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
 
 
 class Team(Ranks, Protocol):
@@ -75,11 +80,49 @@ def assemble(
     stand_ins = StandIns(loaded.model, kernel_dir()) if can_exchange else None
     try:
         runner = ModelRunner(loaded, kv, backend, stand_ins, team)
-        runner.try_out(max_tokens=sizes.max_model_len)
+        with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
+            runner.try_out(max_tokens=sizes.max_model_len, small=small)
     except BaseException:
         kv.close()
         raise
     return Assembly(kv=kv, runner=runner, backend=backend, attention_way=runner.way)
+
+
+@contextmanager
+def _small_runner(
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    strategy: str,
+    sizes: CacheConfig,
+    provider: MemoryProvider,
+    config: EngineConfig,
+    team: Team | None,
+) -> Iterator[ModelRunner | None]:
+    """What runs a small copy of the model, over a cache of its own; None where none is needed.
+
+    None too where none can be made, or where the copy needs another attention than the model.
+    """
+    specs = [attention_spec(group) for group in attention_groups(spec.groups)]
+    # Other ranks have no copy; what reads a source has more parts than a copy would be cut by.
+    copied = None
+    if team is None and not loaded.spec.source_tokens and hides_errors(loaded.model.dtype, specs):
+        copied = small_copy(loaded)
+    if copied is None:
+        yield None
+        return
+    cut = replace(
+        sizes,
+        max_num_seqs=1,
+        capacity_bytes=_SMALL_CACHE_BYTES,
+        max_capacity_bytes=None,
+        max_model_len=_SMALL_MODEL_LEN,
+    )
+    backend, make_pair = prepare(copied, copied.spec, strategy, cut, provider, config)
+    kv = KVCache(make_pair)
+    try:
+        yield ModelRunner(copied, kv, backend)
+    finally:
+        kv.close()
 
 
 def prepare(

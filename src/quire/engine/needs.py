@@ -24,8 +24,8 @@ _SWAP_PIECE_BYTES = 32 * 2**20  # that go at once, at least
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
 
-def ledger_for(config: EngineConfig, needs: Needs, machine: Machine) -> Ledger:
-    """The ledger of the options."""
+def ledger_for(config: EngineConfig, needs: Needs, machine: Machine | None) -> Ledger:
+    """The ledger of the options, as ``make_ledger``."""
     return make_ledger(
         machine,
         needs,

@@ -119,8 +119,11 @@ class ModelRunner:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
         self._model, self.way = make_way(way, self._loaded, self._stand_ins), way
 
-    def try_out(self, *, max_tokens: int) -> None:
+    def try_out(self, *, max_tokens: int, small: "ModelRunner | None" = None) -> None:
         """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
+
+        ``small`` runs a small copy of the model, which is tried in the same way: rounding and long
+        windows hide in the model what they do not hide there.
 
         Raises: UnsupportedModel if there is none, with what was wrong with each.
         """
@@ -133,6 +136,8 @@ class ModelRunner:
                 go = partial(self.go, way)
                 go() if self._ranks is None else self._ranks.go(way, go)
                 self._try(trial, max_tokens)
+                if small is not None:
+                    small.try_as_small_copy(way, max_tokens)
             except UnsupportedModel as error:
                 wrong.setdefault(str(error), []).append(way)
                 continue
@@ -143,12 +148,27 @@ class ModelRunner:
             return
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
-    def make_trial(self, max_tokens: int) -> Trial:
+    def try_as_small_copy(self, way: str, max_tokens: int) -> None:
+        """Try a way with a small copy of a model.
+
+        Raises: UnsupportedModel if it gives something else than the copy does by itself.
+        """
+        trial = self.make_trial(max_tokens, exact=True)
+        # With large random weights a scan may differ from its chunks; the model's is tried apart.
+        if self._recurrent is not None and not self._settled(trial) <= limit_for(torch.float32):
+            return
+        try:
+            self.go(way)
+            self._try(trial, max_tokens)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"in a small copy {error}") from error
+
+    def make_trial(self, max_tokens: int, *, exact: bool = False) -> Trial:
         """What the model is tried with where a sequence can have so many tokens."""
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
         kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
-        return Trial(self._loaded, specs, kept_as, max_tokens)
+        return Trial(self._loaded, specs, kept_as, max_tokens, exact=exact)
 
     def compute(
         self,
@@ -266,10 +286,8 @@ class ModelRunner:
         Raises: UnsupportedModel if there is no way.
         """
         assert self._recurrent is not None
-        name = self._name
-        stops = self._trial_stops(trial, len(trial.token_ids))
-        limit = limit_for(torch.float32)
-        deviation = self._recurrent.settle(trial.token_ids, stops, limit)
+        name, limit = self._name, limit_for(torch.float32)
+        deviation = self._settled(trial)
         if slow := self._recurrent.slow_to_go_on:
             log.warning(
                 "%s: %s cannot go on with several tokens at once, so that of a prompt longer than "
@@ -284,6 +302,12 @@ class ModelRunner:
                 f"the next as this engine needs: "
                 f"model.generate(past_key_values=quire.cache(model)) runs it"
             )
+
+    def _settled(self, trial: Trial) -> float:
+        """How far the states of chunks are from those of the whole, in the way that is closest."""
+        assert self._recurrent is not None
+        stops = self._trial_stops(trial, len(trial.token_ids))
+        return self._recurrent.settle(trial.token_ids, stops, limit_for(torch.float32))
 
     @property
     def _name(self) -> str:

@@ -10,7 +10,7 @@ from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.build import needs_with_draft
 from quire.memory import MemoryProvider
 from quire.memory.budget import Ledger
-from quire.memory.by_device import machine_for
+from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel
@@ -45,8 +45,8 @@ def kv_ledger(
     )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
-    machine = machine_for(device)
-    if loaded.ranks is not None:
+    machine = known_machine(device, config.kv_cache_memory_bytes)
+    if loaded.ranks is not None and machine is not None:
         machine = loaded.ranks.share_of(machine)
     return ledger_for(config, needs, machine)
 

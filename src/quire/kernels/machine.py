@@ -1,12 +1,11 @@
 """From a kernel's LLVM code to an address that can be called, once for each machine.
 
-What is compiled is kept on disk under a name that covers the sources, the compiler, the CPU and the
-kernel, so the next process only loads it.
+What is compiled is kept on disk (``kept``) under a name that covers the sources, the compiler, the
+CPU and the kernel, so the next process only loads it.
 """
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +15,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from quire.kernels.isa import Isa
+from quire.kernels.kept import kept_code
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ def isa(cpu: str, features: str) -> Isa:
 class Kernels:
     """Machine code for one machine, by name. Its addresses are good as long as this lives.
 
-    ``folder`` is where it is kept; ``sources`` is that of the modules that write the kernels, if
-    it is not this one.
+    ``folder`` is where it is kept (None: ~/.cache/quire); ``sources`` is that of the modules that
+    write the kernels, if it is not this one.
     """
 
     def __init__(
         self, isa: Isa, folder: Path | None = None, *, sources: Path | None = None
     ) -> None:
         self.isa = isa
-        self._folder = Path("~/.cache/quire").expanduser() if folder is None else folder
+        self._kept = kept_code(_own_folder() if folder is None else folder)
         self._sources = Path(__file__).parent if sources is None else sources
         self._loaded: dict[str, tuple[llvm.ResourceTracker, int]] = {}
 
@@ -75,21 +75,36 @@ class Kernels:
     ) -> tuple[llvm.ResourceTracker, int]:
         _start_llvm()
         sources = _source_hash(self._sources)
-        key = hashlib.sha256(f"{sources} {self.isa} {name}".encode()).hexdigest()[:24]
-        path = self._folder / f"{key}.o"
-        image = _kept(path)
-        if image is None:
-            log.info("compiling for %s: %s", self.isa.cpu, name)
-            module = ir.Module(name)
-            write(module)
-            image = _compile(module, self.isa)
-            _keep(path, image)
+        key = hashlib.sha256(f"{sources} {self.isa} {name}".encode()).hexdigest()
+        image = self._kept.read(key)
+        if image is not None:
+            try:
+                return self._link(key, image)
+            except RuntimeError as error:
+                self._kept.warn(f"LLVM cannot load what was kept for {name} ({error})")
+        log.info("compiling for %s: %s", self.isa.cpu, name)
+        module = ir.Module(name)
+        write(module)
+        image = _compile(module, self.isa)
+        self._kept.write(key, image)
+        return self._link(key, image)
+
+    def _link(self, key: str, image: bytes) -> tuple[llvm.ResourceTracker, int]:
+        """Raises: RuntimeError for what is no object file with a "work" in it."""
         # The other linker takes its pieces of memory where there is room: between reservations as
         # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
         jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=True)
         builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol("work")
         library = builder.link(jit, key)
         return library, library["work"]
+
+
+def _own_folder() -> Path | None:
+    """In the user's home; None for a user without one."""
+    try:
+        return Path("~/.cache/quire").expanduser()
+    except RuntimeError:
+        return None
 
 
 @cache
@@ -110,29 +125,6 @@ def _compile(module: ir.Module, isa: Isa) -> bytes:
     builder.getModulePassManager().run(parsed, builder)
     image: bytes = target.emit_object(parsed)
     return image
-
-
-def _keep(path: Path, image: bytes) -> None:
-    """Write a file that others see whole or not at all, its digest first."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(hashlib.sha256(image).digest() + image)
-        part.replace(path)
-    except OSError as error:
-        log.warning(
-            "%s cannot be written (%s): each process compiles its kernels again", path, error
-        )
-
-
-def _kept(path: Path) -> bytes | None:
-    """What ``_keep`` wrote; None if there is no such file, or not all of it."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, image = content[:32], content[32:]
-    return image if digest == hashlib.sha256(image).digest() else None
 
 
 def _target(isa: Isa) -> llvm.TargetMachine:

@@ -9,9 +9,8 @@ import ctypes
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +136,7 @@ def _gomp_parallel():  # type: ignore[no-untyped-def]
 
 def _loaded_gomp() -> str | None:
     """Where that library lies. torch must be imported, or another copy might be loaded first."""
-    if sys.platform == "linux":
+    with suppress(OSError):  # another system, or a Linux that shows no /proc
         for line in Path("/proc/self/maps").read_text().splitlines():
             found = re.search(r"(/\S*libgomp[^/\s]*\.so\S*)", line)
             if found:

@@ -4,6 +4,7 @@ A device is a ``torch.device``, ``cpu`` or ``cuda`` with a number. What is not k
 of them a model is on.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError, MemoryUnavailable, QuireError
@@ -18,11 +19,15 @@ from quire.memory.machine import (
     read_limits,
     read_machine,
 )
+from quire.memory.machine.probe import tells_memory
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import HostResident, Residency, Resident, host_memory
+from quire.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
@@ -76,6 +81,28 @@ def machine_for(device: "torch.device") -> Machine:
 def limits_for(device: "torch.device") -> Machine:
     """What limits memory there, read in a millisecond (``read_limits``). Raises: as above."""
     return read_limits(device=_memory_of(device))
+
+
+def known_machine(
+    device: "torch.device", stated_bytes: int | None, *, limits_only: bool = False
+) -> Machine | None:
+    """As ``machine_for``, or with ``limits_only`` as ``limits_for``.
+
+    None, and a warning, where the system does not say and bytes are stated.
+
+    Raises: MemoryUnavailable where it does not say, and they are not.
+    """
+    if tells_memory():
+        return limits_for(device) if limits_only else machine_for(device)
+    silent = "the system does not say how much memory there is (no /proc/meminfo)"
+    if stated_bytes is None:
+        raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
+    log.warning(
+        "%s: kv_cache_memory_bytes=%s is taken as it is, and nothing checks that there is so much",
+        silent,
+        format_bytes(stated_bytes),
+    )
+    return None
 
 
 def gauge_for(device: "torch.device") -> Gauge:

@@ -11,19 +11,17 @@ from quire.kernels.tensors import KINDS, words
 from quire.spec import AttentionSpec, LatentAttention
 from quire.strategies import LayerView
 
-# The words that differ from step to step: a plan's.
-PLANNED = range(FRAME.index("items"), FRAME.index("block_size") + 1)
+# The words that differ from step to step: memory to work in, and a plan's.
+PLANNED = range(FRAME.index("scratch"), FRAME.index("block_size") + 1)
 _WORDS = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
 
 
-def frame_of(  # noqa: PLR0913 - what the kernel's frame holds, each once
+def frame_of(
     q: Tensor,  # [T, H, D], rows side by side
     out: Tensor,  # [T, H, Dv], contiguous
     place: tuple[int, ...],  # ``view_words``
     *,
-    plan: tuple[int, ...],
-    scratch: Tensor,
-    scratch_bytes: int,  # of a thread
+    planned: tuple[int, ...],  # the words of ``PLANNED``
     kind: str,  # of keys and values
     scale: float,
     softcap: float | None,
@@ -33,7 +31,7 @@ def frame_of(  # noqa: PLR0913 - what the kernel's frame holds, each once
     if softcap is not None:
         factor, cap_in = LOG2_E, 2 * factor / softcap
     return _WORDS.pack(
-        0, 0, scratch.data_ptr(), scratch_bytes, *plan,
+        0, 0, *planned,
         *words(out, 2), *words(q, 2), *place,
         0 if sinks is None else sinks.data_ptr(), factor, cap_in, softcap or 0.0,
     )  # fmt: skip

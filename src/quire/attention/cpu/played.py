@@ -1,7 +1,7 @@
 """Writing and attending as calls that stay the same from step to step but for a few words."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBatch, FindWords, VaryingCall
 from quire.attention.cpu.call import PLANNED, frame_of, shape_of
 from quire.attention.cpu.frame import AttendShape, Layout
-from quire.attention.cpu.plan import Plan, make_plan
+from quire.attention.cpu.plan import make_plan
 from quire.attention.cpu.tensors import view_words
 from quire.attention.cpu.write import STEP_WORDS, KernelWriter, token_bytes
 from quire.kernels.machine import Kernels
@@ -54,36 +54,48 @@ class CpuPlays:
             return None
         shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
         work, layout = self._compiled(shape)
-        if shape not in self._scratch:
-            nbytes = layout.offsets["end"] * self._threads.most
-            self._scratch[shape] = torch.empty(nbytes, dtype=torch.uint8)
-        scratch = self._scratch[shape]
         frame = frame_of(
             q,
             out,
             view_words(view),
-            plan=(0,) * len(PLANNED),
-            scratch=scratch,
-            scratch_bytes=layout.offsets["end"],
+            planned=(0,) * len(PLANNED),
             kind=shape.kind,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
         )
-        key = shape, id(spec)
-        find = self._finds.setdefault(key, _planned(key, spec, shape, layout, self._threads))
+        find = self._finds.setdefault((shape, id(spec)), self._planned(spec, shape, layout))
         return VaryingCall(
-            call=Call(work, frame, 1), words=PLANNED, find=find, kept=(scratch, q, out, view, sinks)
+            call=Call(work, frame, 1), words=PLANNED, find=find, kept=(q, out, view, sinks)
         )
 
+    def _planned(self, spec: AttentionSpec, shape: AttendShape, layout: Layout) -> FindWords:
+        thread_bytes = layout.offsets["end"]
+        key = shape, id(spec)
 
-def _planned(
-    key: object, spec: AttentionSpec, shape: AttendShape, layout: Layout, threads: Threads
-) -> FindWords:
-    def find(batch: AttentionBatch) -> tuple[tuple[int, ...], int]:
-        plan: Plan | None = batch.memo.get(key)
-        if plan is None:
-            plan = batch.memo[key] = make_plan(batch, spec, shape, layout, threads.most)
-        return plan.words, plan.num_threads
+        def find(batch: AttentionBatch) -> tuple[tuple[int, ...], int]:
+            step: _Planned | None = batch.memo.get(key)
+            if step is None:
+                plan = make_plan(batch, spec, shape, layout, self._threads.most)
+                # As the plan says, whatever torch's number of threads was or becomes.
+                scratch = self._room(shape, thread_bytes * plan.num_threads)
+                words = scratch.data_ptr(), thread_bytes, *plan.words
+                step = batch.memo[key] = _Planned(words, plan.num_threads, (plan, scratch))
+            return step.words, step.num_threads
 
-    return find
+        return find
+
+    def _room(self, shape: AttendShape, nbytes: int) -> Tensor:
+        """Memory that stays in the caches from layer to layer, and from step to step."""
+        found = self._scratch.get(shape)
+        if found is None or found.numel() < nbytes:
+            found = self._scratch[shape] = torch.empty(nbytes, dtype=torch.uint8)
+        return found
+
+
+class _Planned(NamedTuple):
+    """What a step says to the calls of one kind, and what its words point to."""
+
+    words: tuple[int, ...]
+    num_threads: int
+    kept: object

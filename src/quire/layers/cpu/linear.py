@@ -129,9 +129,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How threads share the outputs. A call keeps it, for the kernel reads its items."""
+    """How threads share the outputs."""
 
-    most_threads: int  # that it was made for
     num_threads: int
     items: Numbers
     words: tuple[int, int]  # of a frame: where the items are, and how many
@@ -176,7 +175,8 @@ class _Product:
         ]
         self._frame = struct.Struct(f"{len(FRAME) + len(weights) * len(MATRIX)}q")
         self._steps: dict[tuple[int, ...], _Step] = {}
-        self._plan = self._plan_for(self._threads.most)
+        # By torch's number of threads. None is dropped: a recorded call reads its items.
+        self._plans: dict[int, _Plan] = {}
 
     def step_for(self, x: Tensor) -> _Step | None:
         """How our kernel multiplies an input; None if torch is to do it."""
@@ -194,9 +194,8 @@ class _Product:
         if not x.is_contiguous():
             x = with_dense_rows(x.reshape(step.num_rows, self._num_inputs))
             row_bytes = x.stride(0) * x.itemsize
-        plan, most = self._plan, self._threads.most
-        if plan.most_threads != most:
-            plan = self._plan = self._plan_for(most)
+        most = self._threads.most
+        plan = self._plans.get(most) or self._plans.setdefault(most, self._plan_for(most))
         outs = tuple([torch.empty(shape, dtype=self._dtype) for shape in step.out_shapes])
         scratch = self._scratch.take(step.scratch_bytes * plan.num_threads)
         words = [
@@ -230,7 +229,6 @@ class _Product:
         items = items_of(self._widths[: self._outs], row_bytes, most_threads)
         little = sum(self._widths) * row_bytes < _WORTH_THREADS
         return _Plan(
-            most_threads=most_threads,
             num_threads=1 if little else min(most_threads, len(items)),
             items=items,
             words=(items.ctypes.data, len(items)),

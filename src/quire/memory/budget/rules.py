@@ -83,7 +83,7 @@ class _Offer:
 
 
 def make_ledger(
-    machine: Machine,
+    machine: Machine | None,
     needs: Needs,
     *,
     budget: str = "auto",
@@ -91,7 +91,13 @@ def make_ledger(
     mode: Mode = "shared",
     kv_cache_memory_bytes: int | None = None,
 ) -> Ledger:
-    """What a rule gives on this machine. ``kv_cache_memory_bytes`` overrides the rules."""
+    """What a rule gives on this machine. ``kv_cache_memory_bytes`` overrides the rules.
+
+    ``machine``: None where the system says nothing about memory. Then what is stated is given.
+    """
+    if machine is None:
+        assert kv_cache_memory_bytes is not None, "there is nothing that a rule could go by"
+        return _unchecked(kv_cache_memory_bytes, needs)
     case = _Case(
         machine=machine,
         needs=needs,
@@ -101,7 +107,7 @@ def make_ledger(
     if kv_cache_memory_bytes is None:
         rule, offer = budget, BUDGETS[budget](case)
     else:
-        rule, offer = GIVEN, _given(case, kv_cache_memory_bytes)
+        rule, offer = GIVEN, _given(kv_cache_memory_bytes)
     refusal = _refusal(rule, offer, case)
     terms, bound = offer.terms, offer.bound
     unused = 0 if needs.most_bytes is None else max(0, offer.kv_bytes - needs.most_bytes)
@@ -233,10 +239,23 @@ def _llamacpp(case: _Case) -> _Offer:
     )
 
 
-def _given(case: _Case, asked_bytes: int) -> _Offer:
+def _given(asked_bytes: int) -> _Offer:
     """kv_cache_memory_bytes"""
     term = Term(label="asked for", num_bytes=asked_bytes, source="kv_cache_memory_bytes")
     return _Offer(terms=(term,), bound="kv_cache_memory_bytes", may_be_capped=False)
+
+
+def _unchecked(asked_bytes: int, needs: Needs) -> Ledger:
+    """The same, where nothing says whether there is room for it."""
+    offer = _given(asked_bytes)
+    return Ledger(
+        rule=GIVEN,
+        terms=offer.terms,
+        bound=offer.bound,
+        state_bytes=needs.state_bytes,
+        room_bytes=asked_bytes,
+        room_source="not checked: the system does not say",
+    )
 
 
 BUDGETS: Mapping[str, Callable[[_Case], _Offer]] = MappingProxyType(

@@ -60,6 +60,11 @@ class ProcessMemory:
     swap_bytes: int
 
 
+def tells_memory(root: Path = _ROOT) -> bool:
+    """Whether the system says how much memory there is."""
+    return sys.platform == "darwin" or (root / "proc/meminfo").exists()
+
+
 def memory_bounds(root: Path = _ROOT) -> list[MemoryBound]:
     """Every limit that holds here, the tightest first.
 
@@ -72,8 +77,7 @@ def memory_bounds(root: Path = _ROOT) -> list[MemoryBound]:
         bounds = [_macos()]
     else:
         raise MemoryUnavailable(
-            "the system does not say how much memory there is (no /proc/meminfo): state the KV "
-            "budget in bytes"
+            "the system does not say how much memory there is (no /proc/meminfo)"
         )
     return sorted(bounds, key=lambda bound: bound.available_bytes)
 

@@ -28,7 +28,7 @@ from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
-from quire.memory.by_device import limits_for, memory_for
+from quire.memory.by_device import known_machine, memory_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.drop_in.layers import (
     DropInLayer,
@@ -569,7 +569,8 @@ def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int |
         context_tokens=longest,
         least_bytes=spec.bytes_per_token + spec.state_bytes,
     )
-    return make_ledger(limits_for(model.device), needs, kv_cache_memory_bytes=asked).require()
+    machine = known_machine(model.device, asked, limits_only=True)
+    return make_ledger(machine, needs, kv_cache_memory_bytes=asked).require()
 
 
 def _with_source(
