@@ -25,12 +25,20 @@ from quire.memory.machine.readings import Gauge
 from quire.models.loader import LoadedModel
 from quire.models.ways.source import Source
 from quire.strategies import Accounting, Usage
+from quire.strategies.page_tables import usage_with_tables
 from quire.units import format_bytes, parse_bytes
 
 Observer: TypeAlias = Callable[[Usage], None]
 
 _USAGE_AGE_S = 0.25  # how old what is noted of it may be when a step begins
-_NOTHING = Usage(reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0)
+_NOTHING = Usage(
+    reserved_bytes=0,
+    committed_bytes=0,
+    used_bytes=0,
+    num_sequences=0,
+    num_tokens=0,
+    page_table_bytes=0,
+)
 
 
 class LLM:
@@ -88,7 +96,7 @@ class LLM:
             self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
         self.statistics = self.engine.scheduler.statistics
-        self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
+        self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
         self._closed = False
@@ -348,7 +356,10 @@ class LLM:
     def _note_usage(self) -> None:
         """For who does not wait."""
         if not self._closed:
-            self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
+            self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
+
+    def _usage_now(self) -> Usage:
+        return usage_with_tables(self._kv.accounting, self._kv.memory.page_bytes)
 
     def _close(self, reason: FinishReason, detail: str) -> None:
         if self._closed:

@@ -115,6 +115,8 @@ class Usage:
     cached_bytes: int = 0  # held by nobody, kept in case somebody begins alike
     num_sequences: int
     num_tokens: int  # of all sequences, shared ones counted for each holder
+    # Besides, by what finds out (``page_tables``); None: it has not been asked for.
+    page_table_bytes: int | None = None
 
     @property
     def wasted_bytes(self) -> int:

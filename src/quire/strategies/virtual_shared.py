@@ -280,6 +280,15 @@ class SharedVirtualAccounting:
         )
         return replace(self.pool.usage(), reserved_bytes=reserved_bytes)
 
+    @property
+    def shown_slots(self) -> int:
+        """Of each place in a window."""
+        return self._block_size
+
+    def shown(self, group: int) -> Slots:
+        """The places (i64[n], ascending over all windows) at which a block is shown."""
+        return self._windows.shown(group)
+
     def census(self, group: int) -> Census:
         return self.pool.census(group)
 

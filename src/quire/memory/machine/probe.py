@@ -21,6 +21,10 @@ from quire.memory.machine.numa import numa_nodes
 from quire.memory.machine.procfs import read_number, read_table, read_text
 
 _ROOT = Path("/")
+# Of /proc/self/maps: addresses, permissions, offset, device, an inode that is not 0, a path.
+_FILE_MAPPING = re.compile(
+    r"^(\w+)-(\w+) \S+ \w+ \w+:\w+ +[1-9]\d* +(?!/memfd:|/dev/|/SYSV)\S", re.MULTILINE
+)
 _CGROUP_V1_UNLIMITED = 1 << 62  # it writes the greatest multiple of a page below 2**63
 
 
@@ -189,14 +193,8 @@ def mapped_from_files(addresses: Iterable[int], root: Path = _ROOT) -> frozenset
 
     The kernel counts such pages as available, since it could drop them and read them again.
     """
-    starts: list[int] = []
-    ends: list[int] = []
-    for line in read_text(root / "proc/self/maps").splitlines():
-        span, _, _, _, inode, *path = line.split(maxsplit=5)
-        if inode != "0" and path and not path[0].startswith(("/memfd:", "/dev/", "/SYSV")):
-            start, _, end = span.partition("-")
-            starts.append(int(start, 16))
-            ends.append(int(end, 16))
+    spans = _FILE_MAPPING.findall(read_text(root / "proc/self/maps"))
+    starts, ends = [int(start, 16) for start, _ in spans], [int(end, 16) for _, end in spans]
     found = ((address, bisect_right(starts, address) - 1) for address in addresses)
     return frozenset(address for address, i in found if i >= 0 and address < ends[i])
 
