@@ -33,6 +33,7 @@ from quire.blocks import POLICIES as EVICTION_POLICIES
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, Sampled, StepPlan
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
+from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import slots_of
 from quire.engine.scheduling.swap import SwapSpace
@@ -42,6 +43,8 @@ from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKe
 from quire.strategies.paged import PagedAccounting
 
 EOS = 0
+HEADROOM = (0.0, 0.0, None, 1.0)
+PRICES = (None, Prices(step_s=1.0, token_s=1e-4), Prices(step_s=1.0, token_s=0.05))
 NextToken = Callable[[Sequence], int]
 TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
 
@@ -60,7 +63,8 @@ class Watch:
         skips: bool = True,
         staggered: bool = False,
         policy: str = "fcfs",
-        headroom: bool = True,
+        headroom: float | None = None,
+        prices: Prices | None = None,
         swap_bytes: int = 0,
     ) -> None:
         self.make, self.accounting = make, make()
@@ -80,6 +84,7 @@ class Watch:
                 watermark_bytes=watermark_bytes,
             ),
             swap=SwapSpace(swap_bytes),
+            costs=Costs(prices=prices),
         )
         self.saved: dict[int, tuple[int, list[int]]] = {}  # tokens, and from which on, by group
         self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
@@ -387,7 +392,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             skips=make(self.groups, config).shares_blocks and config.enable_prefix_caching,
             staggered=changed.get("growth") == "staggered",
             policy=draw(st.sampled_from(sorted(POLICIES))),
-            headroom=draw(st.booleans()),
+            headroom=draw(st.sampled_from(HEADROOM)),
+            prices=draw(st.sampled_from(PRICES)),
             swap_bytes=draw(st.sampled_from([0, 0, self.longest, 3 * self.longest])) * token_bytes,
         )
         self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS

@@ -1,5 +1,6 @@
 """What is expected of running sequences, against the same worked out step by step."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,16 @@ from hypothesis import strategies as st
 from engine.scheduler_machine import Watch
 from engine.test_progress import added, five, request, watch
 from quire.engine.params import SamplingParams
-from quire.engine.scheduling.headroom import OutputLengths, Prospects, growth_bytes
-from quire.engine.scheduling.swap import Costs
+from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.scheduling.headroom import (
+    BytesAt,
+    Outlook,
+    OutputLengths,
+    Prospects,
+    Survival,
+    moments,
+    outlooks,
+)
 from quire.engine.sequence import Request
 
 NOBODY = np.zeros(0, np.int64)
@@ -30,19 +39,26 @@ def prospects(sizes: list[tuple[int, int, int]], *, sure: bool) -> Prospects:
         num_output=output,
         most_output=most,
         sure=np.full(len(sizes), sure),
-        has_room=np.ones(len(sizes), bool),
         held_bytes=held,
-        freed_bytes=held,
+        own_bytes=held,
     )
+
+
+def peak(several: Prospects, survival: Survival, horizon: int, bytes_at: BytesAt) -> float:
+    """The most that these need together, of every moment."""
+    at = np.arange(horizon)
+    together = Outlook.of_none(len(at))
+    for each in outlooks(several, survival, at, bytes_at):
+        together.add(each)
+    return float(together.need.max())
 
 
 def peak_step_by_step(sizes: list[tuple[int, int, int]]) -> int:
     """The slow twin for sequences that end at their limits: everybody gets a token a step."""
-    now = sum(-(-(prompt + output) // 4) * 4 for prompt, output, _ in sizes)
     peak = 0
     for step in range(max(most - output for _, output, most in sizes)):
         running = [(p, o + step) for p, o, most in sizes if o + step < most]
-        peak = max(peak, sum(-(-(p + o) // 4) * 4 for p, o in running) - now)
+        peak = max(peak, sum(-(-(p + o) // 4) * 4 for p, o in running))
     return peak
 
 
@@ -55,10 +71,20 @@ sequences = st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 60)
 @settings(deadline=None, max_examples=150)
 def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]]) -> None:
     known = OutputLengths().survival(NOBODY)
-    found = growth_bytes(prospects(sizes, sure=True), known, blocks_of_four)
-    assert found == peak_step_by_step(sizes)
-    # Who may end before its limit needs no more, beyond the spread that is kept.
-    assert growth_bytes(prospects(sizes, sure=False), known, blocks_of_four) >= 0
+    peak_bytes = peak_step_by_step(sizes)
+    assert peak(prospects(sizes, sure=True), known, 60, blocks_of_four) == peak_bytes
+    # Who may end before its limit needs no more than if all came to their limits together.
+    at_worst = sum(-(-(prompt + most) // 4) * 4 for prompt, _, most in sizes)
+    assert 0 < peak(prospects(sizes, sure=False), known, 60, blocks_of_four) <= at_worst
+
+
+def test_moments_are_every_step_and_then_fewer_and_fewer() -> None:
+    at = moments(100_000)
+    apart = np.diff(at)
+    assert (at[0], at[-1]) == (0, 100_000)
+    assert (apart[:31] == 1).all()
+    assert (apart[31:] <= 0.25 * at[32:]).all()
+    assert (moments(5)[:6] == np.arange(6)).all()
 
 
 @given(
@@ -82,11 +108,11 @@ def test_sequences_of_many_gigabytes_are_no_overflow() -> None:
     """The square of what one of them holds is more than an int64 can."""
     nothing = np.zeros(2, np.int64)
     several = prospects([(10, 1, 900), (10, 1, 900)], sure=False)
-    several = replace(several, held_bytes=nothing, freed_bytes=nothing)
+    several = replace(several, held_bytes=nothing, own_bytes=nothing)
     known = OutputLengths().survival(NOBODY)
     size = 5_700_000_000  # its square wraps around to less than 0
-    found = growth_bytes(several, known, lambda tokens: np.full_like(tokens, size))
-    assert 2 * size <= found < 4 * size
+    found = peak(several, known, 900, lambda tokens: np.full_like(tokens, size))
+    assert size < found <= 2 * size
 
 
 def test_it_learns_and_forgets() -> None:
@@ -142,7 +168,7 @@ def priorities(one: Watch, *values: int) -> None:
 @pytest.mark.parametrize("lacking", ["room", "seat"])
 def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> None:
     capacity, seats = (40, 8) if lacking == "room" else (512, 2)
-    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=False)
+    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=0.0)
     priorities(one, 1, 1)
     one.step(five)
     first, second = one.sequences
@@ -161,7 +187,7 @@ def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> 
 
 
 def test_who_came_back_is_spared_once() -> None:
-    one = watch(64, max_num_seqs=8, headroom=False)
+    one = watch(64, max_num_seqs=8, headroom=0.0)
     a, b, c = added(one, (16, 30), (12, 30), (8, 30))
     victim = one.scheduler._preemption.victim
     assert victim([a, b, c]) is c
@@ -177,8 +203,9 @@ def test_who_came_back_is_spared_once() -> None:
 def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
     costs = Costs(bytes_per_token=100)
     assert costs.swap_pays, "nothing is known of computing yet"
-    costs.note_step(num_tokens=100, num_sequences=1, seconds=1.0)
-    costs.note_step(num_tokens=8, num_sequences=8, seconds=9.0)  # tells nothing of new text
+    costs.note_step(num_tokens=8, num_sequences=8, num_read=80, seconds=1.08)
+    assert costs.swap_pays, "steps of one token each tell nothing of text"
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=2.0)
     assert costs.recompute_s(50) == pytest.approx(0.5)
     costs.note_saved(1000, 0.05)
     costs.note_loaded(1000, 0.06)
@@ -189,3 +216,35 @@ def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
         costs.note_loaded(1000, 0.01)
     assert costs.swap_s(100) == pytest.approx(0.002, rel=0.01)
     assert costs.swap_pays
+
+
+@given(
+    step_s=st.floats(0.001, 0.1),
+    token_tokens=st.floats(2, 2000),
+    entry_share=st.floats(0, 0.01),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=15)
+def test_prices_are_found_among_steps_that_vary(
+    step_s: float, token_tokens: float, entry_share: float, rng: random.Random
+) -> None:
+    """``token_tokens``: tokens that take as long as a step itself; ``entry_share``: of a token."""
+    token_s, costs = step_s / token_tokens, Costs()
+
+    def step(num_tokens: int, num_sequences: int, num_read: int) -> None:
+        seconds = step_s + token_s * (num_tokens + entry_share * num_read)
+        costs.note_step(num_tokens, num_sequences, num_read, seconds * rng.uniform(0.99, 1.01))
+
+    for _ in range(20):
+        step(rng.choice([100, 400, 1000]), 1, 1000)
+    for _ in range(200):  # which tell nothing of text, and are far more
+        beside = rng.randint(1, 64)
+        step(beside, beside, beside * rng.randint(50, 1000))
+    assert costs.prices.step_s == pytest.approx(step_s, rel=0.2)
+    assert costs.recompute_s(1000) == pytest.approx(1000 * token_s, rel=0.2, abs=0.05 * step_s)
+
+
+def test_prices_that_are_given_stay() -> None:
+    costs = Costs(prices=Prices(step_s=1.0, token_s=0.1))
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=99.0)
+    assert costs.prices == Prices(step_s=1.0, token_s=0.1)

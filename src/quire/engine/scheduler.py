@@ -12,6 +12,7 @@ from collections.abc import Sequence as Several
 
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.outcome import append, kept_drafts, mark_computed
 from quire.engine.scheduling.policy import POLICIES
@@ -20,7 +21,7 @@ from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.room import NoRoom, Room
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
 from quire.engine.scheduling.suspects import Suspects
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.strategies import Accounting, Fits
@@ -49,7 +50,7 @@ class Scheduler:
         self.suspects = Suspects()
         self.costs = costs or Costs()
         self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
-        self._admission = Admission(limits)
+        self._admission = Admission(limits, policy.grade, self.costs)
         self._num_sequences = 0  # that have ever come
         self._ended: list[Sequence] = []  # since the last update, to be reported by the next one
         self._outputs: list[TokenOutput] = []  # of an update that has not come to its end
@@ -154,6 +155,7 @@ class Scheduler:
         Between two steps. Both await a choice then.
         """
         self._queues.leave(sequence)
+        self._admission.left(sequence)
         self._accounting.free(sequence.seq_id)
         self.swap.release(sequence)
         sequence.token_ids = list(parent.token_ids)
@@ -170,6 +172,7 @@ class Scheduler:
             self._admission.note_ended(sequence.num_output_tokens, reason)
         if not self._queues.end(sequence):
             return
+        self._admission.left(sequence)
         if sequence.siblings:
             heir, *others = self._queues.part(sequence)
             self._lead(heir, others)
@@ -214,6 +217,7 @@ class Scheduler:
         self._room.accounting = accounting
         for save in self._preemption.drain():
             self.swap.release(save.sequence)
+        self._admission.all_left()
         for sequence in self._queues.all_wait():
             self._announce(sequence)
 
@@ -221,6 +225,7 @@ class Scheduler:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
         self._queues.check(self._accounting)
+        self._admission.check(self._queues.running)
         self.swap.check(self._queues.everybody)
         assert self.num_running <= self.limits.max_num_seqs
 
@@ -238,7 +243,10 @@ class Scheduler:
 
     def _part(self, leader: Sequence) -> None:
         """The prompt is computed: its siblings share it from now on, and go their own ways."""
-        for sibling in self._queues.part(leader):
+        siblings = self._queues.part(leader)
+        if leader in self._queues.running:
+            self._admission.came(leader)
+        for sibling in siblings:
             sibling.num_cached_tokens = leader.num_cached_tokens
             sibling.prompt_logprobs = leader.prompt_logprobs
             self.statistics.note_shared(leader, sibling)
@@ -250,9 +258,13 @@ class Scheduler:
         if has_seat and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
             sequence.num_computed_tokens = parent.num_computed_tokens
             sequence.most_computed_tokens = parent.num_computed_tokens
-            self._queues.run(sequence)
+            self._run(sequence)
         else:
             self._begin(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        self._queues.run(sequence)
+        self._admission.came(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         """Let a sequence that holds nothing wait."""
@@ -337,16 +349,16 @@ class Scheduler:
     def _admit(self, step: Step, newcomer: Sequence) -> bool:
         """Let one come that waits; those of a worse grade make room for it. False: it waits."""
         running, grade = self._queues.running, self._grade(newcomer)
-        displaces = None
+        now, displaces = self.statistics.step_tokens.count, None
         while True:
             worse = [s for s in running if self._grade(s) > grade]
+            has_seat = self.num_running < self.limits.max_num_seqs
+            if not has_seat and not worse:
+                return False
             kept_bytes = self._admission.kept_bytes(
-                self._accounting,
-                newcomer,
-                running[: len(running) - len(worse)],
-                self._preemption.spare_bytes,
+                self._accounting, newcomer, now=now, spare_bytes=self._preemption.spare_bytes
             )
-            if self.num_running < self.limits.max_num_seqs:
+            if has_seat:
                 answer = self._room.take(
                     newcomer,
                     step.budget,
@@ -357,7 +369,7 @@ class Scheduler:
                 if isinstance(answer, Chunk):
                     newcomer.came_back = newcomer.num_preemptions > 0
                     self._queues.leave(newcomer)
-                    self._queues.run(newcomer)
+                    self._run(newcomer)
                     step.add([answer])
                     return True
                 if answer.final:
@@ -365,7 +377,7 @@ class Scheduler:
                     return True
             if displaces is None:  # only if it comes in the end
                 displaces = bool(worse) and self._admission.could_displace(
-                    self._accounting, newcomer, worse, kept_bytes
+                    self._accounting, newcomer, now=now, kept_bytes=kept_bytes
                 )
             if not worse or not displaces:
                 return False
@@ -391,6 +403,7 @@ class Scheduler:
     def _send_back(self, sequence: Sequence) -> None:
         """From the running to the waiting ones, with nothing computed."""
         self._queues.leave(sequence)
+        self._admission.left(sequence)
         if sequence.lacks_prompt_logprobs:
             sequence.prompt_logprobs = []
         self._accounting.free(sequence.seq_id)

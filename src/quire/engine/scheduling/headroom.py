@@ -1,9 +1,13 @@
-"""How much the running sequences will still grow, learned from the outputs that have ended.
+"""What the running sequences will hold, as far as is told by outputs that have ended.
 
-A newcomer is admitted only if, as far as can be told, everybody can run to the end beside it. So
-the question is how many bytes all of them together will hold at their peak: some grow while others
-end. How long an output becomes is told by those before it (Kaplan and Meier's estimate: what was
-cut off at its limit, or still runs, counts as *at least* so long), given how long it is already.
+The question at every newcomer is how many bytes all of them together will hold at their peak, and
+when there will be more than there is: some grow while others end. How long an output becomes is
+told by those before it (Kaplan and Meier's estimate: what was cut off at its limit, or still runs,
+counts as *at least* so long), given how long it is already.
+
+Each sequence has an expectation for a few moments to come, and its spread. What is asked for are
+sums over all of them, kept as sequences come and go: a newcomer costs the same beside one or
+beside a thousand. Now and then all are told anew, since sequences have gone on and more is known.
 
 Nothing here decides; a wrong guess costs a preemption, or a newcomer's wait.
 
@@ -29,7 +33,8 @@ _ENDLESS_WEIGHT = 0.25  # something is always longer than all that was seen
 _KEPT = 256  # outputs that are remembered …
 _DECAY = 0.99  # … each for so much less with every one that ends after it
 _SPREADS = 1.0  # standard deviations that are kept free beyond the expectation
-_NUM_MOMENTS = 32  # at which the need is looked at, besides those at which a limit is reached
+_EVERY_MOMENT = 32  # steps from now that are looked at one by one …
+_NUM_LATER = 48  # … and so many of those behind, at growing distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,12 @@ class OutputLengths:
         return Survival(distinct, np.concatenate([[1.0], np.cumprod(1 - ends)]))
 
 
+def moments(horizon: int) -> Counts:
+    """Steps from now on that are looked at: i64[T], ascending from 0 to ``horizon``."""
+    later = np.geomspace(_EVERY_MOMENT, max(_EVERY_MOMENT, horizon), _NUM_LATER).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(_EVERY_MOMENT), later]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospects:
     """Sequences side by side, an entry each: i64[S]."""
@@ -82,31 +93,69 @@ class Prospects:
     num_output: Counts  # … of them generated
     most_output: Counts  # … that it may generate at most
     sure: npt.NDArray[np.bool_]  # nothing but that limit ends it
-    has_room: npt.NDArray[np.bool_]  # it runs; the others are still to come
     held_bytes: Counts  # what it holds now, by itself, or when it has come …
-    freed_bytes: Counts  # … and what of that goes back if it ends, since nobody shares it
+    own_bytes: Counts  # … and what of that goes back if it ends, since nobody shares it
+
+    @property
+    def longest(self) -> Counts:
+        """Tokens at most."""
+        return self.num_tokens + self.most_output - self.num_output
 
 
-def growth_bytes(prospects: Prospects, survival: Survival, bytes_at: BytesAt) -> int:
-    """Bytes by which these sequences together will exceed what they hold now, at their peak.
+def expected_bytes(
+    prospects: Prospects, survival: Survival, at: Counts, bytes_at: BytesAt
+) -> tuple[Shares, Shares]:
+    """What each will hold that nobody else does, at moments from now on.
 
-    Each gets one token a step. ``bytes_at`` maps i64[S, T] tokens to bytes.
+    Each gets one token a step. ``bytes_at`` maps i64[S, T] tokens to bytes. Returns: expectation
+    and variance, f64[S, T].
     """
     output = prospects.num_output[:, None]  # [S, 1]
-    left = prospects.most_output - prospects.num_output - 1  # steps after this one, at most
-    moments = _moments(left)  # [T]
-    there = survival(output + moments) / survival(output)
-    there = np.where(prospects.sure[:, None], 1.0, there) * (moments <= left[:, None])
-    tokens = prospects.num_tokens[:, None] + np.minimum(moments, left.clip(0)[:, None])
-    more = bytes_at(tokens) - prospects.held_bytes[:, None]
-    freed = prospects.freed_bytes[:, None]
-    expected = (there * (more + freed) - freed).sum(axis=0)
-    spread = np.sqrt((there * (1 - there) * (more + freed) ** 2.0).sum(axis=0))  # no i64 holds it
-    return max(0, int((expected + _SPREADS * spread).max()))
+    left = prospects.most_output[:, None] - output - 1  # steps after this one, at most
+    there = np.where(prospects.sure[:, None], 1.0, survival(output + at) / survival(output))
+    there *= at <= left
+    tokens = prospects.num_tokens[:, None] + np.minimum(at, left.clip(0))
+    more = bytes_at(tokens) - (prospects.held_bytes - prospects.own_bytes)[:, None]
+    return there * more, there * (1 - there) * more.astype(np.float64) ** 2  # no i64 holds it
 
 
-def _moments(left: Counts) -> Counts:
-    """Steps from now on at which the need may be greatest: before a limit, and some between."""
-    horizon = max(1, int(left.max()))
-    between = np.geomspace(1, horizon, _NUM_MOMENTS).astype(np.int64)
-    return np.unique(np.concatenate([[0], left.clip(0), between]))
+@dataclass(slots=True)
+class Outlook:
+    """Of one sequence, or the sum over several."""
+
+    expected: Shares  # f64[T] bytes …
+    variance: Shares  # … and how far off they may be
+    num_sequences: int = 0
+    own_bytes: int = 0  # that would be free without them, now
+    most_bytes: int = 0  # if all come to their limits at the same time
+
+    @classmethod
+    def of_none(cls, num_moments: int) -> "Outlook":
+        return cls(np.zeros(num_moments), np.zeros(num_moments))
+
+    def add(self, other: "Outlook", sign: int = 1) -> None:
+        self.expected += sign * other.expected
+        self.variance += sign * other.variance
+        self.num_sequences += sign * other.num_sequences
+        self.own_bytes += sign * other.own_bytes
+        self.most_bytes += sign * other.most_bytes
+
+    @property
+    def need(self) -> Shares:
+        """f64[T] bytes that will do, as is likely."""
+        need: Shares = self.expected + _SPREADS * np.sqrt(self.variance.clip(0))
+        return np.minimum(need, self.most_bytes)
+
+
+def outlooks(
+    prospects: Prospects, survival: Survival, at: Counts, bytes_at: BytesAt
+) -> list[Outlook]:
+    """Of each of these sequences. ``bytes_at`` and ``at`` are as in ``expected_bytes``."""
+    expected, variance = expected_bytes(prospects, survival, at, bytes_at)
+    shared = prospects.held_bytes - prospects.own_bytes
+    most = bytes_at(prospects.longest[:, None])[:, 0] - shared
+    rows = zip(expected, variance, prospects.own_bytes.tolist(), most.tolist(), strict=True)
+    return [
+        Outlook(row, spread, num_sequences=1, own_bytes=own, most_bytes=limit)
+        for row, spread, own, limit in rows
+    ]
