@@ -57,7 +57,7 @@ class Outcome:
 
 
 def ten_loads(seed: int, scale: float = 1.0) -> list[Load]:
-    """``scale``: of the number of requests."""
+    """``scale``: of the number of requests, and of the pool while it holds two of the longest."""
     draw = random.Random(seed)
 
     def count(number: int) -> int:
@@ -97,7 +97,7 @@ def ten_loads(seed: int, scale: float = 1.0) -> list[Load]:
     long = several(60, (500, 1100), lambda: draw.randint(40, 160), 200)
     large = several(160, (300, 1500), lambda: lognormal(300, 0.8, 2000), 2000)
     usual = {"max_num_seqs": 64, "pool_tokens": 4096}
-    return [
+    several_loads = [
         Load(name="16 equal", jobs=equal, pool_tokens=1024, max_num_seqs=16, ends_are_known=True),
         Load(
             name="16 equal, ends unknown",
@@ -119,6 +119,14 @@ def ten_loads(seed: int, scale: float = 1.0) -> list[Load]:
             max_num_batched_tokens=2048, max_num_seqs=64, pool_tokens=32_768,
         ),
     ]  # fmt: skip
+    return [scaled(load, scale) for load in several_loads]
+
+
+def scaled(load: Load, scale: float) -> Load:
+    """In a pool as much smaller, while that holds two of the longest."""
+    longest = max(job.num_prompt_tokens + job.max_tokens for job in load.jobs)
+    least = min(load.pool_tokens, 2 * longest)
+    return replace(load, pool_tokens=max(least, round(scale * load.pool_tokens)))
 
 
 def any_load(draw: random.Random) -> tuple[Load, FittedCosts]:

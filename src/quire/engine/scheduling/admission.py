@@ -79,6 +79,11 @@ class Admission:
         assert {s.seq_id for s in running} == set(self._running), "admission has missed somebody"
         told = {*self._outlooks, *self._unknown}
         assert told == set(self._running), "an outlook of who does not run"
+        for grade, together in self._sums.items():
+            rows = [outlook for of, outlook in self._outlooks.values() if of == grade]
+            assert together.num_sequences == sum(row.num_sequences for row in rows)
+            assert together.own_bytes == sum(row.own_bytes for row in rows)
+            assert np.allclose(together.expected, sum(row.expected for row in rows))
 
     def kept_bytes(
         self, accounting: Accounting, newcomer: Sequence, *, now: int, spare_bytes: int
