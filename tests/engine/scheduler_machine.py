@@ -36,6 +36,7 @@ from quire.blocks import POLICIES as EVICTION_POLICIES
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, Sampled, StepPlan
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
+from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import slots_of
 from quire.engine.scheduling.swap import SwapSpace
@@ -45,6 +46,8 @@ from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKe
 from quire.strategies.paged import PagedAccounting
 
 EOS = 0
+HEADROOM = (0.0, 0.0, None, 1.0)
+PRICES = (None, Prices(step_s=1.0, token_s=1e-4), Prices(step_s=1.0, token_s=0.05))
 NextToken = Callable[[Sequence], int]
 TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
 
@@ -63,7 +66,8 @@ class Watch:
         skips: bool = True,
         staggered: bool = False,
         policy: str = "fcfs",
-        headroom: bool = True,
+        headroom: float | None = None,
+        prices: Prices | None = None,
         swap_bytes: int = 0,
         shared_tokens: int = 16,
     ) -> None:
@@ -85,6 +89,7 @@ class Watch:
                 shared_tokens=shared_tokens,
             ),
             swap=SwapSpace(swap_bytes),
+            costs=Costs(prices=prices),
         )
         self.shared_tokens = min(shared_tokens, 4)  # at least those, from a block on
         self.num_held_back = 0  # waits of all sequences
@@ -424,8 +429,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             skips=make(self.groups, config).shares_blocks and config.enable_prefix_caching,
             staggered=changed.get("growth") == "staggered",
             policy=draw(st.sampled_from(sorted(POLICIES))),
-            headroom=draw(st.booleans()),
+            headroom=draw(st.sampled_from(HEADROOM)),
             shared_tokens=draw(st.sampled_from([1, 4, 16])),
+            prices=draw(st.sampled_from(PRICES)),
             swap_bytes=draw(st.sampled_from([0, 0, self.longest, 3 * self.longest])) * token_bytes,
         )
         self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS

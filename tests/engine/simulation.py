@@ -28,8 +28,9 @@ from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, StepPlan
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Drafts, Limits, Scheduler
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.swap.mover import ShelfMover
 from quire.engine.swap.shelves import MemoryShelf

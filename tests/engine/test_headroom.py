@@ -1,5 +1,6 @@
 """What is expected of running sequences, against the same worked out step by step."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,8 @@ from engine.scheduler_machine import Watch
 from engine.test_progress import added, five, request, watch
 from quire.engine.params import SamplingParams
 from quire.engine.scheduling.company import joined
+from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
-from quire.engine.scheduling.swap import Costs
 from quire.engine.sequence import Request
 
 NOBODY = np.zeros(0, np.int64), np.zeros(0)
@@ -188,7 +189,7 @@ def priorities(one: Watch, *values: int) -> None:
 @pytest.mark.parametrize("lacking", ["room", "seat"])
 def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> None:
     capacity, seats = (40, 8) if lacking == "room" else (512, 2)
-    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=False)
+    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=0.0)
     priorities(one, 1, 1)
     one.step(five)
     first, second = one.sequences
@@ -207,7 +208,7 @@ def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> 
 
 
 def test_who_came_back_is_spared_once() -> None:
-    one = watch(64, max_num_seqs=8, headroom=False)
+    one = watch(64, max_num_seqs=8, headroom=0.0)
     a, b, c = added(one, (16, 30), (12, 30), (8, 30))
     victim = one.scheduler._preemption.victim
     assert victim([a, b, c]) is c
@@ -223,8 +224,9 @@ def test_who_came_back_is_spared_once() -> None:
 def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
     costs = Costs(bytes_per_token=100)
     assert costs.swap_pays, "nothing is known of computing yet"
-    costs.note_step(num_tokens=100, num_sequences=1, seconds=1.0)
-    costs.note_step(num_tokens=8, num_sequences=8, seconds=9.0)  # tells nothing of new text
+    costs.note_step(num_tokens=8, num_sequences=8, num_read=80, seconds=1.08)
+    assert costs.swap_pays, "steps of one token each tell nothing of text"
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=2.0)
     assert costs.recompute_s(50) == pytest.approx(0.5)
     costs.note_saved(1000, 0.05)
     costs.note_loaded(1000, 0.06)
@@ -235,3 +237,35 @@ def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
         costs.note_loaded(1000, 0.01)
     assert costs.swap_s(100) == pytest.approx(0.002, rel=0.01)
     assert costs.swap_pays
+
+
+@given(
+    step_s=st.floats(0.001, 0.1),
+    token_tokens=st.floats(2, 2000),
+    entry_share=st.floats(0, 0.01),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=15)
+def test_prices_are_found_among_steps_that_vary(
+    step_s: float, token_tokens: float, entry_share: float, rng: random.Random
+) -> None:
+    """``token_tokens``: tokens that take as long as a step itself; ``entry_share``: of a token."""
+    token_s, costs = step_s / token_tokens, Costs()
+
+    def step(num_tokens: int, num_sequences: int, num_read: int) -> None:
+        seconds = step_s + token_s * (num_tokens + entry_share * num_read)
+        costs.note_step(num_tokens, num_sequences, num_read, seconds * rng.uniform(0.99, 1.01))
+
+    for _ in range(20):
+        step(rng.choice([100, 400, 1000]), 1, 1000)
+    for _ in range(200):  # which tell nothing of text, and are far more
+        beside = rng.randint(1, 64)
+        step(beside, beside, beside * rng.randint(50, 1000))
+    assert costs.prices.step_s == pytest.approx(step_s, rel=0.2)
+    assert costs.recompute_s(1000) == pytest.approx(1000 * token_s, rel=0.2, abs=0.05 * step_s)
+
+
+def test_prices_that_are_given_stay() -> None:
+    costs = Costs(prices=Prices(step_s=1.0, token_s=0.1))
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=99.0)
+    assert costs.prices == Prices(step_s=1.0, token_s=0.1)

@@ -186,7 +186,7 @@ def test_who_waits_keeps_its_seat_and_its_room() -> None:
     assert step(one).keys() == {0}, "seats are kept for the two that wait"
     assert step(one).keys() == {0, 1, 2}
     # 13 blocks for the first, and 10 of its own for the second: none of them is for the third.
-    one = scheduler(13 + 10 + 4, headroom=False)
+    one = scheduler(13 + 10 + 4, headroom=0.0)
     own = [*range(200), *range(700, 860)]
     for n, text in enumerate([range(200), own, range(5000, 5100)]):
         one.add(asked(n, text))
@@ -211,7 +211,7 @@ def test_where_states_are_kept_at_a_few_places_none_waits_in_vain() -> None:
 
 def test_a_long_prefix_in_a_small_memory_and_preemption() -> None:
     """The one that computes loses its room on the way; those that wait go on all the same."""
-    one: Watch = watch(96, max_num_seqs=6, budget=16, headroom=False, shared_tokens=4)
+    one: Watch = watch(96, max_num_seqs=6, budget=16, headroom=0.0, shared_tokens=4)
     for number in range(8):
         tokens = (*range(28), *[100 + number] * 3)
         params = SamplingParams(max_tokens=24)
@@ -314,7 +314,7 @@ def test_who_waits_is_looked_at_again_when_that_can_have_changed(
 def test_a_plan_in_which_very_many_give_way_is_made_without_recursion() -> None:
     """More beams await a choice than Python calls may be nested, and one that came needs all."""
     count = 1050
-    one = scheduler(count + 10, budget=10**6, max_num_seqs=count + 10, headroom=False)
+    one = scheduler(count + 10, budget=10**6, max_num_seqs=count + 10, headroom=0.0)
     for n in range(count):
         one.add(asked(n, range(40 * n, 40 * n + 10), 30, chosen_outside=True))
     step(one)

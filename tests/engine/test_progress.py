@@ -118,7 +118,7 @@ def watch(
     block_size: int = 4,
     page_bytes: int = 128,
     policy: str = "fcfs",
-    headroom: bool = True,
+    headroom: float | None = None,
     shared_tokens: int = 16,
 ) -> Watch:
     config = CacheConfig(
@@ -261,9 +261,7 @@ def test_sequences_go_on_in_a_pool_that_shrinks_under_them() -> None:
 
 def test_thrash_is_bounded() -> None:
     """16 requests of 64 + 128 tokens in a pool of 1,024: vLLM computes 43.6 % of them again."""
-    one = watch(
-        1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16, headroom=False
-    )
+    one = watch(1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16, headroom=0.0)
     sequences = added(one, *[(64, 128)] * 16)
     one.drain(five)
     assert {s.finish_reason for s in sequences} == {"length"}

@@ -24,8 +24,9 @@ from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter

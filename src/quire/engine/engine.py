@@ -107,7 +107,9 @@ class Engine:
             else:
                 plan, sampled = self._compute_one_by_one(plan)
         self.scheduler.statistics.now_s = now_s = self.clock()
-        self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), now_s - started_s)
+        self.scheduler.costs.note_step(
+            plan.num_tokens, len(plan.chunks), plan.num_read, now_s - started_s
+        )
         return self.scheduler.update(plan, sampled)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:

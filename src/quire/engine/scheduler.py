@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.outcome import append, kept_drafts, mark_computed
@@ -23,7 +24,7 @@ from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.room import NoRoom, Room
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
 from quire.engine.scheduling.suspects import Suspects
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.strategies import Accounting, Fits
@@ -63,13 +64,13 @@ class Scheduler:
         self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
         self.statistics = Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
+        self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
         self._grade = policy.grade
-        self._admission = Admission(limits, policy, accounting)
+        self._admission = Admission(limits, policy, accounting, self.costs)
         self._queues = Queues(policy, self._admission.company)
         self._room = Room(accounting, self.swap, limits, self.statistics)
         self.suspects = Suspects()
-        self.costs = costs or Costs()
         self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
         self._in_batch = InBatchPrefixes(self._room)
         self._num_sequences = 0  # that have ever come

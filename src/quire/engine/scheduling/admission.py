@@ -1,5 +1,9 @@
 """Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces.
 
+A newcomer for whom all are expected to find room to the end comes. One for whom room will be short
+some steps from now comes if that pays: until then it shares the steps that are taken anyway, and
+then a sequence makes room and computes again what it had. Both are seconds, by the measured costs.
+
 What all of them will need is worked out at most once a plan, and each that comes is added to it:
 ``company`` has the numbers, ``headroom`` the estimate.
 """
@@ -7,18 +11,26 @@ What all of them will need is worked out at most once a plan, and each that come
 import numpy as np
 
 from quire.engine.scheduling.company import Company
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import FinishReason, Sequence
 from quire.strategies import Accounting
 
+# Of what a sequence had that made room. Some is still cached when it comes back, and it makes room
+# later than is said with caution: a half is best of what was tried, from 0.3 to 1.
+_LOST_PART = 0.5
+
 
 class Admission:
     """Asks what is free for how much is to come. The watermark stays free in any case."""
 
-    def __init__(self, limits: Limits, policy: Policy, accounting: Accounting) -> None:
+    def __init__(
+        self, limits: Limits, policy: Policy, accounting: Accounting, costs: Costs
+    ) -> None:
         self.company = Company(limits, policy, accounting)
+        self._costs = costs
         self._lengths = OutputLengths()
         self._limits, self._grade = limits, policy.grade
         # In this plan: what is to come of those that run; of grades up to one, when so many had
@@ -26,6 +38,8 @@ class Admission:
         self._outlook: Outlook | None = None
         self._outlook_of = (0, 0)
         self._more_at_worst = 0.0
+        self._num_expected = 0  # sequences in that outlook
+        self._own_part = 1.0  # of what a sequence holds: the rest it shares
         # Whoever was asked for last, in which outlook, and the answer.
         self._asked: tuple[Sequence, Outlook, Curves, float] | None = None
         self._held_back: list[Sequence] = []  # in this plan …
@@ -61,6 +75,7 @@ class Admission:
             curves, held_bytes = self._ask(newcomer, self._outlook)
             self._outlook.add(curves)
             self._more_at_worst += self.company.bytes_at_most(newcomer) - held_bytes
+            self._num_expected += 1 + len(newcomer.siblings)
 
     def kept_bytes(self, newcomer: Sequence, spare_bytes: int) -> int:
         """What must stay free beside a newcomer, so that it and its company find room to the end.
@@ -69,8 +84,8 @@ class Admission:
         elsewhere: in swap space, for those who lack room at the peak.
         """
         least = self._limits.watermark_bytes
-        if self._limits.headroom and self.company:
-            least = max(least, self._growth_bytes(newcomer) - spare_bytes)
+        if self._limits.headroom != 0 and self.company:
+            least = max(least, self._headroom_bytes(newcomer, spare_bytes))
         return least + self._held_back_bytes
 
     def could_displace(self, newcomer: Sequence, kept_bytes: int) -> bool:
@@ -81,9 +96,11 @@ class Admission:
         need = int(self.company.to_come(newcomer).freed_bytes.sum()) + kept_bytes
         return need <= accounting.ceiling.now_bytes - accounting.held_bytes + freed
 
-    def _growth_bytes(self, newcomer: Sequence) -> int:
-        """What all will take besides, at their peak; 0 if there is room for all that they may."""
-        company = self.company
+    def _headroom_bytes(self, newcomer: Sequence, spare_bytes: int) -> int:
+        """What all will take besides, at their peak; 0 if there is room for all that they may, or
+        if it pays to come all the same.
+        """
+        company, share = self.company, self._limits.headroom
         own, most = company.bytes_at_most(newcomer), company.accounting.ceiling.now_bytes
         if company.most_bytes + self._held_back_most_bytes + own <= most:
             return 0
@@ -91,10 +108,33 @@ class Admission:
         if outlook is None:
             return 0
         # Some share what they hold, and some would make room.
-        if self._more_at_worst + own + company.accounting.held_bytes <= most:
+        held_bytes = company.accounting.held_bytes
+        if self._more_at_worst + own + held_bytes <= most:
             return 0
-        curves, _ = self._ask(newcomer, outlook)
-        return int(outlook.need_bytes(curves).max())
+        curves, newcomer_bytes = self._ask(newcomer, outlook)
+        growth = outlook.need_bytes(curves)
+        if share is None:
+            share, taken_bytes = 1.0, held_bytes + newcomer_bytes + self._held_back_bytes
+            short = growth > most - taken_bytes + spare_bytes
+            if short.any():
+                # If all found room in the end, it would come. As it is, so many will on average.
+                num_later = self._num_expected + 1 + len(newcomer.siblings)
+                num_later *= min(1.0, most / max(1.0, taken_bytes + float(growth.max())))
+                if self._pays(newcomer, int(outlook.moments[short.argmax()]), num_later):
+                    return 0
+        return int(share * growth.max()) - spare_bytes
+
+    def _pays(self, newcomer: Sequence, num_steps: int, num_later: float) -> bool:
+        """Whether to come is worth it for one beside whom room will be short in so many steps.
+
+        Until then it has a part in steps that are taken anyway; if it waits, it has one in later
+        steps, with ``num_later`` sequences. Then it, or another one like it, makes room, and
+        computes again what it had, but for what others hold too.
+        """
+        prompt_steps = newcomer.num_tokens / self._limits.max_num_batched_tokens
+        gained_s = self._costs.prices.step_s * (num_steps - prompt_steps) / num_later
+        num_tokens = int(self._own_part * newcomer.num_tokens) + num_steps
+        return gained_s > _LOST_PART * self._costs.recompute_s(num_tokens)
 
     def _ask(self, newcomer: Sequence, outlook: Outlook) -> tuple[Curves, float]:
         """What a newcomer will take besides what it holds when it has come, and that."""
@@ -124,6 +164,10 @@ class Admission:
             at_worst = self._bytes_at(running.longest[:, None], running)[:, 0] * running.count
             held = (there.held_bytes * there.count).sum()
             self._more_at_worst = float(at_worst.sum() - held)
+            self._num_expected = int(running.count.sum())
+            alone = float((there.held_bytes * there.count).sum())
+            own = float((there.freed_bytes * there.count).sum())
+            self._own_part = own / alone if alone else 1.0
             for newcomer in self._held_back:
                 self.note_came(newcomer)
         return self._outlook
