@@ -100,14 +100,15 @@ class Admission:
         together, worse = self._company(self._grade(newcomer))
         if not together.num_sequences:
             return watermark
+        elapsed = now - self._since
+        held_bytes = accounting.held_bytes - self._other_bytes - worse.own_bytes
+        # Who is still there was not sure to be: all of them, in place of those that were expected.
+        together.scale(max(1.0, held_bytes / max(1.0, float(together.expected[elapsed]))))
         (its,) = self._outlooks_of(accounting, [newcomer], now)
         together.add(its)
-        elapsed = now - self._since
-        steps, need = self._moments - elapsed, together.need
-        steps, need = steps[steps >= 0], need[steps >= 0]
-        # In place of what was expected of them for now, what they hold.
+        steps, need = self._moments[elapsed:] - elapsed, together.need[elapsed:]
+        growth = need - (held_bytes + its.own_bytes)
         taken_bytes = accounting.held_bytes + its.own_bytes
-        growth = need - (taken_bytes - self._other_bytes - worse.own_bytes)
         most_bytes = accounting.ceiling.now_bytes
         if share is None:
             share = 1.0

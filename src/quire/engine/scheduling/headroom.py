@@ -33,7 +33,7 @@ _ENDLESS_WEIGHT = 0.25  # something is always longer than all that was seen
 _KEPT = 256  # outputs that are remembered …
 _DECAY = 0.99  # … each for so much less with every one that ends after it
 _SPREADS = 1.0  # standard deviations that are kept free beyond the expectation
-_EVERY_MOMENT = 32  # steps from now that are looked at one by one …
+EVERY_MOMENT = 32  # steps from now that are looked at one by one …
 _NUM_LATER = 48  # … and so many of those behind, at growing distances
 
 
@@ -81,8 +81,8 @@ class OutputLengths:
 
 def moments(horizon: int) -> Counts:
     """Steps from now on that are looked at: i64[T], ascending from 0 to ``horizon``."""
-    later = np.geomspace(_EVERY_MOMENT, max(_EVERY_MOMENT, horizon), _NUM_LATER).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(_EVERY_MOMENT), later]))
+    later = np.geomspace(EVERY_MOMENT, max(EVERY_MOMENT, horizon), _NUM_LATER).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(EVERY_MOMENT), later]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,11 @@ class Outlook:
         self.num_sequences += sign * other.num_sequences
         self.own_bytes += sign * other.own_bytes
         self.most_bytes += sign * other.most_bytes
+
+    def scale(self, factor: float) -> None:
+        """So much more is expected; what all come to at most stays."""
+        self.expected *= factor
+        self.variance *= factor**2
 
     @property
     def need(self) -> Shares:
