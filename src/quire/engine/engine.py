@@ -71,15 +71,13 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.sequence)
-        self._drop_saved()
-        # Now, so that what the next plan has saved is where accounting says, and what ended is not
-        # held for another step.
-        self._kv.carry_out()
+        self._settle()  # what ended is not held for another step
         return outputs
 
     def _step(self) -> list[TokenOutput]:
-        if self._kv.refusal is not None:  # of what was decided since the last step
-            self._begin_with_less(_NOTHING, self._kv.refusal)
+        # A search decides between two steps. What the plan has saved must lie where accounting
+        # says, and must not be taken for what the same sequence had saved before.
+        self._settle()
         drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
         plan = self.scheduler.plan(drafts)
         self._swap_out(plan)
@@ -202,6 +200,13 @@ class Engine:
         for chunk in lost:
             self.scheduler.lose(chunk.sequence)
         return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
+
+    def _settle(self) -> None:
+        """Carry out what has been decided since the last plan. Raises: MemoryUnavailable."""
+        self._drop_saved()
+        self._kv.carry_out()
+        if self._kv.refusal is not None:
+            self._begin_with_less(_NOTHING, self._kv.refusal)
 
     def _drop_saved(self) -> None:
         if self._swap is not None:
