@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -82,7 +82,8 @@ def main(
         soak.kills = int(dict(line.split() for line in text.splitlines()).get("oom_kill", "0"))
     found = claims(soak)
     if report is not None:
-        report.write_text(json.dumps({"claims": found, **asdict(soak)}))
+        samples = {"at_rest": soak.at_rest, "samples": soak.samples, "wrong": soak.wrong}
+        report.write_text(json.dumps({"claims": found, "answers": soak.answers, **samples}))
     print(f"answers: {dict(soak.answers)}; the server's log: {log}")
     for wrong in soak.wrong[:5]:
         print(wrong)

@@ -266,8 +266,8 @@ def test_where_the_cache_is_not_enough_the_step_shrinks_and_grows_again() -> Non
         assert sizes is not None
         llm._elastic._peak = peak  # type: ignore[assignment]
         # Half of it is for a step of ten tokens, and it is far from the headroom.
-        little = 2 * sizes.of(10)
-        assert little < 8 << 20
+        little = 2 * sizes.of(10, len(several))
+        assert little < 4 << 20
 
         def observe(usage: Any) -> None:
             stage.pass_time(0.3)
@@ -276,7 +276,7 @@ def test_where_the_cache_is_not_enough_the_step_shrinks_and_grows_again() -> Non
             if len(budgets) == 3:
                 stage.refilled_bytes = little
             if len(budgets) == 40:
-                peak.num_bytes = little // 4
+                peak.num_bytes = little * 5 // 8
             if len(budgets) == 60:
                 stage.refilled_bytes = None
 

@@ -49,25 +49,26 @@ def test_smaller_steps_take_less_and_what_was_measured_counts() -> None:
     )
     whole = own.activation_bytes(512, 8) * 3  # as the ledger has it: measured, say
     sizes = StepBytes(
-        whole, own, max_tokens=512, max_logits=8, kv_bytes_per_token=1024, block_size=16
+        whole, own, max_tokens=512, max_num_seqs=8, kv_bytes_per_token=1024, block_size=16
     )
-    assert sizes.of(512) == whole + (512 + 16) * 1024
-    each = [sizes.of(n) for n in range(1, 513)]
+    assert sizes.of(512, 8) == whole + (512 + 16) * 1024
+    each = [sizes.of(n, 8) for n in range(1, 513)]
     assert each == sorted(each)
     assert each[0] < each[-1] // 40
     for left in (each[0] - 1, each[0], each[99], each[99] + 1, each[-1] * 2):
-        assert sizes.most_tokens(left) == sum(size <= left for size in each)
-    alone = sizes.of(1)
+        assert sizes.most_tokens(left, 8) == sum(size <= left for size in each)
+    assert sizes.of(512, 512) > sizes.of(512, 8), "prompts whose logits are all wanted"
+    alone = sizes.of(1, 1)
     estimate = alone - 17 * 1024
-    sizes.note(1, estimate + 1000)
-    assert sizes.of(1) == alone + 1000
-    sizes.note(1, 0)
-    assert sizes.of(1) == alone + 750
+    sizes.note(1, 1, estimate + 1000)
+    assert sizes.of(1, 1) == alone + 1000
+    sizes.note(1, 1, 0)
+    assert sizes.of(1, 1) == alone + 750
     sizes.fade(5.0)
-    assert sizes.of(1) == alone + 375
+    assert sizes.of(1, 1) == alone + 375
     for _ in range(60):
-        sizes.note(1, 0)
-    assert sizes.of(1) == alone
+        sizes.note(1, 1, 0)
+    assert sizes.of(1, 1) == alone
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])

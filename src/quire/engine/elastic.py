@@ -5,7 +5,7 @@ blocks that are only cached; then newcomers find no room; then running sequences
 youngest first. The oldest keeps what it has and gets what it needs (``Scheduler``).
 
 Where that is not enough, and the system kills a process that finds no memory, the step shrinks: to
-as many tokens as half of what is left has room for, since others may take the other half meanwhile.
+as many tokens as there is room for in what is left, but for a part that others may take meanwhile.
 Where not even one token's step fits, no step is begun; if that lasts, the engine ends in words.
 
 The machine is looked at between two steps by whoever steps, and while nobody does by a thread.
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.2
 _RETRY_S = 5.0  # where the system did not say how much memory there is
+_SPARED = 32  # part of the limit that a small step leaves to others, or half of what is left
 _TRIM_S = 1.0  # between two times that what is free in this process is given back
 _PATIENCE_S = 30.0  # without room for a step of one token
 _PAUSE_S = 0.02  # in the meantime
@@ -74,6 +75,7 @@ class Elastic:
         self._peak = HostPeak()
         self._noted_tokens = 0.0  # that had been computed when the peak began
         self._noted_kv_bytes = 0
+        self._num_logits = 0
         self._trim_s = -math.inf  # when the allocators may be asked next
         self._looked_s = 0.0  # when the room for a step was last looked at
         self._starved_s = math.inf  # since when there has been no room for a step
@@ -140,7 +142,7 @@ class Elastic:
             return False
         raise MemoryUnavailable(
             f"the system would end this process: a step of one token takes "
-            f"{format_bytes(sizes.of(1))}, and for {waited_s:.0f} s no more than "
+            f"{format_bytes(sizes.of(1, 1))}, and for {waited_s:.0f} s no more than "
             f"{format_bytes(memory.left_bytes or 0)} has been left of "
             f"{format_bytes(memory.total_bytes)} ({memory.source}). The cache has given back all "
             f"but {format_bytes(self._kv.committed_bytes)}, and the rest is this process's own or "
@@ -223,7 +225,9 @@ class Elastic:
         budget = self._max_tokens
         if self._governor.lacks(now):
             left = memory.left_bytes + returned
-            budget = sizes.most_tokens(left // 2) or int(sizes.of(1) <= left)
+            spared = min(left // 2, memory.total_bytes // _SPARED)
+            self._num_logits = num_logits = self._scheduler.most_logits
+            budget = sizes.most_tokens(left - spared, num_logits) or int(sizes.of(1, 1) <= left)
             self._due_s = now.now_s  # before each step
             self._peak.begin()
             self._noted_tokens = self._scheduler.statistics.step_tokens.sum
@@ -244,7 +248,7 @@ class Elastic:
         num_tokens = int(self._scheduler.statistics.step_tokens.sum - self._noted_tokens)
         peak = self._peak.peak_bytes()
         if self._token_budget < self._max_tokens and num_tokens and peak is not None:
-            sizes.note(num_tokens, peak - max(0, taken - self._noted_kv_bytes))
+            sizes.note(num_tokens, self._num_logits, peak - max(0, taken - self._noted_kv_bytes))
 
     def _carry_out(self, decision: Decision, before: int) -> None:
         if decision.drop_cached:

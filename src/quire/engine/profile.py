@@ -47,7 +47,8 @@ class StepBytes:
     """What a step of fewer tokens takes: the ledger's figure in proportion, and what was measured.
 
     ``kv_bytes_per_token``: of what the tokens of a step leave in the cache, by blocks of
-    ``block_size``. ``least_tokens`` are computed in any case: those of an encoder's source.
+    ``block_size``. ``logits_each``: of a sequence, 1 and its guesses. ``least_tokens`` are computed
+    in any case: those of an encoder's source.
     """
 
     def __init__(
@@ -56,42 +57,48 @@ class StepBytes:
         own: Footprint,
         *,
         max_tokens: int,
-        max_logits: int,
+        max_num_seqs: int,
+        logits_each: int = 1,
         kv_bytes_per_token: int,
         block_size: int,
         least_tokens: int = 0,
     ) -> None:
         self.whole_bytes = whole_bytes  # of ``max_tokens``
         self.max_tokens = max_tokens
-        self._own, self._max_logits, self._least_tokens = own, max_logits, least_tokens
+        self._own, self._max_num_seqs, self._least_tokens = own, max_num_seqs, least_tokens
+        self._logits_each = logits_each
         self._kv_bytes, self._block_size = kv_bytes_per_token, block_size
         self._excess_bytes = 0  # that steps took beyond the estimate
 
-    def of(self, num_tokens: int) -> int:
-        """Bytes besides weights at the peak of a step, its tokens' KV memory among them."""
+    def of(self, num_tokens: int, num_logits: int) -> int:
+        """Bytes besides weights at the peak of a step, its tokens' KV memory among them.
+
+        ``num_logits``: tokens whose logits are wanted, if the step has so many; guesses apart.
+        """
         kv = (num_tokens + self._block_size) * self._kv_bytes
-        return self._estimate(num_tokens) + self._excess_bytes + kv
+        return self._estimate(num_tokens, num_logits) + self._excess_bytes + kv
 
-    def most_tokens(self, num_bytes: int) -> int:
+    def most_tokens(self, num_bytes: int, num_logits: int) -> int:
         """The largest step that so many bytes have room for; 0 if there is none."""
-        return bisect_right(range(1, self.max_tokens + 1), num_bytes, key=self.of)
+        sizes = range(1, self.max_tokens + 1)
+        return bisect_right(sizes, num_bytes, key=lambda n: self.of(n, num_logits))
 
-    def note(self, num_tokens: int, peak_bytes: int) -> None:
+    def note(self, num_tokens: int, num_logits: int, peak_bytes: int) -> None:
         """A step has taken so much besides KV memory; other threads may have a part in that."""
-        excess = peak_bytes - self._estimate(num_tokens)
+        excess = peak_bytes - self._estimate(num_tokens, num_logits)
         self._excess_bytes = max(excess, self._excess_bytes * 3 // 4)
 
     def fade(self, seconds: float) -> None:
         """So long no step was run: half of what was measured is forgotten in five seconds."""
         self._excess_bytes = int(self._excess_bytes * 0.5 ** (seconds / 5))
 
-    def _estimate(self, num_tokens: int) -> int:
-        full = self._activations(self.max_tokens)
-        return self.whole_bytes * self._activations(num_tokens) // full if full else 0
+    def _estimate(self, num_tokens: int, num_logits: int) -> int:
+        full = self._activations(self.max_tokens, self._max_num_seqs)
+        return self.whole_bytes * self._activations(num_tokens, num_logits) // full if full else 0
 
-    def _activations(self, num_tokens: int) -> int:
+    def _activations(self, num_tokens: int, num_logits: int) -> int:
         return self._own.activation_bytes(
-            max(num_tokens, self._least_tokens), min(num_tokens, self._max_logits)
+            max(num_tokens, self._least_tokens), min(num_tokens, num_logits * self._logits_each)
         )
 
 

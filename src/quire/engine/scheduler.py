@@ -115,6 +115,13 @@ class Scheduler:
         """By id of each that the last plan held back: who computes what it begins with."""
         return self._in_batch.waits_for
 
+    @property
+    def most_logits(self) -> int:
+        """Tokens of a step whose logits may be wanted, guesses apart: of one that has so many."""
+        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.everybody):
+            return self.limits.max_num_batched_tokens
+        return min(self.limits.max_num_seqs, self.num_running + self.num_waiting)
+
     def check_request(self, request: Request) -> None:
         """Raises: RequestTooLong for a prompt that can never run."""
         self.limits.check_request(request, self._accounting)
