@@ -164,7 +164,7 @@ class Cache:
         )
         if verdict is FITS:
             begin = hit.num_tokens if hit else len(before)
-            self._compute([seq_id], [known], begin, from_outside=external_tokens > 0)
+            self._compute([seq_id], [known], begin, external_tokens)
         else:
             assert self.state() == state, "a refusal has changed something"
         self.blocks.check()
@@ -257,19 +257,23 @@ class Cache:
         seq_ids: Sequence[int],
         known: Sequence[Sequence[int]],
         begin: int | None = None,
-        *,
-        from_outside: bool = False,
+        external_tokens: int = 0,
     ) -> None:
-        """A forward pass: carry the changes out, read what must be readable, write, report."""
+        """A forward pass: carry the changes out, read what must be readable, write, report.
+
+        What comes from outside is written like what is computed, but in a window only as far back
+        as the first computed token reads.
+        """
         self.end_step()
         begins = [len(self.tokens[s]) if begin is None else begin for s in seq_ids]
         for seq_id, tokens, first in zip(seq_ids, known, begins, strict=True):
             for number, group in enumerate(self.groups):
-                if not (from_outside and isinstance(group.spec, RecurrentState)):
+                if not (external_tokens and isinstance(group.spec, RecurrentState)):
                     self._read(number, group, seq_id, tokens, first)
         for seq_id, tokens, first in zip(seq_ids, known, begins, strict=True):
-            for number in range(len(self.groups)):
-                self._write(number, seq_id, tokens, first)
+            for number, group in enumerate(self.groups):
+                brought = group.live_start(first + external_tokens) if external_tokens else first
+                self._write(number, seq_id, tokens, max(first, brought))
             self.tokens[seq_id] = list(tokens)
         self.held_bytes_before_report = self.blocks.pools.held_bytes
         counts = [len(each) - first for each, first in zip(known, begins, strict=True)]

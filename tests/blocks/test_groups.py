@@ -277,6 +277,17 @@ def test_a_hit_that_needs_no_block(specs: tuple[LayerSpec, ...]) -> None:
     cache.start(2, [*span(0, 4), *span(80, 84)])
 
 
+def test_a_block_without_its_beginning_is_read_by_no_other() -> None:
+    """Token 10 begins a chunk, so it needs nothing of the block that it goes on in."""
+    cache = computed(FULL, chunked(5))
+    drop(cache, 1, [2])
+    own = [*PROMPT[:10], 901, 902, 903]
+    assert cache.start(1, own) == 10
+    assert cache.table(1, 1)[2] >= 0
+    # Token 9 would read token 8, which lies in that block only where it was computed.
+    assert cache.start(2, [*own[:9], 777, 778]) == 8
+
+
 # -- recurrent states ----------------------------------------------------------------------------
 
 
@@ -330,8 +341,9 @@ def test_a_state_cannot_go_back() -> None:
         cache = Cache(FULL, STATE, num_blocks=20, caching=caching)
         cache.start(0, span(0, 8))
         before = cache.state()
-        with pytest.raises(ValueError, match="cannot go back to 6 tokens"):
-            cache.trim(0, 6)
+        for num_tokens in (1, 6, 7):
+            with pytest.raises(ValueError, match=f"cannot go back to {num_tokens} tokens"):
+                cache.trim(0, num_tokens)
         assert cache.state() == before
         cache.trim(0, 0)
         assert cache.num_held == 0

@@ -328,6 +328,18 @@ def test_the_blocks_of_a_hit_are_not_evicted_for_the_rest() -> None:
     assert cache.lookup(span(0, 13)).num_tokens == 8
 
 
+def test_the_source_of_a_copy_is_not_evicted_for_the_rest() -> None:
+    """It is the deepest block of the least recent sequence, and stays cached beside its copy."""
+    cache = Cache(FULL, num_blocks=6)
+    for seq_id in range(2):
+        cache.start(seq_id, span(100 * seq_id, 100 * seq_id + 8))
+    cache.free(0)
+    cache.free(1)
+    assert cache.start(2, [*span(0, 6), *span(90, 100)]) == 6
+    assert cache.lookup(span(0, 9)).num_tokens == 8
+    assert cache.lookup(span(100, 109)).num_tokens == 4
+
+
 # -- refusals ------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,14 @@ def test_a_block_with_an_image_is_not_shared_in_part() -> None:
     assert cache.lookup([*span(0, 4), 5, 6, 9, 9]).num_tokens == 4
 
 
+def test_text_that_reads_as_an_images_placeholders_is_not_shared_in_part() -> None:
+    cache = Cache(FULL, num_blocks=20)
+    tokens = [*span(0, 4), 5, 6, 0, 0, 9]
+    cache.start(0, tokens)
+    assert cache.lookup(tokens, with_images(("dog", 6, 2))).num_tokens == 4
+    assert cache.lookup(tokens).num_tokens == 8
+
+
 def test_which_blocks_an_image_reaches_into() -> None:
     keys = with_images(("cat", 3, 6), ("dog", 10, 1))
     assert keys.of_blocks(4) == (

@@ -183,6 +183,17 @@ def test_a_step_of_many_counts_those_who_have_room_already() -> None:
     assert cache.extend_each({}) == 0
 
 
+def test_who_has_room_already_counts_in_the_place_where_a_step_of_many_ends() -> None:
+    """The answer is a place among those who asked, not among those who grow."""
+    cache = Cache(FULL, num_blocks=5)
+    for seq_id in range(4):
+        cache.start(seq_id, span(100 * seq_id, 100 * seq_id + 4))
+    # The second and the third grow; the first and the last have room as they are.
+    assert cache.blocks.try_extend_each([0, 1, 2, 3], [4, 5, 5, 4]) == 2
+    assert [len(cache.table(seq_id)) for seq_id in range(4)] == [1, 2, 1, 1]
+    assert cache.blocks.try_extend_each([0, 1, 3], [4, 5, 4]) == 3
+
+
 # -- bytes set aside -----------------------------------------------------------------------------
 
 

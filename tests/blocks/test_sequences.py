@@ -1,5 +1,6 @@
 """What sequences do besides growing: look ahead, bring tokens along, pin, fork and go back."""
 
+import numpy as np
 import pytest
 
 from blocks.caches import BLOCK_BYTES, FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
@@ -149,6 +150,30 @@ def test_external_tokens_in_three_groups(preempt: bool) -> None:
             cache.extend(1, span(30, 33))
         cache.free(1)
     assert cache.num_held == 0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_block_that_was_brought_in_part_is_read_by_no_other(is_known: bool) -> None:
+    """A window of six needs token 11 of what comes from outside, and not tokens 8 to 10 beside it.
+
+    What their block holds must not be found: neither under a new node, nor under one that is known
+    and has lost its own.
+    """
+    cache = Cache(FULL, sliding(6), num_blocks=60)
+    prompt = span(0, 30)
+    cache.start(0, prompt[:8])
+    if is_known:
+        cache.start(2, prompt[:12])  # computes the block whole …
+        cache.blocks.pools.forget(1, np.array(cache.table(2, 1)[2:]))  # … and it is evicted
+        cache.end_step()
+    cache.add(1)
+    hit = cache.blocks.match_prefix(1, ids(prompt[:9]))
+    assert hit.num_tokens == 8
+    assert cache.extend(1, prompt[:20], hit=hit, external_tokens=8) is FITS
+    assert cache.table(1, 1)[:2] == [-1, -1]
+    assert cache.table(1, 1)[2] >= 0
+    assert cache.lookup([*prompt[:12], 777]).num_tokens == 8
+    cache.start(3, [*prompt[:12], 777])  # reads what it finds
 
 
 def test_external_tokens_bring_their_state() -> None:
@@ -344,8 +369,9 @@ def test_going_back_to_where_a_window_has_passed_is_refused() -> None:
     cache.extend(0, span(16, 20))
     cache.trim(0, 16)
     before = cache.state()
-    with pytest.raises(ValueError, match="cannot go back to 10 tokens"):
-        cache.trim(0, 10)
+    for num_tokens in (10, 15):  # token 15 would read token 11
+        with pytest.raises(ValueError, match=f"cannot go back to {num_tokens} tokens"):
+            cache.trim(0, num_tokens)
     assert cache.state() == before
     cache.extend(0, span(30, 34))
 

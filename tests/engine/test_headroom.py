@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler_machine import Watch
-from engine.test_progress import added, five, request, watch
+from engine.test_progress import FULL, added, five, request, watch
 from quire.engine.params import SamplingParams
+from quire.engine.plan import Sampled
+from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.company import joined
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
 from quire.engine.sequence import Request
+from quire.strategies import CacheConfig
+from quire.strategies.paged import PagedAccounting
 
 NOBODY = np.zeros(0, np.int64), np.zeros(0)
 HORIZON = 100
@@ -269,3 +273,58 @@ def test_prices_that_are_given_stay() -> None:
     costs = Costs(prices=Prices(step_s=1.0, token_s=0.1))
     costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=99.0)
     assert costs.prices == Prices(step_s=1.0, token_s=0.1)
+
+
+# -- the watermark -------------------------------------------------------------------------------
+
+BLOCK = sum(group.bytes_for(4) for group in FULL)
+
+
+def comes_beside_one(watermark_blocks: int, max_tokens: int, *, headroom: bool = True) -> bool:
+    """Whether a prompt of two blocks comes beside a sequence of two, into a cache of eight.
+
+    What runs has an output of two tokens and ends there; ``max_tokens`` are the newcomer's.
+    """
+    config = CacheConfig(
+        max_model_len=64, max_num_seqs=4, capacity_bytes=8 * BLOCK, block_size=4, page_bytes=BLOCK
+    )
+    limits = Limits(
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        watermark_bytes=watermark_blocks * BLOCK,
+        headroom=headroom,
+    )
+    accounting = PagedAccounting(FULL, config)
+    scheduler = Scheduler(accounting, limits)
+    for number, most in enumerate((2, max_tokens)):
+        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        prompt = tuple(range(100 * number, 100 * number + 8))
+        scheduler.add(Request(request_id=number, prompt_token_ids=prompt, params=params))
+        plan = scheduler.plan()
+        assert plan.chunks, "alone, a sequence comes whatever the watermark"
+        accounting.drain()
+        if number:
+            return len(plan.chunks) == 2
+        scheduler.update(plan, [Sampled(token_ids=(5,))])
+    raise AssertionError
+
+
+@pytest.mark.parametrize("watermark_blocks", [0, 3, 4, 8])
+def test_a_newcomer_leaves_the_watermark_free(watermark_blocks: int) -> None:
+    """Of eight blocks three are held (the first one's ninth token needs one) and two asked for."""
+    fits = watermark_blocks <= 3
+    assert comes_beside_one(watermark_blocks, 2, headroom=False) == fits
+
+
+@pytest.mark.parametrize("watermark_blocks", [0, 3, 4, 8])
+@pytest.mark.parametrize("max_tokens", [2, 20])
+def test_the_watermark_stays_free_beside_the_headroom(
+    watermark_blocks: int, max_tokens: int
+) -> None:
+    """Both find room to their ends, and the newcomer leaves the watermark free all the same.
+
+    With 2 tokens they find it even if both were at their ends at once; with 20 only since what
+    runs is gone before the newcomer has become long: it needs no more blocks than are left.
+    """
+    assert comes_beside_one(watermark_blocks, max_tokens) == (watermark_blocks <= 3)

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.costs import Prices
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.spec import FullAttention, Group, SlidingWindow
 from quire.strategies import STRATEGIES, Accounting, CacheConfig
+from quire.strategies.paged import PagedAccounting
 
 MAX_MODEL_LEN = 48
 PAGE_BYTES = 64
@@ -389,3 +390,46 @@ def test_scheduling_imports_no_torch() -> None:
         "import quire.engine.scheduler, quire.engine.sequence, quire.engine.prompts, quire.config\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- guesses -------------------------------------------------------------------------------------
+
+
+def guessing(num_blocks: int) -> tuple[PagedAccounting, Scheduler]:
+    """Two sequences of four tokens that decode, in so many blocks of four."""
+    config = CacheConfig(
+        max_model_len=32,
+        max_num_seqs=2,
+        capacity_bytes=num_blocks * FULL.bytes_for(4),
+        block_size=4,
+        page_bytes=PAGE_BYTES,
+    )
+    accounting = PagedAccounting((FULL,), config)
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=False)
+    scheduler = Scheduler(accounting, limits)
+    for text in range(2):
+        scheduler.add(request(text, 4, 20, text))
+    plan = scheduler.plan()
+    scheduler.update(plan, [Sampled(token_ids=(5,))] * 2)
+    return accounting, scheduler
+
+
+@pytest.mark.parametrize("num_right", range(4))
+def test_room_for_guesses_that_fail_is_given_back(num_right: int) -> None:
+    """A sequence keeps room for what it has computed, and for no token more."""
+    accounting, scheduler = guessing(num_blocks=8)
+    plan = scheduler.plan({0: (5, 5, 5), 1: (5, 5, 5)})
+    assert [chunk.stop for chunk in plan.chunks] == [8, 8]
+    scheduler.update(plan, [Sampled(token_ids=(5,) * (num_right + 1)), Sampled(token_ids=(6,))])
+    assert [accounting.num_tokens(seq_id) for seq_id in range(2)] == [5 + num_right, 5]
+    scheduler.check()
+
+
+def test_room_for_guesses_is_taken_back_before_a_sequence_makes_room() -> None:
+    """Of four blocks two are left: each needs one for its next token, and one more for guesses."""
+    accounting, scheduler = guessing(num_blocks=4)
+    guesses = (5, 5, 5, 5)
+    plan = scheduler.plan({0: guesses, 1: guesses})
+    assert [(chunk.stop, chunk.drafts) for chunk in plan.chunks] == [(5, ()), (5, ())]
+    assert [accounting.num_tokens(seq_id) for seq_id in range(2)] == [5, 5]
+    assert scheduler.num_preemptions == 0

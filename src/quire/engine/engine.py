@@ -95,7 +95,7 @@ class Engine:
         except ModelChanged as change:
             log.info("%s: what was computed before is dropped, and computed again", change)
             self.scheduler.drop_saved()
-            self._begin_anew()
+            self.begin_anew()
             plan, sampled = _NOTHING, []
         except Exception as error:
             log.warning("a step failed (%r): each of its sequences is computed alone", error)

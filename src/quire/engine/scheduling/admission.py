@@ -118,8 +118,8 @@ class Admission:
             short = growth > most - taken_bytes + spare_bytes
             if short.any():
                 # If all found room in the end, it would come. As it is, so many will on average.
-                num_later = self._num_expected + 1 + len(newcomer.siblings)
-                num_later *= min(1.0, most / max(1.0, taken_bytes + float(growth.max())))
+                part = min(1.0, most / max(1.0, taken_bytes + float(growth.max())))
+                num_later = part * (self._num_expected + 1 + len(newcomer.siblings))
                 if self._pays(newcomer, int(outlook.moments[short.argmax()]), num_later):
                     return 0
         return int(share * growth.max()) - spare_bytes
