@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import os_memory
 import typer
+from blocks_harness import quiet
 from report import Table, markdown, replace_section, show
 from rich.console import Console
 
@@ -77,19 +78,20 @@ class Crowd:
 
 def newcomer_us(num_running: int, rounds: int) -> list[float]:
     """Each sample: a plan with some newcomers less one without, by newcomer."""
-    seats = num_running + rounds * NEWCOMERS
+    seats = num_running + NEWCOMERS
     # Less than all may come to take, so that what is expected decides; and enough for that.
-    crowd = Crowd(20 * seats, max_num_seqs=seats)
+    crowd = Crowd(24 * seats, max_num_seqs=seats)
     crowd.add(num_running)
     crowd.step()
     found = []
     for _ in range(rounds):
-        without = min(crowd.step()[0] for _ in range(2))
-        before = crowd.scheduler.num_running
+        without = median(crowd.step()[0] for _ in range(3))
         crowd.add(NEWCOMERS)
         seconds, _ = crowd.step()
-        assert crowd.scheduler.num_running == before + NEWCOMERS, "they were not admitted"
+        assert crowd.scheduler.num_running == seats, "they were not admitted"
         found.append((seconds - without) / NEWCOMERS * 1e6)
+        for sequence in crowd.sequences[-NEWCOMERS:]:
+            crowd.scheduler.finish(sequence, "abort")
     return found
 
 
@@ -141,8 +143,9 @@ def main(
     ] = None,
 ) -> None:
     """Microseconds a newcomer, plans beside those that wait, and tokens of equal prefixes."""
-    newcomers = {n: newcomer_us(n, rounds) for n in RUNNING}
-    ratios = {n: waiting_ratio(n, rounds) for n in RUNNING[:2]}
+    with quiet():
+        newcomers = {n: newcomer_us(n, rounds) for n in RUNNING}
+        ratios = {n: waiting_ratio(n, rounds) for n in RUNNING[:2]}
     bursts = {sizes: burst(*sizes) for sizes in BURSTS}
     of_bursts = [
         [f"{n} × ({shared:,} + {own})", f"{total:,}", f"{_distinct(n, shared, own):,}", f"{steps}"]

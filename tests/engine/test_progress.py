@@ -42,8 +42,9 @@ def test_somebody_always_gets_on(option: str) -> None:
 
 def _wait_for_ever(self: Scheduler, sequence: Sequence, *_: Any) -> None:
     """Who finds no room in an empty cache is not ended."""
-    if sequence in self._queues.running:
+    if self._queues.is_running(sequence):
         _preempt(self, sequence, "nobody")
+    self._made_room.add(sequence.seq_id)  # so that the plan comes to an end
 
 
 def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
@@ -53,7 +54,7 @@ def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
 
 def _the_first_makes_room(self: Scheduler, step: Step, sequence: Sequence) -> None:
     first = self._queues.running[0]
-    if first is not sequence and first.seq_id not in step.served:
+    if first is not sequence:
         self._preempt(first, "one behind it")
     _extend(self, step, sequence)
 
