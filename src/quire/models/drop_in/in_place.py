@@ -27,14 +27,10 @@ from quire.strategies import LayerView
 Gather: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 
 # What asks for no element.
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")
 _OF_SHAPE = frozenset(
     {
-        Tensor.shape.__get__,
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,
-        Tensor.ndim.__get__,
-        Tensor.requires_grad.__get__,
-        Tensor.is_cuda.__get__,
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
         Tensor.size,
         Tensor.dim,
         Tensor.numel,
