@@ -62,6 +62,18 @@ class Mutant:
             raise ValueError(f"{self.path} has the passage {count} times: write the error anew")
         return source.replace(self.old, self.new)
 
+    def plant(self, root: Path) -> str:
+        """Put the error into the file below ``root``; its text before. Raises: ValueError."""
+        path = root / self.path
+        own = path.read_text(encoding="utf-8")
+        changed = self.mutated(own)
+        try:
+            compile(changed, self.file, "exec")  # or any test would notice it
+        except SyntaxError as error:
+            raise ValueError(f"{self.path} is no Python with it: {error}") from error
+        path.write_text(changed, encoding="utf-8")
+        return own
+
 
 def read_mutants(path: Path = ERRORS) -> list[Mutant]:
     """All planted errors, in the order of the file."""
@@ -84,9 +96,7 @@ class Trial:
 
     def begin(self) -> None:
         """Raises: ValueError if the error is stale."""
-        path = self.root / self.mutant.path
-        self.own = path.read_text(encoding="utf-8")
-        path.write_text(self.mutant.mutated(self.own), encoding="utf-8")
+        self.own = self.mutant.plant(self.root)
         self.started_s = time.monotonic()
         self.process = os.fork()
         if not self.process:
