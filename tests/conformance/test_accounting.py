@@ -127,6 +127,19 @@ def test_what_is_promised_or_kept_is_left_free(option: str) -> None:
     cache.check()
 
 
+def test_who_leaves_makes_room_for_as_many_again(accounting: Accounting) -> None:
+    for _ in range(3):
+        for seq_id in range(CONFIG.max_num_seqs):
+            accounting.add(seq_id)
+            assert isinstance(accounting.try_extend(seq_id, 20), Fits)
+        accounting.drain()
+        for seq_id in range(CONFIG.max_num_seqs):
+            accounting.free(seq_id)
+        accounting.drain()
+        accounting.check()
+    assert accounting.usage().committed_bytes == accounting.held_bytes == 0
+
+
 def test_a_ceiling_that_is_low_for_now_is_no_never(accounting: Accounting) -> None:
     assert accounting.resize(0, for_now=True) == 0
     accounting.add(0)
