@@ -5,8 +5,8 @@
 Each error of ``tools/mutants.toml`` replaces one passage of one file under src/quire, in a copy of
 the tree, and the tests that must notice it are run there. An error that no test notices survives;
 a passage that is not found exactly once is stale: the code has moved on, and the error has to be
-written anew. Either ends the run with exit code 1. Without names all are tried, which takes some
-minutes; a name may be the beginning of several.
+written anew. Tests that take too long are late. Each of these ends the run with exit code 1.
+Without names all are tried, which takes some minutes; a name may be the beginning of several.
 
 Tests run in forks of one process that has imported the large libraries, and nothing of ours: most
 of them take less time than those imports.
@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = ROOT / "tools" / "mutants.toml"
-MOST_SECONDS = 300  # of one error's tests; one that never ends is noticed too
+MOST_SECONDS = 300  # of one error's tests
 _LIBRARIES = ("hypothesis", "numpy", "pytest", "torch", "transformers")
 # Plugins are among what is imported before pytest could rewrite it, which does no harm.
 _REWRITING = "ignore::pytest.PytestAssertRewriteWarning"
@@ -62,6 +62,18 @@ class Mutant:
             raise ValueError(f"{self.path} has the passage {count} times: write the error anew")
         return source.replace(self.old, self.new)
 
+    def plant(self, root: Path) -> str:
+        """Put the error into the file below ``root``; its text before. Raises: ValueError."""
+        path = root / self.path
+        own = path.read_text(encoding="utf-8")
+        changed = self.mutated(own)
+        try:
+            compile(changed, self.file, "exec")  # or any test would notice it
+        except SyntaxError as error:
+            raise ValueError(f"{self.path} is no Python with it: {error}") from error
+        path.write_text(changed, encoding="utf-8")
+        return own
+
 
 def read_mutants(path: Path = ERRORS) -> list[Mutant]:
     """All planted errors, in the order of the file."""
@@ -84,9 +96,7 @@ class Trial:
 
     def begin(self) -> None:
         """Raises: ValueError if the error is stale."""
-        path = self.root / self.mutant.path
-        self.own = path.read_text(encoding="utf-8")
-        path.write_text(self.mutant.mutated(self.own), encoding="utf-8")
+        self.own = self.mutant.plant(self.root)
         self.started_s = time.monotonic()
         self.process = os.fork()
         if not self.process:
@@ -94,7 +104,7 @@ class Trial:
             self._test()
 
     def ended(self) -> tuple[str, str] | None:
-        """«killed», «SURVIVED» or «STALE», and what pytest said; None while it runs."""
+        """«killed», «SURVIVED», «STALE» or «LATE», and what pytest said; None while it runs."""
         process, status = os.waitpid(self.process, os.WNOHANG)
         late = time.monotonic() - self.started_s > MOST_SECONDS
         if not process and not late:
@@ -102,7 +112,7 @@ class Trial:
         if not process:
             os.killpg(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
-            verdict, said = "killed", f"not done after {MOST_SECONDS} s"
+            verdict, said = "LATE", f"not done after {MOST_SECONDS} s: name tests that fail at once"
         else:
             code = os.waitstatus_to_exitcode(status)
             # A process that dies of a signal has noticed, too.

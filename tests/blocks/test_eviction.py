@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quire.blocks.eviction import EvictionPolicy, lru
+from quire.blocks.eviction import POLICIES, EvictionPolicy, lru
 
 
 def ids(*blocks: int) -> npt.NDArray[np.intp]:
@@ -62,6 +62,23 @@ def test_who_matters_more_goes_later_in_a_batch() -> None:
         policy.use(ids(*blocks), 1, np.array(priorities, np.int8))
         policy.free(ids(0, 1, 2))
         assert policy.evict(9).tolist() == order
+
+
+@pytest.mark.parametrize("name", ["lru", "lru-2"])
+def test_the_order_is_the_same_when_the_clock_is_set_back(name: str) -> None:
+    policy = POLICIES[name](8, lambda blocks: blocks.astype(np.uint32), 0)
+    ticks = 1 << 30
+
+    def use_twice(now: int, *blocks: int) -> None:
+        let_go(policy, now, *blocks)
+        policy.hold(ids(*blocks))
+        let_go(policy, now + 1, *blocks)
+
+    use_twice(ticks + 10, 0, 1)
+    policy.rewind(ticks)
+    assert policy.next_time() == 11
+    use_twice(20, 2, 3)
+    assert policy.evict(9).tolist() == [0, 1, 2, 3]
 
 
 def test_check_names_what_may_be_evicted() -> None:

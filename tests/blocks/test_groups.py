@@ -378,6 +378,16 @@ def test_no_group_is_padded_to_another() -> None:
     assert cache.start(1, [*span(0, 12), 99]) == 12
 
 
+def test_what_was_used_longest_ago_goes_first_of_all_groups() -> None:
+    cache = Cache(FULL, sliding(9), num_blocks=6)
+    for seq_id in range(2):
+        cache.start(seq_id, span(100 * seq_id, 100 * seq_id + 4))
+        cache.free(seq_id)
+    cache.start(2, span(200, 208))  # two blocks in each group: two are evicted
+    assert cache.lookup(span(0, 5)).num_tokens == 0
+    assert cache.lookup(span(100, 105)).num_tokens == 4
+
+
 def test_one_group_takes_what_another_gives_back() -> None:
     """Bytes, not blocks, are shared out: caches of other sizes make room for each other."""
     cache = Cache(sliding(5), WIDE, num_blocks=64)

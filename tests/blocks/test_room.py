@@ -362,6 +362,7 @@ def test_shrinking_takes_what_is_cached_and_never_what_is_held() -> None:
     assert cache.lookup(span(0, 13)).num_tokens == 12
     assert isinstance(cache.extend(0, [12]), NotNow)
     assert blocks.resize(4 * BLOCK_BYTES) == 4 * BLOCK_BYTES
+    assert blocks.resize(5 * BLOCK_BYTES, for_now=True) == 4 * BLOCK_BYTES
     assert cache.extend(0, [12]) is FITS
 
 

@@ -176,6 +176,25 @@ def test_a_block_that_was_brought_in_part_is_read_by_no_other(is_known: bool) ->
     cache.start(3, [*prompt[:12], 777])  # reads what it finds
 
 
+@pytest.mark.parametrize("others", [0, 20])
+def test_a_block_that_was_brought_in_part_is_known_for_it_until_it_is_full(others: int) -> None:
+    """A window of two needs token 9 from outside, not token 8, and goes on in their block."""
+    cache = Cache(FULL, sliding(2), num_blocks=80)
+    prompt = span(0, 20)
+    cache.start(0, prompt[:8])
+    cache.add(1)
+    hit = cache.blocks.match_prefix(1, ids(prompt[:9]))
+    assert cache.extend(1, prompt[:11], hit=hit, external_tokens=2) is FITS
+    for other in range(others):  # more than there are rows at first
+        cache.start(10 + other, [900 + other])
+    cache.extend(1, prompt[11:13])
+    assert cache.start(2, [*prompt[:9], 777]) == 8
+    # Who has the place in the tables after it writes its blocks whole.
+    cache.free(1)
+    cache.start(3, span(300, 312), read=False)
+    assert cache.lookup(span(300, 313)).num_tokens == 12
+
+
 def test_external_tokens_bring_their_state() -> None:
     """A snapshot of an earlier state is of no use then."""
     cache = Cache(STATE, num_blocks=10)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -20,6 +21,7 @@ from quire.strategies import (
     CacheConfig,
     Fits,
     Never,
+    NotNow,
     build_accounting,
 )
 
@@ -89,6 +91,7 @@ def test_longer_than_the_longest_can_never_be(accounting: Accounting) -> None:
     assert verdict.option == "max_model_len"
     assert verdict.fitting_tokens == CONFIG.max_model_len
     assert verdict.need_bytes > CONFIG.max_model_len * SPEC.bytes_per_token
+    assert accounting.try_extend_each([0], [CONFIG.max_model_len + 1]) == 0
     assert isinstance(accounting.try_extend(0, CONFIG.max_model_len), Fits)
 
 
@@ -102,6 +105,47 @@ def test_a_cache_too_small_for_anything_says_so(option: str) -> None:
     assert verdict.capacity_bytes == 100 < verdict.need_bytes
     assert verdict.fitting_tokens == 0
     assert "kv_cache_memory_bytes" in verdict.option
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_promised_or_kept_is_left_free(option: str) -> None:
+    """In a cache that is just large enough for one sequence at its longest."""
+    strategy, changed = OPTIONS[option]
+    longest = np.array([CONFIG.max_model_len])
+    roomy = build_accounting(strategy, SPEC, replace(CONFIG, **changed))
+    (capacity_bytes,) = roomy.bytes_alone(longest, longest).tolist()
+    config = replace(CONFIG, capacity_bytes=capacity_bytes, **changed)
+    cache = build_accounting(strategy, SPEC, config)
+    cache.add(0)
+    cache.add(1)
+    assert isinstance(cache.try_extend(0, 4), Fits)
+    promised = CONFIG.max_model_len
+    assert isinstance(cache.try_extend(1, 4, promised_tokens=promised), NotNow)
+    cache.free(0)
+    assert isinstance(cache.try_extend(1, 4, kept_bytes=capacity_bytes), NotNow)
+    assert isinstance(cache.try_extend(1, 4, promised_tokens=promised), Fits)
+    cache.check()
+
+
+def test_who_leaves_makes_room_for_as_many_again(accounting: Accounting) -> None:
+    for _ in range(3):
+        for seq_id in range(CONFIG.max_num_seqs):
+            accounting.add(seq_id)
+            assert isinstance(accounting.try_extend(seq_id, 20), Fits)
+        accounting.drain()
+        for seq_id in range(CONFIG.max_num_seqs):
+            accounting.free(seq_id)
+        accounting.drain()
+        accounting.check()
+    assert accounting.usage().committed_bytes == accounting.held_bytes == 0
+
+
+def test_a_ceiling_that_is_low_for_now_is_no_never(accounting: Accounting) -> None:
+    assert accounting.resize(0, for_now=True) == 0
+    accounting.add(0)
+    assert isinstance(accounting.try_extend(0, 4), NotNow)
+    assert accounting.resize(2 * CONFIG.capacity_bytes, for_now=True) == CONFIG.capacity_bytes
+    assert isinstance(accounting.try_extend(0, 4), Fits)
 
 
 def test_every_layer_is_in_one_group(accounting: Accounting) -> None:

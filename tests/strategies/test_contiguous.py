@@ -132,6 +132,15 @@ def test_a_request_may_not_pass_what_it_announced() -> None:
     assert verdict.fitting_tokens == 5
 
 
+def test_a_range_that_is_freed_gives_its_pages_back() -> None:
+    cache = arena(64)
+    put(cache, 0, 5, 16)
+    taken = cache.drain()
+    assert [(type(change), change.stop - change.start) for change in taken] == [(Commit, 16)]
+    cache.free(0)
+    assert cache.drain() == [Release(each.group, each.start, each.stop) for each in taken]
+
+
 def test_a_fork_is_a_copy() -> None:
     cache = arena(100)
     put(cache, 0, 7, 10)

@@ -81,6 +81,16 @@ def test_each_layer_is_given_back_before_the_next_grows() -> None:
     assert kinds == [Commit, Copy, Release] * 36
 
 
+def test_a_buffer_grows_into_the_other_of_its_two_places() -> None:
+    cache = GrowingAccounting(SMALL.groups, config(max_model_len=64, growth_tokens=8))
+    cache.add(0)
+    places = []
+    for num_tokens in (8, 16, 24):
+        cache.try_extend(0, num_tokens)
+        places.append(cache.table(0, 0).tolist())
+    assert places[0] == places[2] != places[1]
+
+
 def test_old_buffers_are_kept_for_one_step() -> None:
     cache = GrowingAccounting(QWEN3_4B.groups, config(keep_old=True))
     for seq_id in (0, 1):
