@@ -1,7 +1,7 @@
 """From a model and options to an engine that is ready to step, or to a sentence why not."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,10 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
             return load_parts(
                 model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
             )
-        return load(
+        own = load(
             model, device=config.device, dtype=config.dtype, quantization=config.quantization
         )
+        return replace(own, is_private=True)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from quire.engine.parts import Cache, Chooser, Drafter, Runner, SwapShelf
+from quire.engine.parts import Cache, Chooser, Drafter, ModelChanged, Runner, SwapShelf
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
 from quire.engine.scheduling.swap import Clock
@@ -94,6 +94,11 @@ class Engine:
             sampled = self._compute(plan)
         except RankLost:
             raise
+        except ModelChanged as change:
+            log.info("%s: what was computed before is dropped, and computed again", change)
+            self.scheduler.drop_saved()
+            self._begin_anew()
+            plan, sampled = _NOTHING, []
         except Exception as error:
             log.warning("a step failed (%r): each of its sequences is computed alone", error)
             if self._runner.overwrites_states:

@@ -209,6 +209,11 @@ class Scheduler:
         if sequence in self._queues.running:
             self._send_back(sequence)
 
+    def drop_saved(self) -> None:
+        """What is swapped out is of no use any more."""
+        for sequence in self._queues.everybody:
+            self.swap.release(sequence)
+
     def restart(self, accounting: Accounting) -> None:
         """Everybody begins anew, in an empty cache; what is swapped out stays there."""
         self._room.accounting = accounting

@@ -48,6 +48,7 @@ class LoadedModel:
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
+    is_private: bool = False  # nothing but the engine has it, so that it stays what it is
 
     @property
     def vocab_size(self) -> int:
