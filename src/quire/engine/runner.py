@@ -88,6 +88,8 @@ class ModelRunner:
         self._backend = backend
         self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
+        if self._recurrent is not None:
+            self._watch.lent = self._recurrent.lent
         self.device = loaded.device
         self._captured: CapturedDecodes | None = None
 

@@ -266,6 +266,8 @@ class Scheduler:
 
     def _announce(self, sequence: Sequence) -> None:
         sequence.num_computed_tokens = 0
+        if sequence.lacks_prompt_logprobs:
+            sequence.prompt_logprobs = []
         self._accounting.add(
             sequence.seq_id,
             max_tokens=self.limits.longest(sequence.request),
@@ -396,8 +398,6 @@ class Scheduler:
     def _send_back(self, sequence: Sequence) -> None:
         """From the running to the waiting ones, with nothing computed."""
         self._queues.leave(sequence)
-        if sequence.lacks_prompt_logprobs:
-            sequence.prompt_logprobs = []
         self._accounting.free(sequence.seq_id)
         self._begin(sequence)
 

@@ -25,6 +25,7 @@ class ModelWatch:
         self._places: list[int] = []
         self._changed_by_passes: frozenset[Place] = frozenset()
         self._apart: frozenset[Place] = frozenset()
+        self.lent: frozenset[Place] = frozenset()  # what the engine exchanges itself
         self.version = 0
 
     def look(self) -> bool:
@@ -69,7 +70,7 @@ class ModelWatch:
         return watch.holds() and watch.places() == self._places
 
     def _begin(self) -> None:
-        self._watch = Watch(self.model, apart=self._apart)
+        self._watch = Watch(self.model, apart=self._apart | self.lent)
         self._places = self._watch.places()
         self.version += 1
 
