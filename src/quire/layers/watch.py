@@ -60,6 +60,7 @@ class Watch:
         self._waiting: list[object] = []
         self._files: dict[int, dict[str, Any]] = {}
         self._reads: list[_Read] = []
+        self._getters: dict[tuple[str, ...], Callable[[Any], Any]] = {}
         self._sized: list[Any] = []  # in which nothing may be that was not there
         # What an equal one could not stand for: by its container and its key there.
         self._only: list[tuple[Any, Any, Any]] = []
@@ -198,8 +199,10 @@ class Watch:
         names = tuple(name for name in wanted if (id(source), name) not in self._apart)
         several = names if len(names) != 1 else names * 2  # of one a getter gives no tuple
         if names:
+            # One for all modules of a class: in the caches it is found once, and not for each.
+            get = self._getters.setdefault(several, itemgetter(*several))
             found = tuple(wanted[name] for name in several)
-            self._reads.append(_Read(source, several, itemgetter(*several), found))
+            self._reads.append(_Read(source, several, get, found))
 
     def _copy(self, value: Any, owner: Any, key: Any) -> Any:
         """What a value is compared with: itself, or of a container a copy."""
