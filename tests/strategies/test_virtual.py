@@ -73,6 +73,15 @@ def test_a_window_gives_pages_back_while_it_runs() -> None:
     assert released == 988  # the window now begins at 990
 
 
+def test_what_a_window_skips_of_what_is_brought_takes_no_page() -> None:
+    """Of 30 tokens from outside the window needs 21 to 29, and it never had the pages before."""
+    cache = ranges(WINDOW)
+    cache.add(0)
+    assert isinstance(cache.try_extend(0, 32, external_tokens=30), Fits)
+    assert cache.drain() == [Commit(0, 20, 32)]
+    cache.check()
+
+
 def test_a_fork_takes_the_pages_of_the_window_only() -> None:
     """Not those that the first sequence has given back long ago."""
     cache = ranges(WINDOW, capacity_bytes=24 * TOKEN_BYTES)
