@@ -1,12 +1,12 @@
 """A whole engine from a seed: a model that reads back what was kept, its own clock, and faults.
 
 ``World(seed).run()`` builds an engine with random options over real storage, sends it random
-requests, beam searches among them, and disturbs it: steps that fail before or after they have written, sequences that can
-never be computed, logits that are no numbers, pages that the system refuses, a machine that runs
-out of memory, a capacity that is changed, clients that go away. Only the forward pass is a
-stand-in: ``ReadingRunner`` writes each token with its position into its slots, reads all that a
-query may read, and demands that it is what the sequence has there. Its logits are a function of
-what it has read.
+requests, beam searches among them, and disturbs it: steps that fail before or after they have
+written, sequences that can never be computed, logits that are no numbers, pages that the system
+refuses, a machine that runs out of memory, a capacity that is changed, clients that go away. Only
+the forward pass is a stand-in: ``ReadingRunner`` writes each token with its position into its
+slots, reads all that a query may read, and demands that it is what the sequence has there. Its
+logits are a function of what it has read.
 
 What must hold: every sequence that was not ended from outside gets the tokens that it gets alone;
 the others get a beginning of them; each token is reported once; a search finds what it finds alone,
@@ -462,9 +462,7 @@ class World:
             return accounting, build_storage("paged", accounting, self.host)
 
         kv = KVCache(make_pair)
-        limits = replace(
-            self.scheduler.limits, max_num_seqs=config.max_num_seqs, watermark_bytes=0
-        )
+        limits = replace(self.scheduler.limits, max_num_seqs=config.max_num_seqs, watermark_bytes=0)
         scheduler = Scheduler(kv.accounting, limits)
         engine = Engine(scheduler, kv, ReadingRunner(kv, bool), Sampler(0))
         again = Search(engine, search.params, scheduler.add(search.sequences[0].request))

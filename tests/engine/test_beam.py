@@ -296,15 +296,9 @@ def test_a_beam_that_is_preempted_recomputes(after: int) -> None:
 @pytest.mark.parametrize("strategy", ["contiguous", "growing", "virtual"])
 def test_a_beam_is_swapped_out_with_what_it_has_just_been_given(strategy: str) -> None:
     """A beam that goes on from another one's text is preempted before the next step."""
+    options: dict[str, Any] = dict(cache=strategy, max_num_seqs=WIDTH, swap_space="4MiB")
     urgent = SamplingParams(max_tokens=2, temperature=0, n=WIDTH)
-    options: dict[str, Any] = dict(
-        cache=strategy,
-        enable_prefix_caching=False,
-        max_num_seqs=WIDTH,
-        scheduling_policy="priority",
-        swap_space="4MiB",
-    )
-    with small(**options) as llm:
+    with small(enable_prefix_caching=False, scheduling_policy="priority", **options) as llm:
         llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
         steps = llm.step
         for after in range(1, LENGTH - 1):

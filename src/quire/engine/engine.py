@@ -66,7 +66,7 @@ class Engine:
                 raise
             self._has_failed = True
             log.exception("a step failed: every sequence begins anew")
-            self._begin_anew()
+            self.begin_anew()
             outputs = self.scheduler.update(_NOTHING, [])  # what is to be reported all the same
         for output in outputs:
             if output.finish_reason is not None:
@@ -102,6 +102,11 @@ class Engine:
         self.scheduler.statistics.now_s = now_s = self.clock()
         self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), now_s - started_s)
         return self.scheduler.update(plan, sampled)
+
+    def begin_anew(self) -> None:
+        """Every sequence keeps its text and computes it again. Raises: MemoryUnavailable."""
+        self._kv.restart()
+        self.scheduler.restart(self._kv.accounting)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """End a sequence between two steps. Does nothing if it has ended."""
@@ -167,13 +172,8 @@ class Engine:
             if point == self._refused_at:  # it would come to the same point for ever
                 self.scheduler.fail(alone, str(error), "capacity")
             self._refused_at = point
-        self._begin_anew()
+        self.begin_anew()
         self._kv.accounting.resize(given, for_now=True)
-
-    def _begin_anew(self) -> None:
-        """Everybody keeps its text and computes it again. Raises: MemoryUnavailable."""
-        self._kv.restart()
-        self.scheduler.restart(self._kv.accounting)
 
     def _forget(self, sequence: Sequence) -> None:
         self._sampler.forget(sequence)
