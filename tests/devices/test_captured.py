@@ -127,7 +127,7 @@ def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:
     llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
     before = texts(llm)
     assert llm.reset_prefix_cache()
-    llm.engine._begin_anew()
+    llm.engine.begin_anew()
     gpu.reset()
     assert texts(llm) == before
     assert gpu.num_replays == 7 + 1  # and one to see whether it does the same
@@ -229,7 +229,7 @@ def test_a_capture_that_memory_was_short_for_is_tried_again(
     want = own(model)
     llm = LLM(model.to("cuda"), provider=PretendMemory(gpu), **SIZES)
     assert short.num_tried == 3
-    llm.engine._begin_anew()  # and all are to be captured once more
+    llm.engine.begin_anew()  # and all are to be captured once more
     short.num_left = 2
     for num_tried, num_replays in ((5, 0), (5, 0), (6, 4 + 1)):
         gpu.reset()
@@ -245,14 +245,14 @@ def test_who_has_a_graph_goes_on_with_it_while_another_cannot_be_captured(
 ) -> None:
     short = Short(monkeypatch)
     llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
-    llm.engine._begin_anew()
+    llm.engine.begin_anew()
     llm.generate(PROMPTS[:1], greedy(4))
     short.num_left = 1
     before = texts(llm)
     gpu.reset()
     llm.generate(PROMPTS[:1], greedy(4))
     assert gpu.num_replays == 3
-    llm.engine._begin_anew()  # with memory again, and no patience
+    llm.engine.begin_anew()  # with memory again, and no patience
     gpu.reset()
     assert texts(llm) == before
     assert gpu.num_replays == 7 + 1
@@ -285,7 +285,7 @@ def test_all_sizes_share_a_stream_and_what_comes_out(
         own._logits.inner.data_ptr()
     }
     # Torch refuses a pool all of whose graphs are gone, if anything of it is still there.
-    llm.engine._begin_anew()
+    llm.engine.begin_anew()
     texts(llm)
     assert captures[3]["pool"] == (2, 0)
 
@@ -332,7 +332,7 @@ def test_a_pool_that_captures_into_have_failed_goes_with_its_last_graph(
     monkeypatch.setattr(captured, "give_back_pool", lambda _, *pool: given_back.append(pool))
     short = Short(monkeypatch)
     llm = LLM(tiny_model("llama").to("cuda"), provider=PretendMemory(gpu), **SIZES)
-    llm.engine._begin_anew()
+    llm.engine.begin_anew()
     llm.generate(PROMPTS[:1], greedy(4))  # a graph for one
     short.num_left = 2
     texts(llm)

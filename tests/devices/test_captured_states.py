@@ -216,7 +216,7 @@ def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:
     model, want = lfm2()
     llm = on(gpu, model)
     assert texts(llm) == want
-    llm.engine._begin_anew()
+    llm.engine.begin_anew()
     assert texts(llm) == want
     captured = llm.engine._runner._captured  # type: ignore[attr-defined]
     assert captured._works

@@ -97,7 +97,7 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
         assert gpu.late.num_late - begun >= 3 * 3  # each text grew, in each of three layers
         assert max(hidden) > 0  # buffers that were still being copied when the step began
         assert (gpu.num_replays > NEW // 2) is (backend == "captured")
-        llm.engine._begin_anew()
+        llm.engine.begin_anew()
         assert len(device.memory._granules.fences.streams) == 2
         llm.close()
         assert len(device.memory._granules.fences.streams) == 1

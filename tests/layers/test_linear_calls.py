@@ -209,13 +209,11 @@ def test_a_call_that_is_made_again_finds_its_plan_after_other_numbers_of_threads
     product = cpu.bind([torch.randn(64 * BLOCK, 64)])
     x = torch.randn(3, 64)
     use_threads(1)
-    cpu.threads.heard = []
-    with cpu.scratch.apart():
+    with cpu.threads.listening(), cpu.scratch.apart():
         (out,) = product(x)
         want = out.clone()
         scratch = cpu.scratch.take(0)  # kept as long as the call may be made
-    player = Player(cpu.threads.heard, cpu.kernels, cpu.threads)
-    cpu.threads.heard = None
+        player = Player(cpu.threads.take_heard(), cpu.kernels, cpu.threads)
     items = items_of([len(want[0])], x[0].nbytes, 1)
     use_threads(2)
     product(x)

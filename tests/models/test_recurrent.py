@@ -32,6 +32,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.plan import StepPlan
 from quire.engine.runner import ModelRunner
 from quire.engine.scheduler import NO_DRAFTS, Drafts
+from quire.engine.scheduling.costs import Prices
 from quire.errors import ConfigError, UnsupportedModel
 from quire.spec import ModelSpec, RecurrentState
 from quire.strategies import STRATEGIES
@@ -440,6 +441,7 @@ def test_who_makes_room_may_have_its_state_saved(
     with llm_of(hybrid, cache=cache, **swap) as llm:
         scheduler = llm.engine.scheduler
         scheduler.costs.swap_s = lambda _: 0.0  # type: ignore[method-assign]
+        scheduler.costs.give(Prices(step_s=1.0, token_s=1.0))
         own, plans = scheduler.plan, iter(range(100))
 
         def plan(drafts: Drafts = NO_DRAFTS) -> StepPlan:

@@ -11,6 +11,7 @@ from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.refusals import refuse_switching_positions, refuse_too_little
 from quire.engine.runner import ModelRunner, Ranks
 from quire.memory import MemoryProvider
+from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
 from quire.models.watched import ModelWatch
@@ -112,19 +113,24 @@ def _small_runner(
     if copied is None:
         yield None
         return
+    # On the host what is kept for the model's own cache stays untouched.
+    on_host = loaded.device.type == "cpu"
+    memory = memory_for(loaded.device, "on-demand") if on_host else provider
     cut = replace(
         sizes,
+        page_bytes=memory.page_bytes,
         max_num_seqs=1,
         capacity_bytes=_SMALL_CACHE_BYTES,
         max_capacity_bytes=None,
         max_model_len=_SMALL_MODEL_LEN,
     )
-    backend, make_pair = prepare(copied, copied.spec, strategy, cut, provider, config)
+    backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
     kv = KVCache(make_pair)
     try:
         yield ModelRunner(copied, kv, backend)
     finally:
         kv.close()
+        give_back_kept(memory)
 
 
 def prepare(

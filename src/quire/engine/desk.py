@@ -172,6 +172,8 @@ class Desk:
 
     def _put(self, ticket: Ticket, delta: TextDelta) -> None:
         """Raises: what kept the piece from its reader, who is told of it and leaves."""
+        if self._llm.has_failed:  # all readers get the error that the step is about to raise
+            return
         try:
             ticket.mailbox.put(delta)
         except Exception as error:

@@ -105,6 +105,7 @@ class LLM:
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
         self._closed, self._close_is_over = False, Event()
+        self.has_failed = False  # it was closed since it could not go on
 
     def generate(
         self,
@@ -250,6 +251,7 @@ class LLM:
 
     def fail(self, detail: str) -> None:
         """``close``, since it cannot go on: what still runs ends with an error."""
+        self.has_failed = True
         self._close("error", detail)
 
     def __enter__(self) -> "LLM":
