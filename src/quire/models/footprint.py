@@ -40,8 +40,9 @@ def footprint(model: PreTrainedModel) -> Footprint:
 def weights_of(model: PreTrainedModel) -> tuple[int, int]:
     """Bytes of what lies where the model computes; and of these, what counts as used memory."""
     device, every = device_of(model), (*model.parameters(), *model.buffers())
-    tensors = [part for t in every if t.device == device for part in _parts(t)]
-    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    own = (part.untyped_storage() for t in every if t.device == device for part in _parts(t))
+    # Those on the meta device have no address to tell them apart by.
+    storages = {storage._cdata: storage for storage in own}
     sizes = [(storage.data_ptr(), storage.nbytes()) for storage in storages.values()]
     on_files = mapped_from_files(address for address, _ in sizes if address)
     counted = (size for address, size in sizes if address and address not in on_files)
@@ -79,8 +80,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     inside = [getattr(tensor, name) for name in names]  # of a rank's part its mesh too
     return [part for each in inside if isinstance(each, Tensor) for part in _parts(each)]
-
-
-def _key(tensor: Tensor) -> int:
-    """Tells storages apart; those on the meta device have no address."""
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -310,10 +310,13 @@ class Rows:
     def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put in the entries of tokens [start, start + T): k [rows, K, T, D], v likewise."""
         stop = start + k.shape[2]
-        with self._family.lock:
-            slots = self._own_slots(self._group_of[layer], start, stop)
+        if self._family.backend is None:
+            with self._family.lock:
+                slots = self._own_slots(self._group_of[layer], start, stop).flatten()
+        else:
+            slots = self._batch(self._group_of[layer], start, stop).slots
         self._storage.write(
-            layer, slots.flatten(), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+            layer, slots, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
         )
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
