@@ -281,7 +281,10 @@ def test_where_the_cache_is_not_enough_the_step_shrinks_and_grows_again() -> Non
                 stage.refilled_bytes = None
 
         steps = llm.engine.scheduler.statistics.step_tokens
+        planned: list[int] = []
+        llm.engine.watch = lambda plan: planned.append(plan.num_tokens)
         completions = llm.generate(several, PARAMS, observe=observe)
+        assert max(planned[4:60]) <= 10 < max(planned)
         assert ids(completions) == want
         assert {c.finish_reason for c in completions} == {"length"}
         assert set(budgets[:3]) == {512}
@@ -309,6 +312,28 @@ def test_without_room_for_one_token_it_waits_and_goes_on() -> None:
         assert ids(llm.generate(prompts(), PARAMS, observe=observe)) == want
         assert seen[29] == seen[6], "no step was begun"
         assert seen[31] > seen[29]
+
+
+def test_what_one_step_was_said_to_take_keeps_no_others_from_being_tried() -> None:
+    """Another thread may have had the memory meanwhile. Half of it is forgotten in 5 s."""
+    stage = Deadly()
+    with elastic(stage) as llm:
+        want = ids(llm.generate(prompts(), PARAMS))
+    with elastic(stage) as llm:
+        sizes = llm._elastic._step_bytes
+        assert sizes is not None
+        stage.refilled_bytes = 2 * sizes.of(10, 4)
+        peak = llm._elastic._peak = Told(8 * stage.refilled_bytes)  # type: ignore[assignment]
+        paused: list[bool] = []
+
+        def observe(_: Any) -> None:
+            stage.pass_time(0.5)
+            paused.append(not llm.elastic.token_budget)
+            if sum(paused) == 2:
+                peak.num_bytes = 0
+
+        assert ids(llm.generate(prompts(), PARAMS, observe=observe)) == want
+        assert 10 < sum(paused) < 60
 
 
 def test_where_not_one_token_fits_for_half_a_minute_it_ends_in_words() -> None:
