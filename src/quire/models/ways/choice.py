@@ -30,6 +30,10 @@ class Way(Protocol):
         """Logits [S, vocabulary] at some of the packed tokens."""
         ...
 
+    def close(self) -> None:
+        """Let go of what was made of the model. Nothing is run any more."""
+        ...
+
 
 def make_way(name: str, loaded: LoadedModel, stand_ins: StandIns | None = None) -> Way:
     """One of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
