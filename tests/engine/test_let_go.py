@@ -81,7 +81,7 @@ def test_the_system_has_weights_and_addresses_back(folder: Path) -> None:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for strategy, taken in json.loads(done.stdout).items():
         before, during, kept, after = (taken[n] for n in ("before", "during", "kept", "after"))
-        assert during["VmSize"] - before["VmSize"] > taken["reserved"] > 100 * MIB, strategy
+        assert during["VmSize"] - before["VmSize"] > taken["reserved"] > 50 * MIB, strategy
         assert during["VmRSS"] - before["VmRSS"] > weights > 50 * MIB, strategy
         assert kept["VmRSS"] - before["VmRSS"] < weights / 8, strategy
         # The region that a tensor is over lives on without pages, and goes with the tensor.

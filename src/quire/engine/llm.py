@@ -45,7 +45,8 @@ class LLM:
     ``model`` is a local folder, a hub name, a Transformers model in memory, what
     ``models.loader.load`` gave, or None for the demo model. Options are the fields of
     ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
-    gives it back, and a model that was loaded for it. A model in memory stays as it was: its own ``generate`` works all the while.
+    gives it back, and a model that was loaded for it. A model in memory stays as it was: its own
+    ``generate`` works all the while.
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
     it, and grows again later (``elastic``). No sequence ends because of that.
