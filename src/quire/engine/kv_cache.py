@@ -27,23 +27,31 @@ class KVCache:
         self._make = make
         self._least_committed_bytes = least_committed_bytes
         self.accounting, self.storage = make()
+        self._memory = self.storage.memory
+        self._is_closed = False
         self.refusal: Exception | None = None
 
     @property
     def memory(self) -> CountedMemory:
         """Bytes reserved, committed, at peak and given back, since the last restart."""
-        return self.storage.memory
+        return self._memory
 
     @property
     def committed_bytes(self) -> int:
-        here = self.storage.memory.committed_bytes
+        here = self._memory.committed_bytes
         return here if self._least_committed_bytes is None else self._least_committed_bytes()
 
     def carry_out(self) -> None:
-        """End the accounting's step: storage does what was decided, or else there is a refusal."""
+        """End the accounting's step: storage does what was decided, or else there is a refusal.
+
+        After ``close`` there is nothing to be done.
+        """
         if self.refusal is None:
+            changes = self.accounting.drain()
+            if self._is_closed:
+                return
             try:
-                self.storage.apply(self.accounting.drain())
+                self.storage.apply(changes)
             except Exception as error:  # what it was, is lost
                 self.refusal = error
 
@@ -60,11 +68,17 @@ class KVCache:
         ceiling = self.accounting.ceiling
         self.storage.close()
         self.accounting, self.storage = self._make()
-        self.refusal = None
+        self._memory, self.refusal = self.storage.memory, None
         self.accounting.resize(ceiling.capacity_bytes)
         self.accounting.resize(ceiling.now_bytes, for_now=True)
 
     def close(self) -> None:
-        """Give every page back, whatever is still to be done."""
+        """Give every page back, whatever is still to be done; and the addresses, as soon as no
+        tensor of another owner is over them. A second call does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.accounting.drain()
         self.storage.close()
+        del self.storage, self._make  # tensors over the addresses, and what makes more of them

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from threading import Event
 from typing import Any, TypeAlias
 
@@ -52,7 +53,8 @@ class LLM:
     ``model`` is a local folder, a hub name, a Transformers model in memory, what
     ``models.loader.load`` gave, or None for the demo model. Options are the fields of
     ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
-    gives it back. A model in memory stays as it was: its own ``generate`` works all the while.
+    gives it back, and a model that was loaded for it. A model in memory stays as it was: its own
+    ``generate`` works all the while.
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
     it, and grows again later (``elastic``). No sequence ends because of that.
@@ -75,6 +77,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_options(**options)
         refuse_options(self.config, model, provider)
+        self._has_own_model = model is None or isinstance(model, (str, Path))
         loaded = loaded_model(model, tokenizer, self.config)
         # The processes of a model that was loaded elsewhere are whoever's who loaded it.
         self._ranks = None if isinstance(model, LoadedModel) else loaded.ranks
@@ -246,7 +249,13 @@ class LLM:
         return done
 
     def close(self) -> None:
-        """End what still runs and give all KV memory back. A second call does nothing."""
+        """End what still runs, and let go of the model and of all KV memory.
+
+        A model that the LLM loaded itself goes, with all that was made from its weights. One that
+        was handed in stays as usable as it was, without what was made from it here. Tensors that
+        were taken out of either stay valid; addresses of the cache go with the last tensor over
+        them. Figures can still be read. A second call does nothing.
+        """
         self._close("abort", "the LLM was closed")
 
     def fail(self, detail: str) -> None:
@@ -400,7 +409,8 @@ class LLM:
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
-            parts.callback(self._resident.rest, short=True)  # what was kept for it is of no use now
+            # What was kept for it is of no use now, nor what held its own model.
+            parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
             parts.callback(self._tell_the_end, End(reason, detail))

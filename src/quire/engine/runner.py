@@ -116,15 +116,22 @@ class ModelRunner:
         return logits
 
     def close(self) -> None:
-        """Give back what only steps need. Nothing is run any more."""
-        if self._captured is not None:
-            self._captured.close()
-            self._captured = None
-        del self._backend  # and what that keeps on a device from step to step
+        """Let go of the model, of what was made from it, and of what only steps need.
+
+        Nothing is run any more.
+        """
+        for part in (self._captured, self._model):
+            if part is not None:
+                part.close()
+        self._captured = self._model = self._stand_ins = self._recurrent = self._ranks = None
+        # Weights, and what a backend keeps on a device from step to step.
+        del self._loaded, self._watch, self._backend
         give_back_unused(self.device)
 
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
+        if self._model is not None:
+            self._model.close()
         self._model, self.way = make_way(way, self._loaded, self._stand_ins, self._watch), way
 
     def try_out(self, *, max_tokens: int, small: "ModelRunner | None" = None) -> None:

@@ -23,7 +23,8 @@ class SourcePrompts:
     """Reads prompts for one model, whose sources have at most ``source_tokens``."""
 
     def __init__(self, loaded: LoadedModel, source_tokens: int) -> None:
-        self._loaded = loaded
+        self._name, self._tokenizer = loaded.name, loaded.tokenizer
+        self._vocab_size, self._longest = loaded.vocab_size, loaded.spec.source_tokens
         self._most_tokens = source_tokens
         self._features_shape = features_shape(loaded)
         self.text_begins = _text_begins(loaded)
@@ -38,7 +39,7 @@ class SourcePrompts:
             unknown = sorted(str(name) for name in prompt.keys() - {_SOURCE, _TEXT})
             if unknown or _SOURCE not in prompt:
                 raise RequestError(
-                    f"a prompt of {self._loaded.name} has {_SOURCE!r} and may have {_TEXT!r}; this "
+                    f"a prompt of {self._name} has {_SOURCE!r} and may have {_TEXT!r}; this "
                     f"one has {sorted(map(str, prompt)) or 'neither'}"
                 )
             given = prompt[_SOURCE]
@@ -46,7 +47,7 @@ class SourcePrompts:
                 begins = self._token_ids(_TEXT, prompt[_TEXT])
         if not begins:
             raise RequestError(
-                f"{self._loaded.name} says in no decoder_start_token_id what a text begins with: "
+                f"{self._name} says in no decoder_start_token_id what a text begins with: "
                 f"give {_TEXT!r} beside {_SOURCE!r}"
             )
         if self._features_shape is not None:
@@ -56,13 +57,12 @@ class SourcePrompts:
     def _text(self, given: object) -> Source:
         if isinstance(given, Tensor):
             given = given.tolist()
-        token_ids = encode(given, self._loaded.tokenizer, self._loaded.vocab_size)
+        token_ids = encode(given, self._tokenizer, self._vocab_size)
         if len(token_ids) > self._most_tokens:
-            longest = self._loaded.spec.source_tokens
             raise RequestTooLong(
                 f"the source has {format_count(len(token_ids))} tokens and there is room for "
                 f"{format_count(self._most_tokens)}: shorten it"
-                + (" or raise max_model_len" if self._most_tokens < longest else "")
+                + (" or raise max_model_len" if self._most_tokens < self._longest else "")
             )
         return Source(num_tokens=len(token_ids), token_ids=token_ids)
 
@@ -72,13 +72,13 @@ class SourcePrompts:
         shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
         if not isinstance(given, Tensor) or given.shape[-2:] != self._features_shape:
             raise RequestError(
-                f"{self._loaded.name} hears input_features, a tensor [{mels}, {frames}] as its "
+                f"{self._name} hears input_features, a tensor [{mels}, {frames}] as its "
                 f"feature extractor makes it; this is {shape}"
             )
         if given.numel() != mels * frames or not given.is_floating_point():
             raise RequestError(f"one source a prompt, in floating point; this is {shape}")
         return Source(
-            num_tokens=self._loaded.spec.source_tokens,
+            num_tokens=self._longest,
             features=given.detach().reshape(mels, frames),
         )
 
@@ -86,7 +86,7 @@ class SourcePrompts:
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise RequestError(f"{name} are token ids; this is {type(given).__name__}")
         given = given.tolist() if isinstance(given, Tensor) else list(given)
-        return encode(given, None, self._loaded.vocab_size)
+        return encode(given, None, self._vocab_size)
 
 
 def _text_begins(loaded: LoadedModel) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class StandIns:
         self.watch = watch or ModelWatch(model)
         self._model = model
         self._told: list[str] = []
-        self._thread = 0  # that computes with them at this moment
+        self._turn = _Turn()
         self._version = self.watch.version
         self._parts: list[StandIn] = []
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
@@ -57,14 +57,14 @@ class StandIns:
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
-        forwards, before = self._forwards, self._thread
-        self._thread = get_ident()
+        forwards, turn = self._forwards, self._turn
+        before, turn.thread = turn.thread, get_ident()
         try:
             for own, forward in forwards:
                 own["forward"] = forward  # what a module's __setattr__ does, ten times faster
             yield
         finally:
-            self._thread = before
+            turn.thread = before
             for own, _ in forwards:
                 own.pop("forward", None)
 
@@ -75,16 +75,25 @@ class StandIns:
             for line in told:
                 log.info("%s", line)
         self._told = told
-        self._forwards = [(vars(part.module), self._forward_of(part)) for part in self._parts]
+        self._forwards = [
+            (vars(part.module), _forward_of(part, self._turn)) for part in self._parts
+        ]
 
-    def _forward_of(self, part: StandIn) -> Callable[..., Any]:
-        own, ours = part.module.forward, part.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # Kernels give no gradients, and remember from one module to the next.
-            return (ours if get_ident() == self._thread else own)(*args, **kwargs)
+class _Turn:
+    """Which thread computes with a model's stand-ins at this moment."""
 
-        return forward
+    thread = 0
+
+
+def _forward_of(part: StandIn, turn: _Turn) -> Callable[..., Any]:
+    own, ours = part.module.forward, part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Kernels give no gradients, and remember from one module to the next.
+        return (ours if get_ident() == turn.thread else own)(*args, **kwargs)
+
+    return forward
 
 
 def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[StandIn], list[str]]:

@@ -63,6 +63,9 @@ class LoneModel:
         assert logits is not None, "a step without chunks"
         return logits
 
+    def close(self) -> None:
+        """Nothing was made of the model."""
+
     def _chunk(
         self, step: Step, number: int, token_ids: Tensor, positions: Tensor, wanted: Tensor
     ) -> Tensor:

@@ -31,6 +31,10 @@ class Way(Protocol):
         """Logits [S, vocabulary] at some of the packed tokens."""
         ...
 
+    def close(self) -> None:
+        """Let go of what was made of the model. Nothing is run any more."""
+        ...
+
 
 def make_way(
     name: str,

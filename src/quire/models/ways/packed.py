@@ -66,6 +66,10 @@ class PackedModel:
             logits = recording.play(step, token_ids, positions)
             return logits[logits_at]  # a copy, for the next pass leaves its own there
 
+    def close(self) -> None:
+        """Drop what was recorded, which refers to this. Nothing is run any more."""
+        self._recordings = None
+
     def _run(self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
         """The model's own, in inference mode."""
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
