@@ -13,15 +13,15 @@ GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test test-all fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check fuzz fuzz-http clients lint format types size bench \
+.PHONY: help demo test test-all test-gpu test-transformers check fuzz fuzz-http clients lint format types size bench \
   bench-gpu docs setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## the shipped model's text and memory with each of the four strategies
 	@$(BIN)/quire compare
@@ -34,6 +34,9 @@ test-all: $(READY) ## the tests, and the whole grid of attention: minutes for ea
 
 test-gpu: $(if $(VENV),$(READY)) ## the tests that a GPU can run (installing nothing: make test-gpu VENV= PYTHON=python3)
 	@$(GPU_PYTHON) tools/gpu_tests.py $(OPTIONS)
+
+test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
+	@$(BIN)/python tests/transformers_own/run.py $(if $(SOURCE),--source $(SOURCE)) $(MODELS)
 
 check: lint types test ## lint, types and test, one after the other
 

@@ -2,25 +2,31 @@
 
     python benchmarks/bench_governor.py [--claims] [--only PART]
 
-Five parts, each in processes of its own on the demo model: a neighbour that takes half of a machine
-of 8 GiB (a control group), a capacity that is lowered under running sequences, half a minute of
-idleness, two engines that take all they may of 6 GiB, and work at 95 % of a control group's limit.
-About five minutes.
+Seven parts, each in processes of its own on the demo model: a neighbour that takes half of a
+machine of 8 GiB (a control group), a capacity that is lowered under running sequences, half a
+minute of idleness, two engines that take all they may of 6 GiB, work at 95 % of a control group's
+limit, budgets stated in bytes in a group of 2 GiB with no neighbour, and a server in a group of
+1 GiB that a neighbour holds at 95 %. About eight minutes.
 """
 
+import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from server_process import ask, post, server
 
 from quire.memory.machine.readings import HostGauge
 
@@ -28,13 +34,21 @@ WORKER = Path(__file__).with_name("governor_worker.py")
 CGROUPS = Path("/sys/fs/cgroup/memory")
 GIB = 1 << 30
 SMALL_BYTES = 6 * GIB  # the machine that two engines share
-ALONE_S, BOTH_S, SOAK_S = 15, 60, 60
+ALONE_S, BOTH_S, SOAK_S, STATED_S = 15, 60, 60, 10
+LOG = Path(tempfile.gettempdir()) / f"quire-pressed-{os.getpid()}.log"
+PRESSED = {
+    "the demo model": ("--kv-cache-memory-bytes", "512MiB", "--dtype", "float32"),
+}
+STATED = ((2 * GIB, GIB), (2 * GIB, 1280 << 20), (2 * GIB, 1400 << 20))  # the limit, the budget
 
 
 def main(
     claims: Annotated[bool, typer.Option(help="End with a JSON object for each claim.")] = False,
-    only: Annotated[str, typer.Option(help="One of the five parts.")] = "",
+    only: Annotated[str, typer.Option(help="One of the parts.")] = "",
+    model: Annotated[str | None, typer.Option(help="Pressed as well: a folder.")] = None,
 ) -> None:
+    if model is not None:
+        PRESSED[Path(model).name] = (model, "--kv-cache-memory-bytes", "96MiB")
     console = Console()
     found: list[dict[str, Any]] = []
     for name, part in PARTS.items():
@@ -132,19 +146,108 @@ def soak() -> Iterator[dict[str, Any]]:
     )
 
 
+def stated() -> Iterator[dict[str, Any]]:
+    """How much of a budget in bytes is used where no other process wants memory."""
+    for limit, size in STATED:
+        with cgroup(limit) as folder:
+            if folder is None:
+                yield claim("stated: no control group can be made here", None, "", "", False)
+                return
+            result = run("stated", str(folder), str(size), str(STATED_S), group=folder)
+        used = result["last_kv_bytes"] / size
+        words = f"used of {size >> 20} MiB stated, in a group of {limit >> 20} MiB"
+        yield claim(words, used, "fraction", "≥ 0.95", used >= 0.95, result)
+
+
+def pressed() -> Iterator[dict[str, Any]]:
+    """A neighbour holds a group of 1 GiB at 95 % while a server in it has requests."""
+    for name, flags in PRESSED.items():
+        with cgroup(GIB) as folder:
+            if folder is None:
+                yield claim("pressed: no control group can be made here", None, "", "", False)
+                return
+            found = asyncio.run(_pressed(folder, flags))
+        yield claim(
+            f"ends without a word, {name} beside a neighbour that holds 1 GiB at 95 %",
+            *(found["kills"] + found["silent"], "times", "0"),
+            not (found["kills"] or found["silent"]),
+            found,
+        )
+
+
+async def _pressed(folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+    def ask_for(number: int, max_tokens: int) -> bytes:
+        prompt = [20 + (number * 7919 + place) % 4000 for place in range(200)]
+        fields = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "prompt_logprobs": 1,
+        }  # for which the logits of a whole prompt are needed
+        return post("/v1/completions", fields)
+
+    async def answer(number: int) -> str:
+        try:
+            found = await ask(own.port, ask_for(number, 40))
+        except (OSError, asyncio.IncompleteReadError):
+            return "broken"
+        return str(found.status) if found.status != 200 else choice(found.body)
+
+    with server(*flags, log=LOG, group=folder) as own:
+        numbers = range(6)
+        want = [await answer(number) for number in numbers]  # alone, one after another
+        begin_s = time.monotonic()
+        await asyncio.gather(*map(answer, range(100, 106)))
+        before_s, begin_s = time.monotonic() - begin_s, time.monotonic()
+        command = [sys.executable, str(WORKER), "holder", str(folder), str(GIB), "0.95"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            await asyncio.to_thread(other.stdout.readline)
+            begin_s = time.monotonic()
+            got = list(await asyncio.gather(*map(answer, numbers)))
+            pressed_s = time.monotonic() - begin_s
+            used = int((folder / "memory.usage_in_bytes").read_text())
+            other.terminate()
+        alive = Path(f"/proc/{own.pid}").exists() and "broken" not in got
+        await asyncio.sleep(12)
+        after = list(await asyncio.gather(*map(answer, numbers))) if alive else []
+        text = (folder / "memory.oom_control").read_text()
+    log = LOG.read_text()
+    return {
+        "kills": int(dict(line.split() for line in text.splitlines()).get("oom_kill", "0")),
+        "alive": alive,
+        "silent": int(not alive and "the system would end this process" not in log),
+        "texts_as_alone": sum(a == b for a, b in zip(got, want, strict=True)),
+        "texts_as_alone_afterwards": sum(a == b for a, b in zip(after, want, strict=False)),
+        "used_fraction": used / GIB,
+        "s_before": before_s,
+        "s_pressed": pressed_s,
+        "small_steps": log.count("steps are of up to"),
+    }
+
+
+def choice(body: bytes) -> str:
+    return str(json.loads(body)["choices"][0]["text"])
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    part.__name__: part for part in (neighbour, lowered, idle, two, soak)
+    part.__name__: part for part in (neighbour, lowered, idle, two, soak, stated, pressed)
 }
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
+def start(*arguments: str, group: Path | None = None) -> "subprocess.Popen[str]":
+    """``group``: the control group that it is in from its first page on."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, str(WORKER), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    join = None if group is None else partial((group / "cgroup.procs").write_text, "0")
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=join
+    )
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    with start(*arguments) as process:
+def run(*arguments: str, group: Path | None = None) -> dict[str, Any]:
+    with start(*arguments, group=group) as process:
         output = process.communicate()[0]
     if process.returncode:
         sys.exit(f"{arguments[0]} failed")
@@ -184,7 +287,9 @@ def claim(
 def _short(value: Any) -> str:
     if isinstance(value, float) and value >= 1e6:
         value = int(value)
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if value else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

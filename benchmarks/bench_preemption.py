@@ -15,40 +15,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from admission_loads import TOKEN_BYTES, Job, Load, Outcome, play
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Sampled
-from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.swap import Costs, SwapSpace
-from quire.engine.sequence import Request, Sequence
-from quire.spec import FullAttention, Group
-from quire.strategies import STRATEGIES, CacheConfig
+from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.sequence import Sequence
+from quire.planner.simulation.costs import FittedCosts
 
-EOS = 0
-BLOCK_TOKENS = 16
 GOAL = 0.05
-GROUPS = (Group(spec=FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"), layers=(0,)),)
-TOKEN_BYTES = GROUPS[0].bytes_per_token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    num_prompt_tokens: int
-    num_output_tokens: int  # after which it ends
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Jobs that are all there from the beginning, and the pool that they share."""
-
-    name: str
-    jobs: tuple[Job, ...]
-    pool_tokens: int
-    max_num_seqs: int
-    ends_are_known: bool
+STEP = FittedCosts(step_s=1.0)  # a step is a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +38,6 @@ class Way:
     swap_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    num_steps: int
-    num_preemptions: int
-    recomputed_share: float  # of the ideal
-    swapped_tokens: int  # there
-    mean_running: float
-
-
 def baseline() -> Way:
     return Way(name="last-in, recompute", headroom=False, spares=False)
 
@@ -78,7 +46,7 @@ def ways(load: Load) -> list[Way]:
     return [
         baseline(),
         Way(name="hysteresis", headroom=False, spares=True),
-        Way(name="headroom (default)", headroom=True, spares=True),
+        Way(name="headroom", headroom=True, spares=True),
         Way(
             name="headroom, swap ½ pool",
             headroom=True,
@@ -120,58 +88,27 @@ def loads(seed: int) -> list[Load]:
     ]
 
 
-def play(load: Load, way: Way, *, caching: bool) -> Outcome:
+def play_way(load: Load, way: Way, *, caching: bool) -> Outcome:
     """Every job to its end."""
-    longest = max(job.num_prompt_tokens + job.max_tokens for job in load.jobs)
-    config = CacheConfig(
-        max_model_len=longest,
-        max_num_seqs=load.max_num_seqs,
-        capacity_bytes=load.pool_tokens * TOKEN_BYTES,
-        block_size=BLOCK_TOKENS,
-        page_bytes=BLOCK_TOKENS * TOKEN_BYTES,
-        enable_prefix_caching=caching,
-    )
-    accounting = STRATEGIES["paged"][0](GROUPS, config)
-    limits = Limits(
-        max_model_len=longest,
-        max_num_seqs=load.max_num_seqs,
-        max_num_batched_tokens=1024,
-        eos_token_ids=frozenset([EOS]),
-        headroom=way.headroom,
-    )
-    scheduler = Scheduler(
-        accounting, limits, swap=SwapSpace(way.swap_tokens * TOKEN_BYTES), costs=_costs()
-    )
-    if not way.spares:
-        scheduler._preemption.victim = _last_in  # type: ignore[method-assign]
-    for number, job in enumerate(load.jobs):
-        scheduler.add(_request(number, job, load.ends_are_known))
-    num_steps = num_new = 0
-    while scheduler.has_unfinished:
-        plan = scheduler.plan()
-        accounting.drain()
-        results = [
-            Sampled(token_ids=(_next(draw.sequence, load.jobs[draw.sequence.request.request_id]),))
-            for draw in plan.draws
-        ]
-        scheduler.update(plan, results)
-        accounting.drain()
-        num_steps, num_new = num_steps + 1, num_new + len(results)
-    stats = scheduler.stats
-    ideal = sum(job.num_prompt_tokens + job.num_output_tokens - 1 for job in load.jobs)
-    return Outcome(
-        num_steps=num_steps,
-        num_preemptions=stats.num_preemptions,
-        recomputed_share=stats.num_recomputed_tokens / ideal,
-        swapped_tokens=stats.saved_bytes // TOKEN_BYTES,
-        mean_running=num_new / num_steps,
+
+    def prepare(scheduler: Scheduler) -> None:
+        if not way.spares:
+            scheduler._preemption.victim = _last_in  # type: ignore[method-assign]
+
+    return play(
+        load,
+        STEP,
+        headroom=float(way.headroom),
+        costs=_costs(),
+        swap_tokens=way.swap_tokens,
+        caching=caching,
+        prepare=prepare,
     )
 
 
 def _costs() -> Costs:
     """It is assumed that entries are copied in less time than they are computed."""
-    costs = Costs(bytes_per_token=TOKEN_BYTES)
-    costs.note_step(num_tokens=100, num_sequences=1, seconds=1.0)
+    costs = Costs(bytes_per_token=TOKEN_BYTES, prices=Prices(step_s=0.0, token_s=0.01))
     costs.note_saved(TOKEN_BYTES, 1e-4)
     costs.note_loaded(TOKEN_BYTES, 1e-4)
     return costs
@@ -181,26 +118,12 @@ def _last_in(candidates: list[Sequence]) -> Sequence:
     return candidates[-1]
 
 
-def _request(number: int, job: Job, ends_are_known: bool) -> Request:
-    """A prompt that begins like no other."""
-    first = 10_000 * (number + 1)
-    return Request(
-        request_id=number,
-        prompt_token_ids=tuple(range(first, first + job.num_prompt_tokens)),
-        params=SamplingParams(max_tokens=job.max_tokens, ignore_eos=ends_are_known),
-    )
-
-
-def _next(sequence: Sequence, job: Job) -> int:
-    return EOS if sequence.num_output_tokens + 1 == job.num_output_tokens else 1
-
-
 def claims(load: Load, caching: bool, found: dict[str, Outcome]) -> list[dict[str, Any]]:
-    """The goals are set for the first load; with swap of one pool, and with the defaults alone."""
+    """The goals are set for the first load; with swap of one pool, and without swap."""
     peer = found[baseline().name]
     lines: list[dict[str, Any]] = []
     where = f"{load.name}, {'with' if caching else 'without'} prefix caching"
-    for way in ("headroom, swap 1 pool", "headroom (default)"):
+    for way in ("headroom, swap 1 pool", "headroom"):
         ours = found[way]
         for what, mine, theirs, goal, holds in (
             (
@@ -249,7 +172,7 @@ def main(
     said: list[dict[str, Any]] = []
     for number, load in enumerate(loads(seed)):
         for caching in (False, True):
-            found = {way.name: play(load, way, caching=caching) for way in ways(load)}
+            found = {way.name: play_way(load, way, caching=caching) for way in ways(load)}
             Console().print(_table(load, caching, found))
             if not number:
                 said += claims(load, caching, found)

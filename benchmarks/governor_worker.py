@@ -6,6 +6,7 @@ tokens came from outside. Their pages are as real as any others.
 
 import gc
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -186,8 +187,67 @@ def soak(group: str, limit: str, seconds: str) -> dict[str, Any]:
     }
 
 
+def holder(group: str, limit: str, share: str) -> dict[str, Any]:
+    """Take memory until the group is at a share of its limit, and again whatever others leave."""
+    (Path(group) / "cgroup.procs").write_text("0")
+    most, taken = int(int(limit) * float(share)), []
+    said = False
+    while True:
+        used = int((Path(group) / "memory.usage_in_bytes").read_text())
+        if most - used >= 2**20:
+            taken.append(np.ones(min(most - used, 2**24), np.uint8))
+            continue
+        if not said:
+            print("has it", flush=True)
+            said = True
+        time.sleep(0.02)
+
+
+def breather(group: str, limit: str, share: str) -> dict[str, Any]:
+    """Take memory up to a random share of a group, keep it for a while, give a part back; for ever.
+
+    ``share``: the most of the limit that the group is brought to.
+    """
+    (Path(group) / "cgroup.procs").write_text("0")
+    rng, taken = random.Random(0), list[np.ndarray[Any, Any]]()
+    while True:
+        most, until = int(int(limit) * float(share)), time.monotonic() + rng.uniform(1, 15)
+        wanted = int(most * rng.choice([0.5, 0.8, 1.0, 1.0]))
+        while time.monotonic() < until:
+            used = int((Path(group) / "memory.usage_in_bytes").read_text())
+            if wanted - used >= 2**20:
+                taken.append(np.ones(min(wanted - used, 2**24), np.uint8))
+            time.sleep(0.01)  # 1.6 GB/s at most
+        del taken[: rng.randint(0, len(taken))]
+        time.sleep(rng.uniform(0, 10))
+
+
+def stated(group: str, size: str, seconds: str) -> dict[str, Any]:
+    """All that a budget in bytes gives, while sequences run, with no neighbour."""
+    llm = LLM(kv_cache_memory_bytes=int(size), max_num_seqs=8)
+    begin, most, ceilings, numbers = time.monotonic(), 0, [], iter(range(10**9))
+    while time.monotonic() < begin + float(seconds):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))
+        fill(llm, llm.elastic.ceiling_bytes - llm.memory.committed_bytes, numbers)
+        most = max(most, llm.memory.committed_bytes)
+        ceilings.append(llm.elastic.ceiling_bytes)
+    state = llm.elastic
+    peak = int((Path(group) / "memory.max_usage_in_bytes").read_text())
+    found = {
+        "most_kv_bytes": most,
+        "least_ceiling_bytes": min(ceilings),
+        "last_kv_bytes": llm.memory.committed_bytes,
+        "num_shrinks": state.num_shrinks,
+        "peak_bytes": peak,
+        "reason": state.reason,
+    }
+    llm.close()
+    return found
+
+
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
-    part.__name__: part for part in (neighbour, lowered, idle, greedy, soak)
+    part.__name__: part
+    for part in (neighbour, lowered, idle, greedy, soak, stated, holder, breather)
 }
 
 

@@ -38,6 +38,7 @@ from quire.models.recorded import recordings
 from quire.planner.simulation.costs import FittedCosts
 from quire.planner.simulation.fitting import Fit
 from quire.planner.simulation.simulator import Fleet, make_replica
+from quire.planner.simulation.virtual import prices_of
 from quire.strategies import CacheConfig
 
 ROUNDS = 5
@@ -175,8 +176,11 @@ def chunks_of(plans: list[StepPlan]) -> tuple[tuple[int, int, int], ...]:
     return tuple((c.sequence.seq_id, c.start, c.stop) for plan in plans for c in plan.chunks)
 
 
-def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
-    """In the engine; and what a simulated one would be made of."""
+def really(loaded: Any, workload: Workload, costs: FittedCosts, clock: Clock) -> tuple[Run, Fleet]:
+    """In the engine; and what a simulated one would be made of.
+
+    The scheduler decides who comes by the same costs in both.
+    """
     bytes_per_token = loaded.spec.bytes_per_token
     options = {**COMMON, **workload.options}
     capacity_bytes = workload.tokens * bytes_per_token
@@ -202,6 +206,7 @@ def really(loaded: Any, workload: Workload, clock: Clock) -> tuple[Run, Fleet]:
 
         # An engine that serves has done this before. Nothing of it stays in the cache.
         warm_up(llm)
+        scheduler.costs.give(prices_of(costs, scheduler.limits.max_num_batched_tokens))
         drive(workload, add, step)
         llm.reset_prefix_cache()
         steps.clear()
@@ -265,7 +270,7 @@ def simulated(fleet: Fleet, workload: Workload, costs: FittedCosts) -> Run:
 
 
 def sample(loaded: Any, workload: Workload, costs: FittedCosts, clock: Clock) -> dict[str, Any]:
-    real, fleet = really(loaded, workload, clock)
+    real, fleet = really(loaded, workload, costs, clock)
     ours = simulated(fleet, workload, costs)
     alike = sum(a == b for a, b in zip(real.steps, ours.steps, strict=False))
     return {

@@ -14,7 +14,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -61,11 +60,20 @@ def apart() -> Iterator[set[int]]:
 
 @contextmanager
 def server(
-    *flags: str, log: Path | None = None, processors: set[int] | None = None
+    *flags: str,
+    log: Path | None = None,
+    processors: set[int] | None = None,
+    group: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Started with flags of ``quire serve``, until the end of the block."""
+    """Started with flags of ``quire serve``, until the end of the block; in a control group."""
     threads = {} if processors is None else {"OMP_NUM_THREADS": str(len(processors))}
-    keep = None if processors is None else partial(os.sched_setaffinity, 0, processors)
+
+    def begin() -> None:
+        if processors is not None:
+            os.sched_setaffinity(0, processors)
+        if group is not None:
+            (group / "cgroup.procs").write_text("0")
+
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         port = own.getsockname()[1]
@@ -75,7 +83,7 @@ def server(
         stdout=said,
         stderr=said,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **threads},
-        preexec_fn=keep,
+        preexec_fn=begin,
     )
     try:
         _wait_until_open(child, port)

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
     " engine.parts",
     "engine.runner": "errors units spec strategies attention layers models devices engine.sequence"
-    " engine.plan"
+    " engine.plan engine.parts"
     " engine.kv_cache engine.sequence",
     "engine": "errors units config spec memory blocks strategies attention models devices"
     " engine.params"

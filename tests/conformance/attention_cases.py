@@ -4,7 +4,7 @@
 never saw a block table. An error is max |Δ| over max |formula|.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -253,13 +253,21 @@ def make_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def formula(
-    case: Case, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    case: Case,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    padding: Sequence[int] | None = None,
 ) -> Tensor:
     """[T, H, Dv] in float64, one sequence at a time."""
+    padding = padding or [0] * len(case.chunks)
     outs = []
     packed = case.q.cpu().double()
     sinks = None if sinks is None else sinks.cpu()
-    for (history, length), *entry in zip(case.chunks, case.keys, case.values, strict=True):
+    for (history, length), padded, *entry in zip(
+        case.chunks, padding, case.keys, case.values, strict=True
+    ):
         kept_as = getattr(torch, case.spec.dtype)
         k, v = (dequantize(*quantize(x.cpu(), kept_as)).double() for x in entry)
         if isinstance(case.spec, LatentAttention):
@@ -271,6 +279,7 @@ def formula(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores[:, ~read_by(case.spec, history, length)] = -torch.inf
+        scores[..., :padded] = -torch.inf
         top = scores.amax(-1, keepdim=True)  # that exp does not overflow
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)

@@ -232,3 +232,27 @@ def test_the_mask_is_absent_only_where_it_would_hide_nothing(kind: str) -> None:
                 mask = readable(spec, num_queries, context_len, start, torch.device("cpu"))
                 want = read_by(spec, first, num_queries)[:, start:]
                 assert want.all() if mask is None else torch.equal(mask, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["reference", "sdpa", "cpu"])
+def test_padding_is_read_by_no_query(name: str, kind: str) -> None:
+    """A padded sequence says what it says without its padding, which may be anything."""
+    if target.on_gpu():
+        pytest.skip("padded sequences are read on a CPU")
+    case, scale = shaped_case("paged", kind, 0, "float32"), 0.25
+    padding = [before * 3 // 4 for before, _ in case.chunks]
+    wanted = formula(case, scale=scale, padding=padding)
+    for seq, count in enumerate(padding):
+        case.keys[seq][:count] = torch.nan
+        case.values[seq][:count] = torch.nan
+    case.poison()
+    padded = replace(case.fresh_batch(), padding=np.array(padding))
+    got = make_backend(name).attend(case.q, case.view, padded, spec=case.spec, scale=scale)
+    assert error(got, wanted) < TOLERANCE[torch.float32]
+
+
+def test_padding_is_not_for_devices() -> None:
+    batch = replace(shaped_case("paged", "full", 0, "float32").fresh_batch(), padding=np.ones(8))
+    with pytest.raises(ValueError, match="read on the CPU only"):
+        batch.on(torch.device("meta"))

@@ -17,6 +17,7 @@ from models.test_recurrent import HYBRIDS
 from pretend import PretendMemory
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
+from quire.engine.scheduling.costs import Prices
 from readers import source_ids, tiny_reader
 from tiny import random_model, tiny_model, tokens
 
@@ -114,5 +115,5 @@ def test_who_makes_room_is_swapped_and_comes_back() -> None:
             swap_space="8MB",
         )
         costs = llm.engine.scheduler.costs
-        costs.note_step(1, 1, 10.0)  # so that to compute again is dear
+        costs.give(Prices(step_s=0.0, token_s=10.0))  # so that to compute again is dear
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == want

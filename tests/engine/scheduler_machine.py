@@ -10,11 +10,14 @@ it promises, progress above all:
   running sequence is served first, and loses its room only when it runs alone, or to one of a
   better grade; it begins anew with room for all that it had, so that it comes at least one token
   further.
+- One that is held back for a prefix waits for a sequence that computes tokens of that prefix in the
+  same step, at most a few times without finding more afterwards; none but those are overtaken.
 - What swap brings back is what the sequence had, and nobody has swap space who needs none.
 
 ``SchedulerMachine`` adds what happens around a scheduler: policies, requests of all sizes and of
-several continuations, guesses, swap that fails, aborts, memory that others hold, and a budget that
-shrinks and grows under running sequences.
+several continuations, bursts of equal prompts of which the one that computes is aborted, guesses,
+swap that fails, aborts, memory that others hold, and a budget that shrinks and grows under running
+sequences.
 """
 
 from collections import Counter
@@ -33,6 +36,7 @@ from quire.blocks import POLICIES as EVICTION_POLICIES
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Chunk, Sampled, StepPlan
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
+from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import slots_of
 from quire.engine.scheduling.swap import SwapSpace
@@ -42,6 +46,8 @@ from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKe
 from quire.strategies.paged import PagedAccounting
 
 EOS = 0
+HEADROOM = (0.0, 0.0, None, 1.0)
+PRICES = (None, Prices(step_s=1.0, token_s=1e-4), Prices(step_s=1.0, token_s=0.05))
 NextToken = Callable[[Sequence], int]
 TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
 
@@ -60,8 +66,10 @@ class Watch:
         skips: bool = True,
         staggered: bool = False,
         policy: str = "fcfs",
-        headroom: bool = True,
+        headroom: float | None = None,
+        prices: Prices | None = None,
         swap_bytes: int = 0,
+        shared_tokens: int = 16,
     ) -> None:
         self.make, self.accounting = make, make()
         self.max_model_len, self.max_num_seqs, self.budget = max_model_len, max_num_seqs, budget
@@ -78,9 +86,13 @@ class Watch:
                 max_num_batched_tokens=budget,
                 eos_token_ids=frozenset([EOS]),
                 watermark_bytes=watermark_bytes,
+                shared_tokens=shared_tokens,
             ),
             swap=SwapSpace(swap_bytes),
+            costs=Costs(prices=prices),
         )
+        self.shared_tokens = min(shared_tokens, 4)  # at least those, from a block on
+        self.num_held_back = 0  # waits of all sequences
         self.saved: dict[int, tuple[int, list[int]]] = {}  # tokens, and from which on, by group
         self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
         self.alone = True  # nobody else holds memory, so that Never must mean it
@@ -144,6 +156,8 @@ class Watch:
             alone = not self.scheduler.num_running  # all others had to make room before it did
             assert alone or better, "the first made room for somebody else"
         self.check_plan(plan)
+        self.check_held_back(plan)
+        self.check_order(plan, running)
         for sequence in ended:
             self.check_lack_of_room(sequence)
         is_idle = not plan.chunks and not ended and bool(unfinished)
@@ -248,6 +262,34 @@ class Watch:
             alike = [s for s in self.running if self.policy.grade(s) == self.policy.grade(sequence)]
             later = alike[alike.index(sequence) :]
             assert not served & {s.seq_id for s in later}, "a later one is served before it"
+
+    def check_held_back(self, plan: StepPlan) -> None:
+        """Those that wait for a prefix: another one computes it, now."""
+        chunks = {chunk.sequence.seq_id: chunk for chunk in plan.chunks}
+        waiting = {s.seq_id: s for s in self.unfinished}
+        for seq_id, other in self.scheduler.held_back.items():
+            sequence, chunk = waiting[seq_id], chunks[other.seq_id]
+            assert self.skips
+            assert not self.holds(sequence)
+            assert sequence.request.keys == other.request.keys
+            begin, stop = chunk.start - chunk.num_restored, chunk.stop - len(chunk.drafts)
+            stop = min(stop, begin + self.shared_tokens)
+            assert sequence.token_ids[:stop] == other.token_ids[:stop], "it waits for another text"
+            assert sequence.num_waits_in_vain <= 3
+        self.num_held_back += len(self.scheduler.held_back)
+
+    def check_order(self, plan: StepPlan, running: list[Sequence]) -> None:
+        """Of those that wait for room, only who is held back or made room is overtaken."""
+        before = {s.seq_id for s in running}
+        came = [c.sequence for c in plan.chunks if c.sequence.seq_id not in before]
+        last = max(map(self.policy.rank, came), default=None)
+        passed = self.scheduler.held_back.keys() | before | self._behind_a_leader()
+        for sequence in self.unfinished:
+            if last is not None and not self.holds(sequence) and sequence.seq_id not in passed:
+                assert self.policy.rank(sequence) > last, "it is overtaken"
+
+    def _behind_a_leader(self) -> set[int]:
+        return {s.seq_id for leader in self.unfinished for s in leader.siblings}
 
     def check_skipped(self, chunk: Chunk) -> None:
         """A sequence that begins, or begins anew, skips only what somebody like it has computed."""
@@ -387,7 +429,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             skips=make(self.groups, config).shares_blocks and config.enable_prefix_caching,
             staggered=changed.get("growth") == "staggered",
             policy=draw(st.sampled_from(sorted(POLICIES))),
-            headroom=draw(st.booleans()),
+            headroom=draw(st.sampled_from(HEADROOM)),
+            shared_tokens=draw(st.sampled_from([1, 4, 16])),
+            prices=draw(st.sampled_from(PRICES)),
             swap_bytes=draw(st.sampled_from([0, 0, self.longest, 3 * self.longest])) * token_bytes,
         )
         self.ends: dict[int, int] = {}  # output tokens, the last of which is EOS
@@ -425,6 +469,43 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
             )
             self.next_seq += 1
+
+    @precondition(lambda self: len(self.watch.unfinished) < 4)
+    @rule(
+        like=st.integers(0, 7),
+        num_sequences=st.integers(2, 6),
+        num_prompt_tokens=st.integers(1, 40),
+        max_tokens=st.integers(1, 20),
+        keys=st.sampled_from(TENANTS),
+    )
+    def burst(
+        self,
+        like: int,
+        num_sequences: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        keys: PrefixKeys,
+    ) -> None:
+        """Equal prompts, or such as differ at their end, all at once."""
+        begun = [*self.texts[like % len(self.texts)][: 8 * (like % 3)], *[1, 2, 2, 1, 1] * 8]
+        for number in range(num_sequences):
+            ids = [*begun[: num_prompt_tokens - 1], 1 + like * number % 5][: self.longest - 1]
+            self.ends[self.next_seq] = 10 + number
+            self.watch.add(
+                Request(
+                    request_id=self.next_seq,
+                    prompt_token_ids=tuple(ids),
+                    params=SamplingParams(max_tokens=max_tokens),
+                    keys=keys,
+                    priority=number % 2,
+                )
+            )
+            self.next_seq += 1
+
+    @precondition(lambda self: any(self.computing()))
+    @rule()
+    def abort_who_computes_for_others(self) -> None:
+        self.watch.abort(self.computing()[0])
 
     @precondition(lambda self: self.watch.unfinished)
     @rule(
@@ -499,6 +580,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks(self) -> Any:
         assert isinstance(self.watch.accounting, PagedAccounting)
         return self.watch.accounting.blocks
+
+    def computing(self) -> list[Sequence]:
+        """For whom others were held back in the last plan."""
+        others = self.watch.scheduler.held_back.values()
+        return [s for s in others if s.finish_reason is None]
 
     def next_token(self, sequence: Sequence) -> int:
         if sequence.num_output_tokens + 1 == self.ends[sequence.request.request_id]:

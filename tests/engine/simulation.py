@@ -1,35 +1,42 @@
 """A whole engine from a seed: a model that reads back what was kept, its own clock, and faults.
 
 ``World(seed).run()`` builds an engine with random options over real storage, sends it random
-requests and disturbs it: steps that fail before or after they have written, sequences that can
-never be computed, logits that are no numbers, pages that the system refuses, a machine that runs
-out of memory, a capacity that is changed, clients that go away. Only the forward pass is a
-stand-in: ``ReadingRunner`` writes each token with its position into its slots, reads all that a
-query may read, and demands that it is what the sequence has there. Its logits are a function of
-what it has read.
+requests, beam searches among them, and disturbs it: steps that fail before or after they have
+written, sequences that can never be computed, logits that are no numbers, pages that the system
+refuses, a machine that runs out of memory, a capacity that is changed, clients that go away. Only
+the forward pass is a stand-in: ``ReadingRunner`` writes each token with its position into its
+slots, reads all that a query may read, and demands that it is what the sequence has there. Its
+logits are a function of what it has read.
 
-What must hold: every sequence that nobody ended gets the tokens that it gets alone; the others get
-a beginning of them; each token is reported once; and at the end every block is free.
+What must hold: every sequence that was not ended from outside gets the tokens that it gets alone;
+the others get a beginning of them; each token is reported once; a search finds what it finds alone,
+at least if none of its beams was ended; no step reads what it should not; and at the end every
+block is free.
 """
 
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS
+from quire.engine.beam import BeamSearch, BeamSearchParams
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
 from quire.engine.params import SamplingParams
-from quire.engine.plan import Chunk, StepPlan
+from quire.engine.plan import Chunk, Save, StepPlan, TokenOutput
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Drafts, Limits, Scheduler
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.swap.mover import ShelfMover
 from quire.engine.swap.shelves import MemoryShelf
@@ -54,10 +61,13 @@ SPECS = {"full": (FULL,), "hybrid": (FULL, SLIDING)}
 
 
 def logits_of(tokens: tuple[int, ...]) -> list[float]:
-    """The model: what follows a text, with a second choice. Ends come now and then."""
+    """The model: what follows a text, with a second choice. Ends come now and then.
+
+    No two tokens are equally likely, so that a search has no choice between equals.
+    """
     mixed = hash(tokens) & 0xFFFFFFFF
-    row = [0.0] * VOCAB
-    row[1 + mixed // 7 % (NO_NUMBER - 1)] = 3.0
+    row = [((mixed ^ token * 0x9E3779B1) * 40503 >> 9 & 0xFFFF) / 2**17 for token in range(VOCAB)]
+    row[1 + mixed // 7 % (NO_NUMBER - 1)] = 3.0 + mixed % 97 / 100
     row[EOS if mixed % 23 == 0 else 1 + mixed % (NO_NUMBER - 1)] = 4.0
     return row
 
@@ -67,6 +77,7 @@ class ReadingRunner:
 
     def __init__(self, kv: KVCache, is_to_fail: Callable[[], bool]) -> None:
         self._kv, self._is_to_fail = kv, is_to_fail
+        self.misread: list[str] = []  # an engine survives what a step raises: a test is to hear
 
     def run(self, plan: StepPlan) -> Tensor:
         if self._is_to_fail():
@@ -80,7 +91,13 @@ class ReadingRunner:
             prompt = chunk.sequence.request.prompt_token_ids
             if POISON in prompt:
                 raise ValueError("this sequence can never be computed")
-            tokens = self._read(chunk)
+            own = [*chunk.sequence.token_ids[: chunk.start], *chunk.token_ids]
+            in_window = max(0, chunk.start - WINDOW + 1)
+            slots = [
+                self._slots(number, chunk, in_window if isinstance(spec, SlidingWindow) else 0)
+                for number, spec in enumerate(group.spec for group in self._kv.accounting.groups)
+            ]
+            tokens = self.read(chunk.sequence, own, slots)
             for at in range(chunk.logits_from, chunk.stop):
                 row = logits_of(tokens[: at + 1])
                 rows.append([float("nan")] * VOCAB if NO_NUMBER in prompt else row)
@@ -102,26 +119,44 @@ class ReadingRunner:
             for layer in group.layers:
                 self._kv.storage.write(layer, slots, k, v)
 
-    def _read(self, chunk: Chunk) -> tuple[int, ...]:
-        """The sequence as the full layers have it; the windows' part of it must agree."""
-        own = [*chunk.sequence.token_ids[: chunk.start], *chunk.token_ids]
+    def read(self, sequence: Sequence, own: list[int], slots: list[Tensor]) -> tuple[int, ...]:
+        """What is in these slots of each group, of which the full layers have all ``own`` tokens.
+
+        Raises: AssertionError if it is not what the sequence has there.
+        """
         found: tuple[int, ...] = ()
         for number, group in enumerate(self._kv.accounting.groups):
-            windowed = isinstance(group.spec, SlidingWindow)
-            first = max(0, chunk.start - WINDOW + 1) if windowed else 0
-            slots = self._slots(number, chunk, first)
+            first = len(own) - len(slots[number])
             for layer in group.layers:
-                k, v = self._kv.storage.gather(layer, slots)
+                k, v = self._kv.storage.gather(layer, slots[number])
                 tokens, positions = k[0, :, 0].tolist(), v[0, :, 0].tolist()
-                assert positions == list(range(first, chunk.stop)), "entries lie elsewhere"
-                assert tokens == own[first:], "somebody else's entries"
-                if not windowed:
+                if positions != list(range(first, len(own))) or tokens != own[first:]:
+                    self.misread.append(f"sequence {sequence.seq_id}: {tokens} at {positions}")
+                    raise AssertionError(self.misread[-1])
+                if not isinstance(group.spec, SlidingWindow):
                     found = tuple(int(token) for token in tokens)
         return found
 
     def _slots(self, number: int, chunk: Chunk, first: int) -> Tensor:
         seq_id = chunk.sequence.seq_id
         return torch.from_numpy(self._kv.accounting.slots(number, seq_id, first, chunk.stop))
+
+
+class ReadingSwap:
+    """Swap that reads what it is to save."""
+
+    def __init__(self, swap: SwapStore, runner: ReadingRunner) -> None:
+        self._swap, self._runner = swap, runner
+        self.load, self.forget, self.close = swap.load, swap.forget, swap.close
+
+    def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        several = list(saves)
+        for save in several:
+            own = save.sequence.token_ids[: save.sequence.num_saved_tokens]
+            slots = [torch.from_numpy(own_slots) for own_slots in save.slots]
+            with suppress(AssertionError):  # it is noted, and the world goes on
+                self._runner.read(save.sequence, own, slots)
+        return self._swap.save(several)
 
 
 class Guesser:
@@ -173,6 +208,18 @@ class Chance:
         return self.share > 0 and self.rng.random() < self.share
 
 
+class Search:
+    """A beam search, and the sequences that it is over."""
+
+    def __init__(self, engine: Engine, params: BeamSearchParams, sequences: list[Sequence]) -> None:
+        self.params, self.sequences = params, sequences
+        self.found = BeamSearch(engine, params, sequences, frozenset([EOS]))
+
+    def hear(self, output: TokenOutput) -> None:
+        if output.sequence in self.sequences:
+            self.found.hear(output)
+
+
 class World:
     """One engine, from a seed."""
 
@@ -181,14 +228,14 @@ class World:
         layers = rng.choice(["full", "hybrid"])
         self.option = rng.choice(sorted(OPTIONS))
         strategy, changed = OPTIONS[self.option]
-        spec = ModelSpec(
+        self.spec = spec = ModelSpec(
             model_type="simulated",
             layers=tuple(Layer(specs=(spec,)) for spec in SPECS[layers]),
             max_model_len=LONGEST,
             dtype="float32",
         )
         self.max_num_seqs = rng.randint(1, 6)
-        self.capacity = rng.randint(LONGEST, 5 * LONGEST) * TOKEN_BYTES[layers]
+        self.capacity = rng.randint(LONGEST, rng.choice([5, 12]) * LONGEST) * TOKEN_BYTES[layers]
         self.host, self.refused = HostMemory(), Chance(rng)
         config = CacheConfig(
             max_model_len=LONGEST,
@@ -214,6 +261,7 @@ class World:
             watermark_bytes=rng.choice([0, 0, self.capacity // 20]),
             policy=rng.choice(sorted(POLICIES)),
         )
+        self.max_tokens = limits.max_num_batched_tokens
         self.stage = Stage(8 * self.capacity, rng)
         self.stage.committed = lambda: self.kv.memory.committed_bytes
         swap_bytes = rng.choice([0, self.capacity // 2, 4 * self.capacity])
@@ -222,29 +270,32 @@ class World:
             self.kv.accounting, limits, swap=SwapSpace(swap_bytes), costs=costs
         )
         mover = ShelfMover(self.kv, MemoryShelf(), HostTimer(self.stage.now_s))
-        swap = SwapStore(self.kv, mover, costs)
         self.fault_share = rng.choice([0.0, 0.0, 0.02, 0.1])
-        runner = ReadingRunner(self.kv, lambda: rng.random() < self.fault_share)
+        self.runner = ReadingRunner(self.kv, lambda: rng.random() < self.fault_share)
+        swap = ReadingSwap(SwapStore(self.kv, mover, costs), self.runner)
         self.sampler = Sampler(0)
         drafter = Guesser(rng) if rng.random() < 0.5 else None
         self.engine = Engine(
-            self.scheduler, self.kv, runner, self.sampler, drafter, swap, self.stage.now_s
+            self.scheduler, self.kv, self.runner, self.sampler, drafter, swap, self.stage.now_s
         )
         self.elastic = Elastic(
             self.kv, self.resident, self.scheduler, Governor("shared"), self.stage, CacheLock()
         )
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []  # that no search is about
+        self.searches: list[Search] = []
+        self.search_share = rng.choice([0.0, 0.3, 0.6])
         self.heard: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, int] = defaultdict(int)  # how often an end was reported
 
     def run(self) -> int:
         """To the end. Returns: the number of steps."""
         num_steps, num_requests = 0, self.rng.randint(1, 8)
+        comes = self.rng.choice([0.5, 0.15])
         texts = [[1 + self.rng.randrange(20) for _ in range(LONGEST)] for _ in range(3)]
         refusals = self.rng.choice([0.0, 0.0, 0.05])
         while num_requests or self.scheduler.has_unfinished:
             assert num_steps < 5000, "it does not come to an end"
-            while num_requests and self.rng.random() < 0.5:
+            while num_requests and self.rng.random() < comes:
                 num_requests -= 1
                 self.arrive(num_requests, texts)
             self.disturb()
@@ -262,6 +313,15 @@ class World:
         prompt += [1 + rng.randrange(20) for _ in range(rng.randrange(4))]
         if rng.random() < 0.08:
             prompt[rng.randrange(len(prompt))] = rng.choice([POISON, NO_NUMBER])
+        beams = BeamSearchParams(
+            beam_width=rng.randint(2, 4),
+            max_tokens=rng.randint(4, 40),
+            ignore_eos=rng.random() < 0.7,
+            length_penalty=rng.choice([0.0, 1.0]),
+        )
+        is_search = rng.random() < self.search_share
+        if is_search and rng.random() < 0.8:  # beams part once they have begun
+            prompt = prompt[-rng.randint(1, 12) :]
         params = SamplingParams(
             max_tokens=rng.randint(1, 30),
             n=rng.choice([1, 1, 1, 2, 4]),
@@ -272,11 +332,16 @@ class World:
         request = Request(
             request_id=number,
             prompt_token_ids=tuple(prompt),
-            params=params,
+            params=beams.sampling([EOS], VOCAB) if is_search else params,
             priority=rng.randrange(3),
+            chosen_outside=is_search,
         )
         try:
-            self.sequences += self.scheduler.add(request, arrived_s=self.stage.time_s)
+            sequences = self.scheduler.add(request, arrived_s=self.stage.time_s)
+            if is_search:
+                self.searches.append(Search(self.engine, beams, sequences))
+            else:
+                self.sequences += sequences
         except RequestTooLong:
             assert len(prompt) >= LONGEST or self.kv.accounting.ceiling.capacity_bytes
 
@@ -287,21 +352,33 @@ class World:
             self.stage.others_bytes = rng.randrange(self.stage.total_bytes)
         if rng.random() < 0.05:
             self.elastic.resize(rng.randint(self.capacity // 4, self.capacity))
+        if rng.random() < 0.1:  # memory for a step comes and goes
+            self.scheduler.token_budget = rng.choice([1, 3, self.max_tokens])
         if self.sequences and rng.random() < 0.05:
             sequence = rng.choice(self.sequences)
             if sequence.finish_reason is None:
                 self.ends[sequence.seq_id] += 1
             self.engine.finish(sequence, "abort")
+        if self.searches and rng.random() < 0.01:
+            for sequence in rng.choice(self.searches).sequences:
+                self.engine.finish(sequence, "abort")
 
     def step(self) -> None:
         self.elastic.settle()
         for output in self.engine.step():
             seq_id = output.sequence.seq_id
+            if output.sequence.request.chosen_outside:
+                for search in self.searches:
+                    search.hear(output)
+                continue
             if output.token_id is not None:
                 self.heard[seq_id].append(output.token_id)
             self.ends[seq_id] += output.finish_reason is not None
 
     def check(self) -> None:
+        assert not self.runner.misread, self.runner.misread
+        for search in self.searches:
+            self.check_search(search)
         for sequence in self.sequences:
             reason, prompt = sequence.finish_reason, sequence.request.prompt_token_ids
             told = sequence.output_token_ids
@@ -319,7 +396,8 @@ class World:
                 assert self.fault_share, sequence.finish_detail  # failed, and failed alone
         assert not self.scheduler.num_running
         assert not self.scheduler.num_waiting
-        self.check_statistics()
+        if not self.searches:  # whose tokens nothing reports
+            self.check_statistics()
         assert self.kv.accounting.reset_prefix_cache()
         self.kv.carry_out()
         usage = self.kv.accounting.usage()
@@ -350,6 +428,53 @@ class World:
         hits = counted.prefix_hit_tokens + sum(counted.prefix_missed_tokens.values())
         assert hits <= counted.prefix_query_tokens
         assert sum(self.scheduler.waiting_by_reason.values()) == 0
+
+    def check_search(self, search: "Search") -> None:
+        """What it found has the scores that the model gives; and if no beam was lost, it is all."""
+        assert search.found.is_over
+        reasons = {sequence.finish_reason for sequence in search.sequences}
+        (prompt,) = {sequence.request.prompt_token_ids for sequence in search.sequences}
+        if POISON in prompt or NO_NUMBER in prompt:
+            assert reasons <= {"error", "abort", "capacity"}, reasons
+            return
+        for hypothesis in search.found.hypotheses:
+            total, text = 0.0, hypothesis.token_ids
+            for place, token in enumerate(text):
+                row = torch.tensor(logits_of((*prompt, *text[:place])))
+                total += row.log_softmax(-1)[token].item()
+            assert math.isclose(hypothesis.cumulative_logprob, total, abs_tol=1e-3)
+        if reasons == {"stop"}:
+            assert self.texts(search) == self.texts(self.search_alone(search))
+        elif "error" in reasons:
+            assert self.fault_share  # failed, and failed alone
+
+    @staticmethod
+    def texts(search: "Search") -> list[tuple[int, ...]]:
+        return [hypothesis.token_ids for hypothesis in search.found.hypotheses]
+
+    def search_alone(self, search: "Search") -> "Search":
+        """The same with nobody beside it and room for all."""
+        config = CacheConfig(
+            max_model_len=LONGEST,
+            max_num_seqs=len(search.sequences),
+            capacity_bytes=16 * self.capacity,
+            page_bytes=self.host.page_bytes,
+        )
+
+        def make_pair() -> tuple[Accounting, Storage]:
+            accounting = build_accounting("paged", self.spec, config)
+            return accounting, build_storage("paged", accounting, self.host)
+
+        kv = KVCache(make_pair)
+        limits = replace(self.scheduler.limits, max_num_seqs=config.max_num_seqs, watermark_bytes=0)
+        scheduler = Scheduler(kv.accounting, limits)
+        engine = Engine(scheduler, kv, ReadingRunner(kv, bool), Sampler(0))
+        again = Search(engine, search.params, scheduler.add(search.sequences[0].request))
+        while scheduler.has_unfinished:
+            for output in engine.step():
+                again.hear(output)
+        kv.close()
+        return again
 
     def text_alone(self, sequence: Sequence) -> list[int]:
         """What it gets with nobody beside it and nothing kept."""

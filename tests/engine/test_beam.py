@@ -1,6 +1,7 @@
 """Beam search finds the best of all continuations, and what Transformers' own search finds."""
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import Any
@@ -290,6 +291,28 @@ def test_a_beam_that_is_preempted_recomputes(after: int) -> None:
 
         llm.step = step  # type: ignore[method-assign]
         assert_found(llm.beam_search(prompts(), params()), wanted("llama", SOME_ENDS, 1.0))
+
+
+@pytest.mark.parametrize("strategy", ["contiguous", "growing", "virtual"])
+def test_a_beam_is_swapped_out_with_what_it_has_just_been_given(strategy: str) -> None:
+    """A beam that goes on from another one's text is preempted before the next step."""
+    options: dict[str, Any] = dict(cache=strategy, max_num_seqs=WIDTH, swap_space="4MiB")
+    urgent = SamplingParams(max_tokens=2, temperature=0, n=WIDTH)
+    with small(enable_prefix_caching=False, scheduling_policy="priority", **options) as llm:
+        llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
+        steps = llm.step
+        for after in range(1, LENGTH - 1):
+            left = iter(range(after, -1, -1))
+
+            def step(left: Iterator[int] = left) -> bool:
+                if next(left, None) == 0:
+                    llm.start(llm.request(tokens(1, 9)[0].tolist(), urgent, priority=-1), id)
+                return steps()
+
+            llm.step = step  # type: ignore[method-assign]
+            found = llm.beam_search(prompts()[:1], params(ignore_eos=True))
+            assert_found(found, wanted("llama", (), 1.0)[:1])
+        assert llm.engine.scheduler.stats.num_swaps > LENGTH
 
 
 def test_guesses_are_not_for_beams() -> None:

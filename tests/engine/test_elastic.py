@@ -22,7 +22,8 @@ from quire.memory.machine.readings import HostGauge, MemoryReading
 from quire.strategies import STRATEGIES, Fits
 
 KIB = 1 << 10  # of a token's keys and values, in this model
-TOTAL = 4096 * KIB  # so that 1024 KiB are left to others
+TOTAL = 4096 * KIB  # so that 1024 KiB are left to others …
+FLOOR = 768 * KIB  # … who are answered when they have more than a quarter of them
 PARAMS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 LENGTHS = (50, 40, 60, 55)
 
@@ -94,7 +95,7 @@ def test_pressure_changes_no_token(strategy: str, stage: Stage) -> None:
     def observe(usage: Any) -> None:
         stage.pass_time(0.3)
         if len(most) == 5:
-            stage.leave(1024 * KIB - peak // 2)
+            stage.leave(FLOOR - peak // 2)
         if len(most) > 6 and llm.engine.scheduler.num_running == 1:
             stage.others_bytes = 0
         most.append(usage.committed_bytes)
@@ -167,7 +168,7 @@ def test_what_is_only_cached_goes_at_the_first_reaction(stage: Stage) -> None:
         llm.generate(prompts(LENGTHS), PARAMS)
         cached = llm.usage().cached_bytes
         assert cached > 100 * KIB
-        stage.leave(1000 * KIB)
+        stage.leave(FLOOR - KIB)
         settle(llm, stage)
         assert llm.usage().cached_bytes <= cached // 10
         assert llm.memory.committed_bytes == llm.usage().committed_bytes <= cached // 10
@@ -182,22 +183,23 @@ def test_in_dedicated_mode_only_what_is_missing_goes(stage: Stage) -> None:
         cached = llm.usage().cached_bytes
         settle(llm, stage, 60.0)
         assert llm.usage().cached_bytes == cached
-        stage.leave(1024 * KIB - 40 * KIB)  # the headroom is 512 MiB, or a quarter of a small total
+        stage.leave(FLOOR - KIB)  # the headroom is 512 MiB, or a quarter of a small total
         settle(llm, stage)
-        assert cached - 48 * KIB <= llm.usage().cached_bytes <= cached - 40 * KIB
+        missing = 1024 * KIB - FLOOR + KIB
+        assert cached - missing - 16 * KIB <= llm.usage().cached_bytes <= cached - missing
 
 
 def test_it_grows_again(stage: Stage) -> None:
     with elastic(stage) as llm:
         llm.generate(prompts(LENGTHS), PARAMS)
-        stage.leave(1000 * KIB)
+        stage.leave(FLOOR - KIB)
         settle(llm, stage)
         low = llm.elastic.ceiling_bytes
         assert low < 2048 * KIB == llm.elastic.capacity_bytes
         stage.others_bytes = 0
         settle(llm, stage, 4.0)
         assert llm.elastic.ceiling_bytes == low
-        settle(llm, stage, 60.0)
+        settle(llm, stage, 90.0)
         assert llm.elastic.ceiling_bytes == 2048 * KIB
         assert ids(llm.generate(prompts(), GREEDY)) == generated_by_transformers("llama")
 
@@ -217,6 +219,125 @@ def test_idle_gives_back_what_is_only_cached(stage: Stage) -> None:
         assert llm.memory.committed_bytes == 0
         assert llm.elastic.ceiling_bytes == llm.elastic.capacity_bytes
         assert llm.generate(prompts()[0], GREEDY)[0].num_cached_tokens == 0
+
+
+# -- a system that kills -------------------------------------------------------------------------
+
+
+class Deadly(Stage):
+    """It ends who takes more than there is, and has 64 MiB; others may take back what is given."""
+
+    total_bytes = 64 << 20
+    refilled_bytes: int | None = None  # how much others leave, whatever is given back to them
+
+    def read(self) -> MemoryReading:
+        available = max(0, self.total_bytes - self.others_bytes - self.committed())
+        if self.refilled_bytes is not None:
+            available = self.refilled_bytes
+        return MemoryReading(
+            total_bytes=self.total_bytes,
+            available_bytes=available,
+            left_bytes=available,
+            source="cgroup memory.max of /box",
+        )
+
+
+class Told:
+    """What a step took, as a test has it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def begin(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return self.num_bytes
+
+
+def test_where_the_cache_is_not_enough_the_step_shrinks_and_grows_again() -> None:
+    stage = Deadly()
+    several = prompts(LENGTHS)
+    with elastic(stage) as llm:
+        want = ids(llm.generate(several, PARAMS))
+    budgets: list[int] = []
+    committed: list[int] = []
+    with elastic(stage, enable_prefix_caching=False) as llm:
+        sizes, peak = llm._elastic._step_bytes, Told(0)
+        assert sizes is not None
+        llm._elastic._peak = peak  # type: ignore[assignment]
+        # Half of it is for a step of ten tokens, and it is far from the headroom.
+        little = 2 * sizes.of(10, len(several))
+        assert little < 4 << 20
+
+        def observe(usage: Any) -> None:
+            stage.pass_time(0.3)
+            budgets.append(llm.elastic.token_budget)
+            committed.append(usage.committed_bytes)
+            if len(budgets) == 3:
+                stage.refilled_bytes = little
+            if len(budgets) == 40:
+                peak.num_bytes = little * 5 // 8
+            if len(budgets) == 60:
+                stage.refilled_bytes = None
+
+        steps = llm.engine.scheduler.statistics.step_tokens
+        completions = llm.generate(several, PARAMS, observe=observe)
+        assert ids(completions) == want
+        assert {c.finish_reason for c in completions} == {"length"}
+        assert set(budgets[:3]) == {512}
+        assert set(budgets[4:40]) == {10}
+        assert all(1 <= budget < 10 for budget in budgets[42:60]), "steps took more than estimated"
+        assert max(committed[4:60]) <= (16 << 20) // 64, "the cache has given back what it could"
+        assert budgets[-1] == 512
+        assert steps.count > 60
+        llm.engine.scheduler.check()
+
+
+def test_without_room_for_one_token_it_waits_and_goes_on() -> None:
+    stage = Deadly()
+    with elastic(stage) as llm:
+        want = ids(llm.generate(prompts(), PARAMS))
+    seen: list[int] = []
+
+    def observe(_: Any) -> None:
+        stage.pass_time(1.0)
+        llm._elastic._peak = Told(1 << 30)  # type: ignore[assignment]
+        seen.append(llm.engine.scheduler.statistics.step_tokens.count)
+        stage.refilled_bytes = 1000 if 5 <= len(seen) < 30 else None
+
+    with elastic(stage) as llm:
+        assert ids(llm.generate(prompts(), PARAMS, observe=observe)) == want
+        assert seen[29] == seen[6], "no step was begun"
+        assert seen[31] > seen[29]
+
+
+def test_where_not_one_token_fits_for_half_a_minute_it_ends_in_words() -> None:
+    stage, seen = Deadly(), list[int]()
+
+    def observe(_: Any) -> None:
+        stage.pass_time(1.0)
+        seen.append(llm.engine.scheduler.statistics.step_tokens.count)
+        if len(seen) == 3:
+            stage.refilled_bytes = 1000
+
+    llm = elastic(stage)
+    with pytest.raises(MemoryUnavailable) as error:
+        llm.generate(prompts(), PARAMS, observe=observe)
+    assert seen[-1] == seen[4]
+    assert 30 <= len(seen) <= 40
+    said = str(error.value)
+    assert "a step of one token takes" in said
+    assert "no more than 1000 B has been left of 64.00 MiB (cgroup memory.max of /box)" in said
+    assert "raise that limit" in said
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate(prompts(), PARAMS)
+
+
+def test_a_system_that_does_not_kill_shrinks_no_step(stage: Stage) -> None:
+    with elastic(stage) as llm:
+        stage.others_bytes = 2 * TOTAL
+        llm.generate(prompts(), PARAMS, observe=lambda _: stage.pass_time(1.0))
+        assert llm.elastic.token_budget == 512
 
 
 # -- an operator's ceiling -----------------------------------------------------------------------
@@ -346,7 +467,7 @@ def test_a_system_that_was_silent_is_asked_again_and_the_log_says_so_once(
             committed = llm.memory.committed_bytes
             caplog.clear()
             stage.silent = True
-            stage.leave(1024 * KIB - committed // 2)
+            stage.leave(FLOOR - committed // 2)
             settle(llm, stage, 60.0)
             assert llm.memory.committed_bytes == committed > 0
             stage.silent = False

@@ -1,5 +1,6 @@
 """What is expected of running sequences, against the same worked out step by step."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -12,24 +13,38 @@ from engine.test_progress import FULL, added, five, request, watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.headroom import OutputLengths, Prospects, growth_bytes
-from quire.engine.scheduling.swap import Costs
+from quire.engine.scheduling.company import joined
+from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
 from quire.engine.sequence import Request
 from quire.strategies import CacheConfig
 from quire.strategies.paged import PagedAccounting
 
-NOBODY = np.zeros(0, np.int64)
+NOBODY = np.zeros(0, np.int64), np.zeros(0)
+HORIZON = 100
 
 
-def blocks_of_four(num_tokens: np.ndarray) -> np.ndarray:
+def blocks_of_four(num_tokens: np.ndarray, _: Prospects) -> np.ndarray:
     return -(-num_tokens // 4) * 4
+
+
+def growth_bytes(several: Prospects, survival: Survival, bytes_at: BytesAt) -> int:
+    """Of all but the last, and then that one beside them, as a newcomer is asked for."""
+    size = len(several.count)
+    others, last = (
+        several.only(np.arange(size) < size - 1),
+        several.only(np.arange(size) == size - 1),
+    )
+    outlook = Outlook(others, survival, bytes_at, horizon=HORIZON)
+    return max(0, int(outlook.need_bytes(outlook.curves(last)).max()))
 
 
 def prospects(sizes: list[tuple[int, int, int]], *, sure: bool) -> Prospects:
     """Of each sequence: tokens of its prompt, generated ones, and how many it may generate."""
     prompt, output, most = np.array(sizes, np.int64).T
-    held = blocks_of_four(prompt + output)
+    held = -(-(prompt + output) // 4) * 4.0
     return Prospects(
+        count=np.ones_like(prompt),
         num_tokens=prompt + output,
         num_output=output,
         most_output=most,
@@ -58,11 +73,43 @@ sequences = st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 60)
 @given(sizes=st.lists(sequences, min_size=1, max_size=6))
 @settings(deadline=None, max_examples=150)
 def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]]) -> None:
-    known = OutputLengths().survival(NOBODY)
-    found = growth_bytes(prospects(sizes, sure=True), known, blocks_of_four)
-    assert found == peak_step_by_step(sizes)
+    known = OutputLengths().survival(*NOBODY)
+    several = prospects(sizes, sure=True)
+    alone = Outlook(several, known, blocks_of_four, horizon=HORIZON)
+    nothing = several.only(np.zeros(len(sizes), bool))
+    assert max(0, int(alone.need_bytes(alone.curves(nothing)).max())) == peak_step_by_step(sizes)
     # Who may end before its limit needs no more, beyond the spread that is kept.
     assert growth_bytes(prospects(sizes, sure=False), known, blocks_of_four) >= 0
+
+
+@given(
+    sizes=st.lists(sequences, min_size=1, max_size=6),
+    more=st.lists(sequences, min_size=1, max_size=4),
+    sure=st.booleans(),
+)
+@settings(deadline=None, max_examples=100)
+def test_newcomers_beside_others_need_what_all_of_them_need(
+    sizes: list[tuple[int, int, int]], more: list[tuple[int, int, int]], sure: bool
+) -> None:
+    """One after the other, with no look at the others: at the same moments, or a little more."""
+    known = OutputLengths().survival(*NOBODY)
+    others, newcomers = prospects(sizes, sure=sure), prospects(more, sure=sure)
+    both = joined(others, newcomers)
+    together = Outlook(both, known, blocks_of_four, horizon=HORIZON)
+    outlook = Outlook(others, known, blocks_of_four, horizon=HORIZON)
+    for number in range(len(more)):
+        one = newcomers.only(np.arange(len(more)) == number)
+        curves = outlook.curves(one)
+        need = outlook.need_bytes(curves)
+        outlook.add(curves)
+    nothing = both.only(np.zeros(len(both.count), bool))
+    exact = together.need_bytes(together.curves(nothing))[
+        np.searchsorted(together.moments, outlook.moments)
+    ]
+    if sure:  # at its limit one is counted up to the next moment
+        assert (need >= exact - 1e-6).all()
+    if set(newcomers.num_left.tolist()) <= set(outlook.moments.tolist()):
+        assert need == pytest.approx(exact)
 
 
 @given(
@@ -76,7 +123,7 @@ def test_shares_never_rise_and_stay_above_nothing(
     lengths = OutputLengths()
     for num_tokens, cut_off in ended:
         lengths.note(num_tokens, cut_off=cut_off)
-    shares = lengths.survival(np.array(running, np.int64))(np.arange(5000))
+    shares = lengths.survival(np.array(running, np.int64), np.ones(len(running)))(np.arange(5000))
     assert (np.diff(shares) <= 1e-12).all()
     assert shares[0] <= 1
     assert shares[-1] > 0
@@ -84,12 +131,12 @@ def test_shares_never_rise_and_stay_above_nothing(
 
 def test_sequences_of_many_gigabytes_are_no_overflow() -> None:
     """The square of what one of them holds is more than an int64 can."""
-    nothing = np.zeros(2, np.int64)
+    nothing = np.zeros(2)
     several = prospects([(10, 1, 900), (10, 1, 900)], sure=False)
     several = replace(several, held_bytes=nothing, freed_bytes=nothing)
-    known = OutputLengths().survival(NOBODY)
+    known = OutputLengths().survival(*NOBODY)
     size = 5_700_000_000  # its square wraps around to less than 0
-    found = growth_bytes(several, known, lambda tokens: np.full_like(tokens, size))
+    found = growth_bytes(several, known, lambda tokens, _: np.full_like(tokens, size))
     assert 2 * size <= found < 4 * size
 
 
@@ -97,18 +144,18 @@ def test_it_learns_and_forgets() -> None:
     lengths = OutputLengths()
     for _ in range(200):
         lengths.note(20, cut_off=False)
-    longer = lengths.survival(NOBODY)(np.array([19, 20, 100]))
+    longer = lengths.survival(*NOBODY)(np.array([19, 20, 100]))
     assert longer[0] > 0.95 > 0.05 > longer[1] >= longer[2]
     for _ in range(200):
         lengths.note(400, cut_off=False)
-    assert lengths.survival(NOBODY)(np.array([300]))[0] > 0.8
+    assert lengths.survival(*NOBODY)(np.array([300]))[0] > 0.8
 
 
 def test_what_was_cut_off_counts_as_at_least_so_long() -> None:
     lengths = OutputLengths()
     for _ in range(100):
         lengths.note(16, cut_off=True)
-    assert lengths.survival(NOBODY)(np.array([16]))[0] > 0.9
+    assert lengths.survival(*NOBODY)(np.array([16]))[0] > 0.9
 
 
 def test_a_newcomer_waits_for_the_others_growth_and_nobody_makes_room() -> None:
@@ -146,7 +193,7 @@ def priorities(one: Watch, *values: int) -> None:
 @pytest.mark.parametrize("lacking", ["room", "seat"])
 def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> None:
     capacity, seats = (40, 8) if lacking == "room" else (512, 2)
-    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=False)
+    one = watch(capacity, max_num_seqs=seats, policy="priority", headroom=0.0)
     priorities(one, 1, 1)
     one.step(five)
     first, second = one.sequences
@@ -165,7 +212,7 @@ def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> 
 
 
 def test_who_came_back_is_spared_once() -> None:
-    one = watch(64, max_num_seqs=8, headroom=False)
+    one = watch(64, max_num_seqs=8, headroom=0.0)
     a, b, c = added(one, (16, 30), (12, 30), (8, 30))
     victim = one.scheduler._preemption.victim
     assert victim([a, b, c]) is c
@@ -181,8 +228,9 @@ def test_who_came_back_is_spared_once() -> None:
 def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
     costs = Costs(bytes_per_token=100)
     assert costs.swap_pays, "nothing is known of computing yet"
-    costs.note_step(num_tokens=100, num_sequences=1, seconds=1.0)
-    costs.note_step(num_tokens=8, num_sequences=8, seconds=9.0)  # tells nothing of new text
+    costs.note_step(num_tokens=8, num_sequences=8, num_read=80, seconds=1.08)
+    assert costs.swap_pays, "steps of one token each tell nothing of text"
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=2.0)
     assert costs.recompute_s(50) == pytest.approx(0.5)
     costs.note_saved(1000, 0.05)
     costs.note_loaded(1000, 0.06)
@@ -193,6 +241,38 @@ def test_the_cheaper_way_is_taken_and_means_follow_what_is_measured() -> None:
         costs.note_loaded(1000, 0.01)
     assert costs.swap_s(100) == pytest.approx(0.002, rel=0.01)
     assert costs.swap_pays
+
+
+@given(
+    step_s=st.floats(0.001, 0.1),
+    token_tokens=st.floats(2, 2000),
+    entry_share=st.floats(0, 0.01),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=15)
+def test_prices_are_found_among_steps_that_vary(
+    step_s: float, token_tokens: float, entry_share: float, rng: random.Random
+) -> None:
+    """``token_tokens``: tokens that take as long as a step itself; ``entry_share``: of a token."""
+    token_s, costs = step_s / token_tokens, Costs()
+
+    def step(num_tokens: int, num_sequences: int, num_read: int) -> None:
+        seconds = step_s + token_s * (num_tokens + entry_share * num_read)
+        costs.note_step(num_tokens, num_sequences, num_read, seconds * rng.uniform(0.99, 1.01))
+
+    for _ in range(20):
+        step(rng.choice([100, 400, 1000]), 1, 1000)
+    for _ in range(200):  # which tell nothing of text, and are far more
+        beside = rng.randint(1, 64)
+        step(beside, beside, beside * rng.randint(50, 1000))
+    assert costs.prices.step_s == pytest.approx(step_s, rel=0.2)
+    assert costs.recompute_s(1000) == pytest.approx(1000 * token_s, rel=0.2, abs=0.05 * step_s)
+
+
+def test_prices_that_are_given_stay() -> None:
+    costs = Costs(prices=Prices(step_s=1.0, token_s=0.1))
+    costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=99.0)
+    assert costs.prices == Prices(step_s=1.0, token_s=0.1)
 
 
 # -- the watermark -------------------------------------------------------------------------------

@@ -486,7 +486,10 @@ def test_close_gives_everything_back_and_ends_what_runs(strategy: str) -> None:
         next(stream)
         assert memory.committed_bytes > 0
     assert memory.committed_bytes == memory.reserved_bytes == 0
-    assert len(list(stream)) < 4  # what the last step had brought already, and no more
+    rest = list(stream)  # what the last step had brought already, and the ends
+    assert [d.index for d in rest[-4:]] == [0, 1, 2, 3]
+    assert {(d.finish_reason, d.detail) for d in rest[-4:]} == {("abort", "the LLM was closed")}
+    assert len(rest) < 8
     llm.close()
     for use in (llm.generate, llm.stream):
         with pytest.raises(RequestError, match="closed"):
@@ -544,10 +547,11 @@ def test_memory_is_given_back_by_nobody_while_another_steps() -> None:
     assert free == [False]
 
 
-def test_a_stream_begun_after_close_ends_at_once() -> None:
+def test_a_stream_begun_after_close_says_so() -> None:
     with small() as llm:
         stream = llm.stream(prompts()[0], GREEDY)
-    assert list(stream) == []
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        next(stream)
 
 
 def test_the_model_stays_its_owners() -> None:

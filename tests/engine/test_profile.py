@@ -10,10 +10,11 @@ from quire.config import EngineConfig
 from quire.engine import profile
 from quire.engine.needs import kv_needs
 from quire.engine.plan import StepPlan
-from quire.engine.profile import measured_step_bytes
+from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.runner import ModelRunner
 from quire.engine.sizing import kv_ledger
 from quire.errors import MemoryUnavailable
+from quire.memory.budget import Footprint
 from quire.memory.cuda import CudaMemory
 from quire.models.footprint import footprint
 from quire.models.loader import adopt
@@ -35,6 +36,39 @@ class Meter:
 def emulated() -> tuple[EmulatedDriver, CudaMemory]:
     driver = EmulatedDriver()
     return driver, CudaMemory(driver=driver, tensor_device=TENSOR_DEVICE, keep_bytes=0)
+
+
+def test_smaller_steps_take_less_and_what_was_measured_counts() -> None:
+    own = Footprint(
+        weights_bytes=0,
+        counted_bytes=0,
+        hidden_size=64,
+        widest_rows=256,
+        vocab_size=1000,
+        item_bytes=4,
+    )
+    whole = own.activation_bytes(512, 8) * 3  # as the ledger has it: measured, say
+    sizes = StepBytes(
+        whole, own, max_tokens=512, max_num_seqs=8, kv_bytes_per_token=1024, block_size=16
+    )
+    assert sizes.of(512, 8) == whole + (512 + 16) * 1024
+    each = [sizes.of(n, 8) for n in range(1, 513)]
+    assert each == sorted(each)
+    assert each[0] < each[-1] // 40
+    for left in (each[0] - 1, each[0], each[99], each[99] + 1, each[-1] * 2):
+        assert sizes.most_tokens(left, 8) == sum(size <= left for size in each)
+    assert sizes.of(512, 512) > sizes.of(512, 8), "prompts whose logits are all wanted"
+    alone = sizes.of(1, 1)
+    estimate = alone - 17 * 1024
+    sizes.note(1, 1, estimate + 1000)
+    assert sizes.of(1, 1) == alone + 1000
+    sizes.note(1, 1, 0)
+    assert sizes.of(1, 1) == alone + 750
+    sizes.fade(5.0)
+    assert sizes.of(1, 1) == alone + 375
+    for _ in range(60):
+        sizes.note(1, 1, 0)
+    assert sizes.of(1, 1) == alone
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])

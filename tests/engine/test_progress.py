@@ -17,8 +17,10 @@ from quire.blocks import Coordinator
 from quire.engine import scheduler
 from quire.engine.params import SamplingParams
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.outcome import mark_computed
 from quire.engine.scheduling.room import Room
+from quire.engine.scheduling.step import Step
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.spec import Group
@@ -49,10 +51,11 @@ def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
     self._queues.waiting.append(self._queues.waiting.pop(0))
 
 
-def _the_first_makes_room(self: Scheduler, *arguments: Any, **options: Any) -> None:
-    self._queues.running.reverse()
-    _extend(self, *arguments, **options)
-    self._queues.running.reverse()
+def _the_first_makes_room(self: Scheduler, step: Step, sequence: Sequence) -> None:
+    first = self._queues.running[0]
+    if first is not sequence and first.seq_id not in step.served:
+        self._preempt(first, "one behind it")
+    _extend(self, step, sequence)
 
 
 def _a_token_too_far(*arguments: Any) -> None:
@@ -63,19 +66,25 @@ def _a_token_too_far(*arguments: Any) -> None:
 
 def _a_token_more(self: Room, sequence: Sequence, *arguments: Any) -> Any:
     """Swap is said to hold more than was saved."""
-    attempt = _first(self, sequence, *arguments)
+    attempt = _look_up(self, sequence, *arguments)
     if attempt.num_restored and attempt.stop > attempt.start + 1:
         attempt.start, attempt.num_restored = attempt.start + 1, attempt.num_restored + 1
     return attempt
 
 
-_preempt, _extend, _first = Scheduler._preempt, Scheduler._extend, Room._first
+def _a_step_too_long(self: InBatchPrefixes) -> None:
+    self.waits_for.clear()
+    self._num_seen = 0
+
+
+_preempt, _extend, _look_up = Scheduler._preempt, Scheduler._extend, Room.look_up
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "who never fits waits for ever": (Scheduler, "_end_for_lack_of_room", _wait_for_ever),
     "who made room is served last": (Scheduler, "_preempt", _to_the_tail),
     "the first makes room": (Scheduler, "_extend", _the_first_makes_room),
     "a token is skipped": (scheduler, "mark_computed", _a_token_too_far),
-    "a token is restored that was not saved": (Room, "_first", _a_token_more),
+    "a token is restored that was not saved": (Room, "look_up", _a_token_more),
+    "one waits for a step that is over": (InBatchPrefixes, "begin_plan", _a_step_too_long),
     "swap space is not given back": (SwapSpace, "release", lambda *_: None),
 }
 
@@ -109,7 +118,8 @@ def watch(
     block_size: int = 4,
     page_bytes: int = 128,
     policy: str = "fcfs",
-    headroom: bool = True,
+    headroom: float | None = None,
+    shared_tokens: int = 16,
 ) -> Watch:
     config = CacheConfig(
         max_model_len=max_model_len,
@@ -128,6 +138,7 @@ def watch(
         skips=strategy == "paged",
         policy=policy,
         headroom=headroom,
+        shared_tokens=shared_tokens,
     )
 
 
@@ -250,9 +261,7 @@ def test_sequences_go_on_in_a_pool_that_shrinks_under_them() -> None:
 
 def test_thrash_is_bounded() -> None:
     """16 requests of 64 + 128 tokens in a pool of 1,024: vLLM computes 43.6 % of them again."""
-    one = watch(
-        1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16, headroom=False
-    )
+    one = watch(1024, max_model_len=192, max_num_seqs=16, budget=1024, block_size=16, headroom=0.0)
     sequences = added(one, *[(64, 128)] * 16)
     one.drain(five)
     assert {s.finish_reason for s in sequences} == {"length"}

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler_machine import EOS, Watch
+from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduling.costs import Prices
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.spec import FullAttention, Group, SlidingWindow
@@ -57,7 +58,8 @@ class Workload:
     growth_tokens: int = 8
     reserve: str = "max_model_len"
     caching: bool = True
-    headroom: bool = False
+    headroom: float | None = 0.0
+    prices: Prices | None = None
     policy: str = "fcfs"
     swap_tokens: int = 0
 
@@ -111,7 +113,8 @@ workloads = st.builds(
     growth_tokens=st.integers(1, 20),
     reserve=st.sampled_from(["max_model_len", "request"]),
     caching=st.sampled_from([True, True, False]),
-    headroom=st.booleans(),
+    headroom=st.sampled_from(HEADROOM),
+    prices=st.sampled_from(PRICES),
     policy=st.sampled_from(["fcfs", "priority", "shortest"]),
     swap_tokens=st.sampled_from([0, 0, 30, 200]),
 )
@@ -141,6 +144,7 @@ class Run(Watch):
             skips=workload.strategy in ("paged", SHARED) and workload.caching,
             staggered=(workload.strategy, workload.growth) == ("growing", "staggered"),
             headroom=workload.headroom,
+            prices=workload.prices,
             policy=workload.policy,
             swap_bytes=workload.swap_tokens * sum(g.bytes_per_token for g in GROUPS["hybrid"]),
         )

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
 from quire.engine import needs
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
+from quire.engine.sequence import Sequence
 from quire.engine.swap.mover import Mover
 from quire.engine.swap.pinned import _forms
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
@@ -201,6 +203,37 @@ def test_who_ends_while_swapped_out_leaves_nothing(to_file: bool, tmp_path: Path
             llm.abandon(sequences)
         assert space.used_bytes == 0
         assert not llm.engine._swap._firsts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_what_is_saved_anew_is_not_dropped_for_what_was_saved_before(
+    to_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A search gives a place that is swapped out another text, and it makes room at once."""
+    short, prompt = replace(GREEDY, max_tokens=12), prompts((50,))[0]
+    options: dict[str, Any] = dict(num_tokens=1024, cache="growing", max_num_seqs=2)
+    options["swap_path"] = str(tmp_path) if to_file else None
+    with made(scheduling_policy="priority", **options) as llm:
+
+        def started(priority: int) -> Sequence:
+            request = llm.request(prompt, short, priority=priority)
+            (sequence,) = llm.start(request, lambda _: None)
+            llm.step()
+            return sequence
+
+        parent, place, urgent = (started(priority) for priority in (0, 0, -1))
+        assert place.num_saved_tokens
+        llm.abandon([urgent])
+        llm.engine.scheduler.replace(place, parent)
+        assert place.num_computed_tokens == parent.num_computed_tokens
+        started(-1)
+        assert place.num_saved_tokens
+        while llm.step():
+            llm.engine.scheduler.check()
+        assert place.output_token_ids == parent.output_token_ids
+        assert llm.engine.scheduler.stats.num_swaps == 2
+        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
+    assert "failed" not in caplog.text
 
 
 def test_a_full_swap_space_recomputes() -> None:

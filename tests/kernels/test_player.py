@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -36,13 +37,10 @@ def heard(
 ) -> list[Call]:
     """What adds tensors up, into others of them: (a, b, sum, threads)."""
     sums = Sums(cpu.kernels, cpu.threads)
-    cpu.threads.heard = []
-    try:
+    with cpu.threads.listening():
         for a, b, out, _ in additions:
             sums(tensors[a], tensors[b], tensors[out])
-        calls = cpu.threads.heard
-    finally:
-        cpu.threads.heard = None
+        calls = cpu.threads.take_heard()
     return [
         call._replace(num_threads=num_threads)
         for call, (*_, num_threads) in zip(calls, additions, strict=True)
@@ -101,5 +99,17 @@ def test_a_single_call_is_made_once(cpu: CpuLinear) -> None:
 
 
 def test_nothing_is_noted_that_is_not_asked_for(cpu: CpuLinear) -> None:
-    heard(cpu, [torch.ones(8, SIZE)] * 3, [(0, 1, 2, 1)])
-    assert cpu.threads.heard is None
+    """Nor what another thread does."""
+    sums, three = Sums(cpu.kernels, cpu.threads), [torch.ones(8, SIZE)] * 3
+    sums(*three)
+    with cpu.threads.listening():
+        other = Thread(target=sums, args=three)
+        other.start()
+        other.join()
+        assert not cpu.threads.take_heard()
+        sums(*three)
+        assert len(cpu.threads.take_heard()) == 1
+        with pytest.raises(RuntimeError, match="already"), cpu.threads.listening():
+            pass
+    sums(*three)
+    assert not cpu.threads.take_heard()

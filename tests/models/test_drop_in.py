@@ -409,7 +409,9 @@ def test_devices_and_dtypes_that_cannot_be_kept() -> None:
 
 def test_entries_of_another_shape_are_refused() -> None:
     kept = cache(model_named("llama"), **OPTIONS)
-    with pytest.raises(UnsupportedModel, match=r"layer 1 caches .*\(4, 16\).*says \(\(2, 16\)"):
+    with pytest.raises(
+        UnsupportedModel, match=r"layer 1 was given .*\(4, 16\).*LlamaFor.* has \(\(2, 16\)"
+    ):
         kept.update(*torch.zeros(2, 2, 4, 1, 16), 1)
     kept.close()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.memory import CheckedMemory, HostMemory
-from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.rows import Family, Rows
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from quire.strategies import STRATEGIES, CacheConfig
 
@@ -45,7 +45,7 @@ def strategy(request: pytest.FixtureRequest) -> str:
 def make(strategy: str, num_rows: int, **changed: Any) -> Rows:
     config = replace(CONFIG, shares_pages=strategy == SHARED, **changed)
     name = "virtual" if strategy == SHARED else strategy
-    return Rows(name, SPEC, config, CheckedMemory(HostMemory()), num_rows)
+    return Rows(Family(name, SPEC, config, CheckedMemory(HostMemory()), num_rows), num_rows)
 
 
 def entries(rows: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

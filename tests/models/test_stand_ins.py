@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -20,6 +22,12 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 def stand_ins(model: PreTrainedModel) -> StandIns:
     return StandIns(model, kernel_folder())
+
+
+def in_place(found: StandIns) -> AbstractContextManager[None]:
+    """As before a step."""
+    found.watch.look()
+    return found.in_place()
 
 
 @torch.inference_mode()
@@ -47,7 +55,7 @@ def test_every_family_says_the_same(name: str, dtype: torch.dtype) -> None:
     found = stand_ins(model)
     for num_tokens in (1, 9, 150):
         want = logits(model, num_tokens)
-        with found.in_place():
+        with in_place(found):
             got = logits(model, num_tokens)
         if dtype == torch.float32 or not hasattr(model.config, "num_experts_per_tok"):
             assert apart(got, want) <= LIMITS[dtype]
@@ -60,15 +68,15 @@ def test_a_model_is_as_it_was(name: str) -> None:
     before = outside(model)
     found = stand_ins(model)
     assert outside(model) == before
-    with found.in_place():
+    with in_place(found):
         assert "forward" in model.lm_head.__dict__
         logits(model)
     assert outside(model) == before
-    with pytest.raises(ZeroDivisionError), found.in_place():
+    with pytest.raises(ZeroDivisionError), in_place(found):
         raise ZeroDivisionError
     assert outside(model) == before
     model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), found.in_place():
+    with pytest.raises(ZeroDivisionError), in_place(found):
         logits(model)
     assert [m.__dict__.get("forward") for m in model.modules()] == [None] * len([*model.modules()])
 
@@ -82,7 +90,8 @@ def test_what_is_found_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFix
     told = [r.getMessage() for r in caplog.records if r.name == "quire.models.stand_ins"]
     # Three of each layer's linear layers make one of its gated ones.
     assert told == [
-        f"stand-ins for {4 * 4 - 2 + 1} Linear, 4 Qwen3MLP, {4 * 4 + 1} Qwen3RMSNorm",
+        f"stand-ins for {4 * 4 - 2 + 1} Linear, 4 Qwen3Attention, 4 Qwen3MLP, "
+        f"{4 * 4 + 1} Qwen3RMSNorm",
         "OddLinear runs as it is: it is a linear layer of another kind",
     ]
 
@@ -151,31 +160,75 @@ def test_what_the_owner_changes_afterwards_holds(change: Callable[[PreTrainedMod
     before = outside(model) if change is not other_forward else None
     want = logits(model)
     assert apart(want, first) > 0.005
-    with found.in_place():
+    with in_place(found):
         got = logits(model)
     assert apart(got, want) <= LIMITS[model.dtype]
     assert before is None or outside(model) == before
     assert torch.equal(logits(model), want)
 
 
-def test_the_function_that_turns_positions_is_exchanged_only_where_it_is_the_models(
+def test_the_function_that_turns_positions_is_exchanged_for_one_model_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_model("llama")
+    model, beside = tiny_model("llama"), tiny_model("llama", seed=1)
     found = stand_ins(model)
+    called: list[int] = []
     own = modeling_llama.apply_rotary_pos_emb
-    with found.in_place():
-        assert modeling_llama.apply_rotary_pos_emb is not own
-    assert modeling_llama.apply_rotary_pos_emb is own
+
+    def counted(*given: Tensor, **options: Any) -> Any:
+        called.append(1)
+        return own(*given, **options)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", counted)
+    with in_place(found):
+        logits(model)  # a new function is tried once, and again inside of what was tried
+        called.clear()
+        logits(model)
+        assert not called
+        logits(beside)
+        assert len(called) == len(beside.model.layers)
+        assert modeling_llama.apply_rotary_pos_emb is counted
 
     def other(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q.flip(-1), k
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
     want = logits(model)
-    with found.in_place():
-        assert modeling_llama.apply_rotary_pos_emb is other
+    with in_place(found):
         assert apart(logits(model), want) <= LIMITS[torch.float32]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Of every weight, as a training step in another thread finds them."""
+    found: dict[str, Tensor] = {}
+
+    def step() -> None:
+        ids = tokens(1, 7)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for name, weight in model.named_parameters():
+            assert weight.grad is not None, name
+            found[name] = weight.grad.clone()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(step).result()
+    return found
+
+
+@pytest.mark.parametrize("which", ["another", "the same"])
+def test_another_thread_trains_meanwhile(which: str) -> None:
+    """What it computes leaves no trace in what is heard of this thread, and has its gradients."""
+    model = tiny_model("qwen3")
+    trained = model if which == "the same" else tiny_model("qwen3", seed=1)
+    want = gradients(trained)
+    found = stand_ins(model)
+    with in_place(found), found.cpu.threads.listening():
+        got = gradients(trained)
+        assert not found.cpu.threads.take_heard()
+        logits(model)
+        assert found.cpu.threads.take_heard()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_two_at_once_undo_only_their_own() -> None:
@@ -183,7 +236,7 @@ def test_two_at_once_undo_only_their_own() -> None:
     models = tiny_model("llama"), tiny_model("llama", seed=1)
     before = [outside(model) for model in models]
     found = [stand_ins(model) for model in models]
-    with found[0].in_place(), found[1].in_place(), found[0].in_place():
+    with in_place(found[0]), in_place(found[1]), in_place(found[0]):
         pass
     assert [outside(model) for model in models] == before
 
@@ -205,5 +258,5 @@ def test_weights_as_a_model_begins_with_tell_forms_of_norms_apart() -> None:
         norm.weight.normal_()
     x = torch.randn(1, 7, 32).bfloat16()
     want = norm(x)
-    with found.in_place():
+    with in_place(found):
         assert torch.equal(norm(x), want)

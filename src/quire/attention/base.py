@@ -55,12 +55,20 @@ class AttentionBatch:
     tables: Tensor  # i64[S, P], -1 where a window has passed or a table has ended
     slots: Tensor  # i64[T]: where the chunk's own entries go
     block_size: int
+    # i64[S]: how many tokens each sequence begins with that no query reads, as a batch of rows
+    # padded on the left has. Fewer than come before its chunk. Kernels of the CPU only.
+    padding: Counts | None = None
     # What a backend has worked out for the step, for the layers that come after the first one.
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_seqs(self) -> int:
         return len(self.context_lens)
+
+    def first_read(self, index: int, spec: AttentionSpec, position: int) -> int:
+        """The first token of sequence ``index`` that a query at ``position`` reads."""
+        padding = 0 if self.padding is None else int(self.padding[index])
+        return max(padding, spec.live_range(position).start)
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(first query, one past the last, context length) of each sequence."""
@@ -91,6 +99,8 @@ class AttentionBatch:
         max_context_len: int | None = None,  # if it may become longer than now
     ) -> None:
         """Its numbers lie there, from now on."""
+        if self.padding is not None:
+            raise ValueError(f"padded sequences are read on the CPU only, not on {device}")
         longest = int(self.context_lens.max(initial=0))
         self.memo[device] = PlacedBatch(
             query_starts=query_starts,

@@ -35,7 +35,7 @@ class ReferenceAttention:
         for index, (first_query, end, context_len) in enumerate(batch.chunks()):
             for token in range(first_query, end):
                 position = context_len - (end - token)
-                start = spec.live_range(position).start
+                start = batch.first_read(index, spec, position)
                 k, v = read_for(spec, view, batch, index, start)
                 stop = position + 1 - start
                 for head in range(q.shape[1]):

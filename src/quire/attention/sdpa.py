@@ -43,7 +43,7 @@ class SdpaAttention:
     ) -> Tensor:
         out = q.new_empty(*q.shape[:2], output_width(spec))
         for index, (begin, end, context_len) in enumerate(batch.chunks()):
-            start = spec.live_range(context_len - (end - begin)).start
+            start = batch.first_read(index, spec, context_len - (end - begin))
             k, v = read_for(spec, view, batch, index, start)
             out[begin:end] = attend_sequence(
                 q[begin:end], k, v, spec, start, scale=scale, softcap=softcap, sinks=sinks
@@ -79,7 +79,7 @@ def attend_sequence(
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
         stop = context_len - (num_queries - end)
-        first = spec.live_range(stop - (end - begin)).start  # of what these can read
+        first = max(start, spec.live_range(stop - (end - begin)).start)  # of what these can read
         mask = readable(spec, end - begin, stop, first, q.device)
         own = slice(first - start, stop - start)
         parts.append(attend(q[begin:end], k[:, own], v[:, own], mask))

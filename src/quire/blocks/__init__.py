@@ -11,6 +11,7 @@ from quire.blocks.hits import PrefixHit, Shortfall, no_hit, start_of
 from quire.blocks.peaks import peak_bytes, verdict_on_length
 from quire.blocks.pools import PoolSize
 from quire.blocks.prefix_cache import TokenIds
+from quire.blocks.prefix_index import BlockKey
 from quire.blocks.prefix_keys import NO_KEYS, Image, PrefixKeys
 from quire.blocks.ranges import FirstFit
 from quire.blocks.steps import check_window
@@ -23,6 +24,7 @@ __all__ = [
     "FITS",
     "NO_KEYS",
     "POLICIES",
+    "BlockKey",
     "BlockTables",
     "Ceiling",
     "Change",

@@ -16,7 +16,7 @@ from quire.blocks.eviction import MakePolicy, Priority
 from quire.blocks.hits import PrefixHit, no_hit, start_of
 from quire.blocks.pools import Moves, Pools, PoolSize
 from quire.blocks.prefix_cache import PrefixCache, TokenIds
-from quire.blocks.prefix_index import PrefixIndex
+from quire.blocks.prefix_index import BlockKey, PrefixIndex
 from quire.blocks.prefix_keys import NO_KEYS, PrefixKeys
 from quire.blocks.runs import NO_IDS, Ids
 from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
@@ -119,7 +119,7 @@ class Coordinator:
         as the sequence's. ``kept_bytes`` of the free ones are for others.
         """
         row = self.tables.rows[seq_id]
-        if hit is not None or external_tokens:
+        if external_tokens or (hit is not None and hit.num_tokens):
             assert not self.tables.num_tokens[row], f"sequence {seq_id} has begun already"
             hit = hit or no_hit(num_tokens, "", self._cache.tip(row))
             begin, end = hit.num_tokens + external_tokens, num_tokens + lookahead_tokens
@@ -172,6 +172,18 @@ class Coordinator:
         if not self.caching:
             return no_hit(len(token_ids), "strategy", self._cache.tip(row))
         return self._cache.match(row, token_ids, max(0, len(token_ids) - 1))
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        """What the next full block of these token ids will be found by, and the token it ends at.
+
+        Of a sequence that holds nothing it is the one behind the ``hit``. None: there is none, or
+        it will not be found.
+        """
+        if not self.caching:
+            return None
+        return self._cache.next_block(self.tables.rows[seq_id], token_ids, hit)
 
     def pin(self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS) -> int:
         """Keep what is cached of a prefix until ``free(pin_id)``; how many tokens that is.

@@ -106,6 +106,14 @@ def longest_hit(
             child, num_common = near
             rows, known = np.append(rows, index.row(child)), known + num_common
     longest = min(known, limit)
+    if not longest:
+        return PrefixHit(
+            num_tokens=0,
+            limit=limit,
+            shortfall="unknown" if limit else "",
+            rows=NO_IDS,
+            tip=root,
+        )
     fits, lacking = _fits(index, groups, block_size, rows, longest)
     num_tokens = longest if lacking is None else int(np.flatnonzero(fits)[-1]) * block_size
     shortfall: Shortfall = ""

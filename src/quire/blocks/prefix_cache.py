@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from quire.blocks.hits import PrefixHit, longest_hit
 from quire.blocks.pools import Pools
-from quire.blocks.prefix_index import NO_BLOCK, Extra, PrefixIndex
+from quire.blocks.prefix_index import NO_BLOCK, BlockKey, Extra, PrefixIndex
 from quire.blocks.prefix_keys import PrefixKeys
 from quire.blocks.runs import Ids
 from quire.blocks.tables import BlockTables
@@ -109,6 +109,21 @@ class PrefixCache:
             tags = dict(self._index.extra(self._index.row(root)))
             return replace(hit, shortfall="salt") if "salt" in tags else hit
         return hit
+
+    def next_block(
+        self, row: int, token_ids: Sequence[int], hit: PrefixHit | None
+    ) -> tuple[BlockKey, int] | None:
+        """What the block will be found by that the next of these token ids fill, and its end."""
+        computed = int(self._tables.num_computed[row]) if hit is None else hit.num_tokens
+        column = computed // self._size
+        end = (column + 1) * self._size
+        if len(token_ids) < end:
+            return None
+        tip, extras = self._tips[row] if hit is None else hit.tip, self._extras[row]
+        tokens = np.array(token_ids[end - self._size : end], np.int32).tobytes()
+        if column < len(extras) and extras[column]:
+            return (tip, tokens, extras[column]), end
+        return (tip, tokens), end
 
     def adopt(self, row: int, hit: PrefixHit) -> None:
         """The sequence begins with this prefix. Its blocks are held by now."""

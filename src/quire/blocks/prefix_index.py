@@ -25,7 +25,7 @@ from quire.blocks.ghosts import Prints
 from quire.blocks.runs import Ids
 
 Extra: TypeAlias = tuple[tuple[str, str], ...]  # tagged: ("salt", …), ("lora", …), ("image", …)
-_Key: TypeAlias = tuple[int, bytes] | tuple[int, bytes, Extra]
+BlockKey: TypeAlias = tuple[int, bytes] | tuple[int, bytes, Extra]  # a parent node comes first
 
 NO_BLOCK = -1
 _NO_PARENT = -1
@@ -44,7 +44,7 @@ class PrefixIndex:
         self.events: list[BlockEvent] = []  # in order, if kept; whoever reads them clears the list
         self._keep_events = keep_events
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
-        self._ids: dict[_Key, int] = {}
+        self._ids: dict[BlockKey, int] = {}
         self._num_created = 0
         # By row.
         self.blocks: list[npt.NDArray[np.int32]] = [
@@ -53,7 +53,7 @@ class PrefixIndex:
         self.prints: Prints = np.zeros(_FIRST_ROOM, np.uint32)  # of the prefix: a hint, no proof
         self._needs = np.zeros(_FIRST_ROOM, np.int32)  # children, sequences that end here, blocks
         self._only_child = np.full(_FIRST_ROOM, _NO_CHILD, np.int32)  # its row
-        self._keys: list[_Key | None] = []
+        self._keys: list[BlockKey | None] = []
         self._free_rows: list[int] = []
         # Of a few rows.
         self._families: dict[int, list[bytes]] = {}  # token ids of two or more children, sorted
@@ -137,7 +137,7 @@ class PrefixIndex:
 
     def advance(self, tip: int, tokens: bytes, extra: Extra = ()) -> tuple[int, bool]:
         """A sequence that ends in ``tip`` has filled one more block. Returns: node, is it new."""
-        key: _Key = (tip, tokens, extra) if extra else (tip, tokens)
+        key: BlockKey = (tip, tokens, extra) if extra else (tip, tokens)
         node = self._ids.get(key)
         if node is not None:
             self._need[node & _ROW] += 1
@@ -199,7 +199,7 @@ class PrefixIndex:
         self._add_to_family(tip & _ROW, nodes[0] & _ROW, pieces[0])
         return nodes
 
-    def _child(self, key: _Key) -> int:
+    def _child(self, key: BlockKey) -> int:
         node = self._ids.get(key)
         if node is None:
             if self._free_rows:
@@ -347,7 +347,7 @@ class PrefixIndex:
         held = sum(int(blocks[row] != NO_BLOCK) for blocks in self.blocks)
         return int(self._needs[row]) - children - held
 
-    def _key(self, row: int) -> _Key:
+    def _key(self, row: int) -> BlockKey:
         key = self._keys[row]
         assert key is not None, f"row {row} holds no node"
         return key
@@ -362,7 +362,7 @@ class PrefixIndex:
             self._families[row] = sorted((self._key(only)[1], tokens))
             self._child_at[row] = _MANY
 
-    def _take_from_family(self, row: int, key: _Key) -> None:
+    def _take_from_family(self, row: int, key: BlockKey) -> None:
         """One of several children is gone."""
         family = self._families[row]
         del family[bisect_left(family, key[1])]
@@ -373,6 +373,8 @@ class PrefixIndex:
 
 def _common_tokens(one: bytes, other: bytes) -> int:
     """How many token ids two strings of them begin with alike."""
+    if one[:TOKEN_BYTES] != other[:TOKEN_BYTES]:
+        return 0
     length = min(len(one), len(other)) // TOKEN_BYTES * TOKEN_BYTES
     a, b = np.frombuffer(one[:length], np.int32), np.frombuffer(other[:length], np.int32)
     different = np.flatnonzero(a != b)

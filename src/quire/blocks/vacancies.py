@@ -116,6 +116,9 @@ class Vacancies:
     def _take_runs(self, after: Ids, num_vacant: int) -> Ids:
         """Where some take several: one run after the other, behind those that take one."""
         begins = (after >= 0).nonzero()[0]
+        if not len(begins):  # one new sequence, as when a prompt begins
+            few = self._len < self._share
+            return self.pop(len(after)) if few else self._take_run(-1, len(after))
         if after[0] < 0:
             begins = np.concatenate(([0], begins))
         counts = np.concatenate((begins[1:], [len(after)])) - begins
@@ -141,14 +144,19 @@ class Vacancies:
             found.append(self._use(np.arange(after + 1, stop)))
             count -= len(found[-1])
         while count and self._can_begin():
-            ends = np.cumsum(self._lengths[:count])
-            enough = int(np.searchsorted(ends, count)) + 1
-            ends, lengths = ends[:enough], self._lengths[:enough]
-            ids = np.repeat(self._starts[:enough] - ends + lengths, lengths) + np.arange(ends[-1])
+            enough, longest = 1, int(self._lengths[0])
+            if longest >= count:
+                ids = int(self._starts[0]) + np.arange(longest)
+            else:
+                ends = np.cumsum(self._lengths[:count])
+                enough = int(np.searchsorted(ends, count)) + 1
+                ends, lengths = ends[:enough], self._lengths[:enough]
+                starts = self._starts[:enough] - ends + lengths
+                ids = np.repeat(starts, lengths) + np.arange(ends[-1])
             self._starts, self._lengths = self._starts[enough:], self._lengths[enough:]
             found.append(self._use(ids[self.are_in(ids)][:count]))
             count -= len(found[-1])
-        return _joined([*found, self.pop(count)])
+        return _joined([*found, self.pop(count)] if count else found)
 
     def _can_begin(self) -> bool:
         """Whether there are places for new runs. They are looked up if that is due."""

@@ -104,6 +104,7 @@ def as_dict(found: Plan, remedies: Sequence[Change], fitted: str | None) -> dict
         ],
         "ledger": {**asdict(found.ledger), "kv_bytes": found.ledger.kv_bytes},
         "chosen": _cell(found.cell),
+        "page_table_bytes": found.page_table_bytes(max(1, found.cell.num_sequences)),
         "cells": [_cell(cell) for cell in found.cells],
         "would_fit_with": [asdict(change) for change in remedies],
     }
@@ -206,9 +207,16 @@ def _in_tokens(found: Plan) -> str:
     ledger, cell = found.ledger, found.cell
     tokens = max(0, ledger.kv_bytes) // max(1, found.needs.bytes_per_token)
     whole = "committed whole at the start" if ledger.committed_whole else "committed as tokens come"
+    num_sequences = max(1, cell.num_sequences)
+    besides, tables = "", found.page_table_bytes(num_sequences)
+    if tables:  # a device's are its driver's
+        besides = (
+            f"; the kernel's page tables take {format_bytes(tables)} besides, for "
+            f"{format_count(num_sequences)} of {format_count(cell.request.num_tokens)} tokens"
+        )
     return (
         f"{format_count(tokens)} tokens while nothing is forgotten, or {cell.num_longest:,.2f} "
-        f"sequences of {format_count(found.needs.context_tokens)}; {whole}"
+        f"sequences of {format_count(found.needs.context_tokens)}; {whole}{besides}"
     )
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.needs import stored_spec
-from quire.planner.capacity.course import Request, moments
+from quire.planner.capacity.course import Request, moments, tables_after
 from quire.planner.capacity.plan import Place, plan, sizes_of
 from quire.planner.subjects.subject import Subject
 from quire.strategies import STRATEGIES
@@ -173,28 +173,29 @@ def _runs(
         )
         sizes = sizes_of(config, subject.spec, place, llm.ledger.kv_bytes)
         taken: list[tuple[int, int, int]] = []
+        tables = 0
 
         def observe(usage: "Usage") -> None:
+            nonlocal tables
             if usage.num_sequences:
                 taken.append((usage.num_tokens, usage.committed_bytes, llm.memory.committed_bytes))
+                tables = usage.page_table_bytes or 0
 
         params = SamplingParams(max_tokens=request.output_tokens, temperature=0, ignore_eos=True)
         llm.generate([_prompt(loaded, request)], params, observe=observe)
     each = [num_tokens for num_tokens, _, _ in taken]
-    expected = list(
-        moments(
-            strategy,
-            stored_spec(config, subject.spec),
-            sizes,
-            each,
-            request.input_tokens + request.output_tokens,
-        )
-    )
+    kept, most = stored_spec(config, subject.spec), request.input_tokens + request.output_tokens
+    expected = list(moments(strategy, kept, sizes, each, most))
     held = [moment.committed_bytes for moment in expected]
     steps = f"worst of {len(each)} steps"
     counted = [committed for _, committed, _ in taken]
     yield _worst(f"{strategy}: committed, {steps}", held, counted)
     yield _worst(f"{strategy}: in pages, {steps}", held, [in_pages for _, _, in_pages in taken])
+    yield Check(
+        what=f"{strategy}: page tables at the end",
+        planned=tables_after(strategy, kept, sizes, each, most),
+        actual=tables,
+    )
 
 
 def _worst(what: str, planned: list[int], actual: list[int]) -> Check:

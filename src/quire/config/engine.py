@@ -109,8 +109,9 @@ class EngineConfig:
     )
     memory_mode: Literal["shared", "dedicated"] = option(
         "shared",
-        "Whether other programs need memory here too: shared leaves them 15 % or more (auto), "
-        "dedicated 2 %.",
+        "Whether other programs need memory here too. What is left to them of the tightest limit: "
+        "shared max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); half of what a "
+        "budget in bytes leaves, if that is less.",
     )
     residency: Literal["on-demand", "prefault", "lock"] = option(
         "on-demand",

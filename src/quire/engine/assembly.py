@@ -13,6 +13,7 @@ from quire.engine.runner import ModelRunner, Ranks
 from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
+from quire.models.watched import ModelWatch
 from quire.models.ways.small_copy import small_copy
 from quire.models.ways.trial import hides_errors
 from quire.spec import ModelSpec
@@ -77,9 +78,10 @@ def assemble(
     kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
     # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
     can_exchange = team is None and loaded.device.type == "cpu"
-    stand_ins = StandIns(loaded.model, kernel_dir()) if can_exchange else None
+    watch = ModelWatch(loaded.model, is_private=loaded.is_private)
+    stand_ins = StandIns(loaded.model, kernel_dir(), watch) if can_exchange else None
     try:
-        runner = ModelRunner(loaded, kv, backend, stand_ins, team)
+        runner = ModelRunner(loaded, kv, backend, stand_ins, team, watch)
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
     except BaseException:

@@ -5,6 +5,7 @@ of them are there, the search chooses which go on with which token. A beam that 
 forked, so that prompt and common beginning are held once; one that does not gives up its place.
 """
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ from heapq import nlargest
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.outputs import Choice
+from quire.engine.outputs import Choice, End
 from quire.engine.params import SamplingParams
 from quire.engine.plan import TokenOutput
 from quire.engine.sequence import FinishReason, Sequence, TokenLogprobs
 from quire.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+_DONE = End("stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +81,18 @@ class Hypothesis:
     detail: str = ""
 
     def choice(self, tokenizer: Any) -> Choice:
-        text = ""
+        text, reason, detail = "", self.finish_reason, self.detail
         if tokenizer is not None:
-            text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            try:
+                text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            except Exception as error:
+                log.exception("the text of a beam cannot be decoded")
+                reason, detail = "error", f"its text cannot be decoded: {error!r}"
         return Choice(
             token_ids=self.token_ids,
             text=text,
-            finish_reason=self.finish_reason,
-            detail=self.detail,
+            finish_reason=reason,
+            detail=detail,
             logprobs=self.logprobs,
             cumulative_logprob=self.cumulative_logprob,
         )
@@ -97,6 +106,17 @@ class _Beam:
     cumulative_logprob: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] = ()
     top: tuple[tuple[int, float], ...] | None = None
+
+    def lost(self, reason: FinishReason, detail: str) -> Hypothesis:
+        """Its text so far, where something else than the search ended it."""
+        return Hypothesis(
+            token_ids=tuple(token.token_id for token in self.logprobs),
+            logprobs=self.logprobs,
+            cumulative_logprob=self.cumulative_logprob,
+            score=-math.inf,
+            finish_reason=reason,
+            detail=detail,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +161,26 @@ class BeamSearch:
         """The best first; after them those that came to no end of their own."""
         return [*self._ended, *self._lost][: self._params.beam_width]
 
-    def hear(self, output: TokenOutput) -> bool:
-        """Take note of what a step did; choose, once it did it for all beams."""
+    def hear(self, output: TokenOutput) -> None:
+        """Take note of what a step did; choose, once it did it for all beams.
+
+        A search that fails ends with an error, and all others begin anew, since it may have left
+        things half done. Raises: MemoryUnavailable if they cannot.
+        """
+        try:
+            self._hear(output)
+        except Exception as error:
+            log.exception("a beam search fails: every sequence begins anew")
+            self._engine.begin_anew()
+            self.end(End("error", f"its search failed: {error!r}"))
+
+    def end(self, end: End) -> None:
+        """Every beam ends with its text so far, and so does every sequence."""
+        self._lost += [beam.lost(end.reason, end.detail) for beam in self._beams]
+        self._beams = []
+        self._finish(end)
+
+    def _hear(self, output: TokenOutput) -> None:
         for beam in self._beams:
             if beam.sequence is output.sequence:
                 if output.finish_reason is not None:
@@ -152,7 +190,6 @@ class BeamSearch:
                 break
         if self._beams and all(beam.top is not None for beam in self._beams):
             self._choose()
-        return False
 
     def _lose(self, beam: _Beam, reason: FinishReason) -> None:
         """Something outside has ended a beam. While all are alike, another one speaks for all."""
@@ -163,17 +200,8 @@ class BeamSearch:
             self._beams = [_Beam(others[0])]
             return
         if not self._beams:
-            self._finish(others)
-        self._lost.append(
-            Hypothesis(
-                token_ids=tuple(sequence.output_token_ids),
-                logprobs=beam.logprobs,
-                cumulative_logprob=beam.cumulative_logprob,
-                score=-math.inf,
-                finish_reason=reason,
-                detail=sequence.finish_detail,
-            )
-        )
+            self._finish()
+        self._lost.append(beam.lost(reason, sequence.finish_detail))
 
     def _choose(self) -> None:
         """Which beams go on with which tokens, and which have ended."""
@@ -193,7 +221,7 @@ class BeamSearch:
             self._go_on(going_on, places)
         else:
             self._beams = []
-            self._finish(places)
+            self._finish()
 
     def _candidates(self) -> list[_Candidate]:
         """The best tokens of all beams, the best first."""
@@ -265,6 +293,7 @@ class BeamSearch:
             scheduler.choose(beam.sequence, beam.logprobs[-1].token_id)
         self._beams = beams
 
-    def _finish(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            self._engine.finish(sequence, "stop")
+    def _finish(self, end: End = _DONE) -> None:
+        for sequence in self._sequences:
+            if sequence.finish_reason is None:
+                self._engine.finish(sequence, end.reason, end.detail)

@@ -1,7 +1,7 @@
 """From a model and options to an engine that is ready to step, or to a sentence why not."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
 from quire.engine.parallel.part import PartedModel, load_parts
 from quire.engine.parallel.team import Team
-from quire.engine.profile import measured_step_bytes
+from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
@@ -38,8 +39,10 @@ from quire.memory.governor import Governor
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Residency, Resident
+from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
+from quire.strategies import CacheConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +154,10 @@ def _built(
             kv,
             resident,
             scheduler,
-            Governor(config.memory_mode),
+            Governor(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
             _gauge(gauge, device, team),
             CacheLock(partial(on_default_stream, device)),
+            _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
@@ -168,9 +172,10 @@ def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedMode
             return load_parts(
                 model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
             )
-        return load(
+        own = load(
             model, device=config.device, dtype=config.dtype, quantization=config.quantization
         )
+        return replace(own, is_private=True)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
@@ -215,6 +220,28 @@ def _gauge(given: Gauge | None, device: torch.device, team: Team | None) -> Gaug
     """What the elastic cache looks at; of ranks, wherever there is the least for one."""
     gauge = gauge_for(device) if given is None else given
     return gauge if team is None else team.gauge(gauge)
+
+
+def _room_bytes(ledger: Ledger, sizes: CacheConfig) -> int | None:
+    """The most that the cache could take, beside a budget that was stated; else None."""
+    return None if ledger.spare_bytes is None else ledger.spare_bytes + sizes.capacity_bytes
+
+
+def _step_bytes(
+    config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, ledger: Ledger
+) -> StepBytes:
+    speculative = config.speculative_config
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return StepBytes(
+        ledger.step_bytes,
+        footprint(loaded.model),
+        max_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        logits_each=1 + num_drafts,
+        kv_bytes_per_token=spec.bytes_per_token,
+        block_size=config.block_size,
+        least_tokens=spec.source_tokens,
+    )
 
 
 def _residency(config: EngineConfig, ledger: Ledger) -> Residency:

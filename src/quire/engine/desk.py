@@ -134,19 +134,18 @@ class Desk:
         ]
         self._llm.abandon([sequence for _, sequence in running])
         for ticket, sequence in running:
-            self._put(
-                ticket,
-                TextDelta(
-                    index=0,
-                    choice=sequence.index,
-                    text="",
-                    token_ids=(),
-                    finish_reason="abort",
-                    detail=detail,
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    latencies=Latencies.of(sequence),
-                ),
+            delta = TextDelta(
+                index=0,
+                choice=sequence.index,
+                text="",
+                token_ids=(),
+                finish_reason="abort",
+                detail=detail,
+                num_cached_tokens=sequence.num_cached_tokens,
+                latencies=Latencies.of(sequence),
             )
+            with suppress(Exception):  # its reader is told
+                self._put(ticket, delta)
         for ticket in tickets:
             ticket.over = True
         self._ring()
@@ -172,13 +171,22 @@ class Desk:
             self._llm.fail(str(self._stepper.reason))
 
     def _put(self, ticket: Ticket, delta: TextDelta) -> None:
-        ticket.mailbox.put(delta)
+        """Raises: what kept the piece from its reader, who is told of it and leaves."""
+        try:
+            ticket.mailbox.put(delta)
+        except Exception as error:
+            ticket.mailbox.fail(error)
+            raise
+        finally:
+            self._fill(ticket)
+
+    def _fill(self, ticket: Ticket) -> None:
         self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         ticket.over = True
         ticket.mailbox.fail(error)
-        self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
+        self._fill(ticket)
 
     def _ring(self) -> None:
         """Wake the readers of what has come in."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from quire.engine.parts import Cache, Chooser, Drafter, Runner, SwapShelf
+from quire.engine.parts import Cache, Chooser, Drafter, ModelChanged, Runner, SwapShelf
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
 from quire.engine.scheduling.swap import Clock
@@ -66,20 +66,18 @@ class Engine:
                 raise
             self._has_failed = True
             log.exception("a step failed: every sequence begins anew")
-            self._begin_anew()
+            self.begin_anew()
             outputs = self.scheduler.update(_NOTHING, [])  # what is to be reported all the same
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.sequence)
-        self._drop_saved()
-        # Now, so that what the next plan has saved is where accounting says, and what ended is not
-        # held for another step.
-        self._kv.carry_out()
+        self._settle()  # what ended is not held for another step
         return outputs
 
     def _step(self) -> list[TokenOutput]:
-        if self._kv.refusal is not None:  # of what was decided since the last step
-            self._begin_with_less(_NOTHING, self._kv.refusal)
+        # A search decides between two steps. What the plan has saved must lie where accounting
+        # says, and must not be taken for what the same sequence had saved before.
+        self._settle()
         drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
         plan = self.scheduler.plan(drafts)
         self._swap_out(plan)
@@ -94,6 +92,11 @@ class Engine:
             sampled = self._compute(plan)
         except RankLost:
             raise
+        except ModelChanged as change:
+            log.info("%s: what was computed before is dropped, and computed again", change)
+            self.scheduler.drop_saved()
+            self.begin_anew()
+            plan, sampled = _NOTHING, []
         except Exception as error:
             log.warning("a step failed (%r): each of its sequences is computed alone", error)
             if self._runner.overwrites_states:
@@ -102,8 +105,15 @@ class Engine:
             else:
                 plan, sampled = self._compute_one_by_one(plan)
         self.scheduler.statistics.now_s = now_s = self.clock()
-        self.scheduler.costs.note_step(plan.num_tokens, len(plan.chunks), now_s - started_s)
+        self.scheduler.costs.note_step(
+            plan.num_tokens, len(plan.chunks), plan.num_read, now_s - started_s
+        )
         return self.scheduler.update(plan, sampled)
+
+    def begin_anew(self) -> None:
+        """Every sequence keeps its text and computes it again. Raises: MemoryUnavailable."""
+        self._kv.restart()
+        self.scheduler.restart(self._kv.accounting)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """End a sequence between two steps. Does nothing if it has ended."""
@@ -169,13 +179,8 @@ class Engine:
             if point == self._refused_at:  # it would come to the same point for ever
                 self.scheduler.fail(alone, str(error), "capacity")
             self._refused_at = point
-        self._begin_anew()
+        self.begin_anew()
         self._kv.accounting.resize(given, for_now=True)
-
-    def _begin_anew(self) -> None:
-        """Everybody keeps its text and computes it again. Raises: MemoryUnavailable."""
-        self._kv.restart()
-        self.scheduler.restart(self._kv.accounting)
 
     def _forget(self, sequence: Sequence) -> None:
         self._sampler.forget(sequence)
@@ -195,6 +200,13 @@ class Engine:
         for chunk in lost:
             self.scheduler.lose(chunk.sequence)
         return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
+
+    def _settle(self) -> None:
+        """Carry out what has been decided since the last plan. Raises: MemoryUnavailable."""
+        self._drop_saved()
+        self._kv.carry_out()
+        if self._kv.refusal is not None:
+            self._begin_with_less(_NOTHING, self._kv.refusal)
 
     def _drop_saved(self) -> None:
         if self._swap is not None:

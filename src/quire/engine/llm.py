@@ -1,10 +1,12 @@
 """``LLM``: the engine with a model, a cache and a tokenizer around it. Text in, text out."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from threading import Event
 from typing import Any, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
@@ -12,9 +14,10 @@ from quire.config import EngineConfig
 from quire.engine.beam import BeamSearch, BeamSearchParams
 from quire.engine.build import build, loaded_model
 from quire.engine.elastic import Elasticity
-from quire.engine.outputs import Completion, Deliver, Listener, TextDelta, completion
+from quire.engine.outputs import Completion, Deliver, End, Listener, TextDelta, completion
 from quire.engine.parallel.part import refuse_options
 from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
+from quire.engine.plan import TokenOutput
 from quire.engine.prompts import Prompt, encode, params_for_each, split
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.structured import Grammars
@@ -25,12 +28,22 @@ from quire.memory.machine.readings import Gauge
 from quire.models.loader import LoadedModel
 from quire.models.ways.source import Source
 from quire.strategies import Accounting, Usage
+from quire.strategies.page_tables import usage_with_tables
 from quire.units import format_bytes, parse_bytes
+
+log = logging.getLogger(__name__)
 
 Observer: TypeAlias = Callable[[Usage], None]
 
 _USAGE_AGE_S = 0.25  # how old what is noted of it may be when a step begins
-_NOTHING = Usage(reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0)
+_NOTHING = Usage(
+    reserved_bytes=0,
+    committed_bytes=0,
+    used_bytes=0,
+    num_sequences=0,
+    num_tokens=0,
+    page_table_bytes=0,
+)
 
 
 class LLM:
@@ -88,10 +101,10 @@ class LLM:
             self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
         self.statistics = self.engine.scheduler.statistics
-        self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
+        self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
-        self._closed = False
+        self._closed, self._close_is_over = False, Event()
 
     def generate(
         self,
@@ -149,6 +162,7 @@ class LLM:
         try:
             for request in requests:
                 with self._elastic.lock:
+                    self._refuse_if_closed()
                     sequences = self._queue(request)
                     search = BeamSearch(self.engine, params, sequences, eos_token_ids)
                     self._listeners.update((s.seq_id, search) for s in sequences)
@@ -283,9 +297,11 @@ class LLM:
     ) -> list[Sequence]:
         """Let a request wait for its turn; ``deliver`` gets its pieces, from within ``step``.
 
-        ``arrived_s``: when it was made, if not just now (``now_s``).
+        ``arrived_s``: when it was made, if not just now (``now_s``). What ``deliver`` raises ends
+        its sequence with an error. Raises: RequestError after ``close``.
         """
         with self._elastic.lock:
+            self._refuse_if_closed()
             sequences = self._queue(request, arrived_s)
             for sequence in sequences:
                 self._listeners[sequence.seq_id] = Listener(
@@ -302,30 +318,54 @@ class LLM:
             self._kv.carry_out()
 
     def step(self) -> bool:
-        """One step for everybody; False if there is nothing to do any more.
+        """One step for all; False if there is nothing to do any more, as after ``close``.
 
-        Raises: MemoryUnavailable where the system has not even addresses left for an empty cache;
-        the LLM is closed then.
+        Where the system would end the process for lack of memory, it only waits for a moment.
+
+        Raises: MemoryUnavailable where that lasts, or where the system has not even addresses left
+        for an empty cache; the LLM is closed then.
         """
         try:
             with self._elastic.lock:
-                self._elastic.settle()
-                for output in self.engine.step():
-                    sequence = output.sequence
-                    listener = self._listeners.get(sequence.seq_id)
-                    if listener is None:  # a stop string has come with a token before this one
-                        continue
-                    stopped = listener.hear(output)
-                    if stopped:
-                        self.engine.finish(sequence, "stop")
-                    if stopped or output.finish_reason is not None:
-                        self._listeners.pop(sequence.seq_id, None)
-                if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
-                    self._note_usage()
-                return self.engine.scheduler.has_unfinished
+                if not (is_closed := self._closed):
+                    self._elastic.settle()
+                    outputs = self.engine.step() if self._elastic.may_step() else None
+                    for output in outputs or ():
+                        self._tell(output)
+                    if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
+                        self._note_usage()
+                    has_unfinished = self.engine.scheduler.has_unfinished
+            if not is_closed:
+                if outputs is None and has_unfinished:
+                    self._elastic.pause()
+                return has_unfinished
         except (MemoryUnavailable, RankLost) as error:
             self.fail(str(error))
             raise
+        self._close_is_over.wait()  # without the lock, which the thread that closes may wait for
+        return False
+
+    def _tell(self, output: TokenOutput) -> None:
+        """Let the reader of a sequence, or its search, hear what a step did.
+
+        What goes wrong there ends that sequence. Raises: MemoryUnavailable, as ``step``.
+        """
+        sequence = output.sequence
+        listener = self._listeners.get(sequence.seq_id)
+        if listener is None:  # its text has ended with a token before this one
+            return
+        try:
+            end = listener.hear(output)
+        except (MemoryUnavailable, RankLost):
+            raise
+        except Exception as error:
+            log.exception("a piece of sequence %d cannot be delivered", sequence.seq_id)
+            end = End("error", f"a piece of it could not be delivered: {error!r}")
+            listener.end(end)
+        if end is not None:
+            self.engine.finish(sequence, end.reason, end.detail)
+        if end is not None or output.finish_reason is not None:
+            self._listeners.pop(sequence.seq_id, None)
 
     def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
         """What an encoder reads, if there is one, and the text so far. Raises: RequestError."""
@@ -342,22 +382,34 @@ class LLM:
     def _note_usage(self) -> None:
         """For who does not wait."""
         if not self._closed:
-            self._noted_usage, self._noted_s = self._kv.accounting.usage(), self.now_s()
+            self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
+
+    def _usage_now(self) -> Usage:
+        return usage_with_tables(self._kv.accounting, self._kv.memory.page_bytes)
 
     def _close(self, reason: FinishReason, detail: str) -> None:
         if self._closed:
             return
         self._closed = True
-        self._elastic.close()
-        with self._elastic.lock, ExitStack() as parts:  # all of them, whatever one raises
+        with ExitStack() as parts:  # all of them, whatever one raises
+            parts.callback(self._close_is_over.set)
+            self._elastic.close()
+            parts.enter_context(self._elastic.lock)
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
             parts.callback(self._resident.rest, short=True)  # what was kept for it is of no use now
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
+            parts.callback(self._tell_the_end, End(reason, detail))
             self._noted_usage = _NOTHING
             self.engine.close(reason, detail)
+
+    def _tell_the_end(self, end: End) -> None:
+        """Of the LLM, to all that still listen."""
+        for listener in dict.fromkeys(self._listeners.values()):  # a search is there once a beam
+            listener.end(end)
+        self._listeners.clear()
 
     def _requests(
         self,
@@ -381,15 +433,14 @@ class LLM:
 
         ``started`` gets the sequences of each request.
         """
-        if self._closed:
-            return
         deltas: deque[TextDelta] = deque()
         sequences: list[Sequence] = []
         try:
             for index, request in enumerate(requests):
                 started.append(self.start(request, deltas.append, index=index))
                 sequences += started[-1]
-            while deltas or any(sequence.finish_reason is None for sequence in sequences):
+            # In this order: a listener goes when its last piece is there, in whatever thread.
+            while any(own.seq_id in self._listeners for own in sequences) or deltas:
                 if not deltas:
                     self.step()
                     if observe is not None:

@@ -7,6 +7,7 @@ waits is bounded, and the thread that steps never does.
 import asyncio
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from io import StringIO
 from typing import final
 
@@ -39,19 +40,12 @@ class Pending:
         assert self._last is not None, "nothing is pending"
         if self._num_pieces == 1:
             return self._last
-        last = self._last
-        return TextDelta(
-            index=last.index,
-            choice=last.choice,
+        return replace(  # how it ends, if it does, the last piece says
+            self._last,
             text=self._text.getvalue(),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
-            finish_reason=last.finish_reason,
-            detail=last.detail,
-            stopped_by=last.stopped_by,
-            num_cached_tokens=last.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
-            latencies=last.latencies,
         )
 
 
@@ -67,8 +61,13 @@ class Mailbox:
         self._rung = asyncio.Event()
 
     def put(self, delta: TextDelta) -> None:
-        """Leave a piece; ``ring`` is somebody else's, for all the mailboxes of a loop at once."""
+        """Leave a piece, but not after ``fail``.
+
+        ``ring`` is called apart, for all the mailboxes of a loop at once.
+        """
         with self._lock:
+            if self._error is not None:
+                return
             self._pending.setdefault(delta.choice, Pending()).add(delta)
 
     def fail(self, error: Exception) -> None:

@@ -1,6 +1,8 @@
 """From tokens to text, for whoever asked: pieces while a prompt runs, and the whole at the end."""
 
+import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +10,8 @@ from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
 from quire.engine.sequence import Fault, FinishReason, Request, Sequence, TokenLogprobs
 from quire.engine.statistics import Latencies
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,14 @@ class Completion:
 Deliver = Callable[[TextDelta], None]
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a sequence is to end because of its text."""
+
+    reason: FinishReason
+    detail: str = ""
+
+
 class Listener:
     """Makes one sequence's tokens into pieces of text and hands them on."""
 
@@ -88,19 +100,25 @@ class Listener:
         if tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, sequence.request.params)
 
-    def hear(self, output: TokenOutput) -> bool:
-        """Hand on what a step did. True: a stop string has come, the sequence is to end with it."""
-        reason, text, stopped = output.finish_reason, "", False
+    def hear(self, output: TokenOutput) -> End | None:
+        """Hand on what a step did.
+
+        Returns: how the sequence is to end: a stop string has come, or a token that the tokenizer
+        cannot decode. The reader knows already. Raises: what ``deliver`` raises.
+        """
+        sequence, text, end = self._sequence, "", None
         stopped_by: str | int | None = self._stop_token(output)
         if self._detokenizer is not None:
-            includes_stop = self._sequence.request.params.include_stop_str_in_output
-            if output.token_id is None or not (output.is_text or includes_stop):
-                text = self._detokenizer.flush()
+            try:
+                text = self._text(self._detokenizer, output)
+            except Exception as error:
+                log.exception("the text of sequence %d cannot be decoded", sequence.seq_id)
+                end = End("error", f"its text cannot be decoded: {error!r}")
+                stopped_by = None
             else:
-                text = self._detokenizer.add(output.token_id, last=reason is not None)
-            if self._detokenizer.stopped_by is not None:
-                stopped, reason, stopped_by = True, "stop", self._detokenizer.stopped_by
-        sequence = self._sequence
+                if self._detokenizer.stopped_by is not None:
+                    end, stopped_by = End("stop"), self._detokenizer.stopped_by
+        reason = output.finish_reason if end is None else end.reason
         self._deliver(
             TextDelta(
                 index=self._index,
@@ -109,7 +127,7 @@ class Listener:
                 token_ids=() if output.token_id is None else (output.token_id,),
                 logprobs=() if output.logprobs is None else (output.logprobs,),
                 finish_reason=reason,
-                detail=sequence.finish_detail,
+                detail=sequence.finish_detail if end is None else end.detail,
                 fault=sequence.fault,
                 stopped_by=stopped_by,
                 num_cached_tokens=sequence.num_cached_tokens,
@@ -118,7 +136,36 @@ class Listener:
             )
         )
         self._is_first = False
-        return stopped
+        return end
+
+    def end(self, end: End) -> None:
+        """Hand on what was held back, and how it ends. What keeps it from the reader is logged."""
+        text, sequence = "", self._sequence
+        try:
+            if self._detokenizer is not None:
+                with suppress(Exception):  # it has been logged
+                    text = self._detokenizer.flush()
+            self._deliver(
+                TextDelta(
+                    index=self._index,
+                    choice=sequence.index,
+                    text=text,
+                    token_ids=(),
+                    finish_reason=end.reason,
+                    detail=end.detail,
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    latencies=Latencies.of(sequence),
+                )
+            )
+        except Exception:
+            log.exception("the end of sequence %d cannot be delivered", sequence.seq_id)
+
+    def _text(self, detokenizer: Detokenizer, output: TokenOutput) -> str:
+        """What can be shown now."""
+        includes_stop = self._sequence.request.params.include_stop_str_in_output
+        if output.token_id is None or not (output.is_text or includes_stop):
+            return detokenizer.flush()
+        return detokenizer.add(output.token_id, last=output.finish_reason is not None)
 
     def _stop_token(self, output: TokenOutput) -> int | None:
         """The token, if it ended the sequence and the request had named it."""
@@ -144,10 +191,12 @@ def completion(
 
 
 def _choice(deltas: list[TextDelta]) -> Choice:
+    reason = deltas[-1].finish_reason
+    assert reason is not None, "the last piece does not say how it ended"
     return Choice(
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         text="".join(delta.text for delta in deltas),
-        finish_reason=deltas[-1].finish_reason or "stop",
+        finish_reason=reason,
         detail=deltas[-1].detail,
         stopped_by=deltas[-1].stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),

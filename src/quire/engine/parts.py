@@ -13,11 +13,18 @@ from quire.engine.sequence import Sequence
 from quire.strategies import Accounting
 
 
+class ModelChanged(Exception):
+    """A model's owner has changed it since the last step: what is kept was computed by another."""
+
+
 class Runner(Protocol):
     """Computes a step whose room is there: what accounting decided has been carried out."""
 
     def run(self, plan: StepPlan) -> Any:
-        """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order."""
+        """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order.
+
+        Raises: ModelChanged, once for each change; nothing has been computed then.
+        """
         ...
 
     @property

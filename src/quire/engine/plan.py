@@ -112,6 +112,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
+    @property
+    def num_read(self) -> int:
+        """Entries that attention reads, where it reads all."""
+        return sum(chunk.stop for chunk in self.chunks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:

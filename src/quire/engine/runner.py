@@ -21,6 +21,7 @@ from quire.attention import (
 from quire.devices import on_device
 from quire.devices.unused import give_back_unused
 from quire.engine.kv_cache import KVCache
+from quire.engine.parts import ModelChanged
 from quire.engine.plan import StepPlan
 from quire.errors import UnsupportedModel
 from quire.models.captured import CapturedDecodes
@@ -30,6 +31,7 @@ from quire.models.placing import HostInputs, Inputs
 from quire.models.stand_ins import StandIns
 from quire.models.states.batch import make_state_batch, state_groups
 from quire.models.states.recurrent import RecurrentLayers
+from quire.models.watched import ModelWatch
 from quire.models.ways import WAYS, Way, make_way
 from quire.models.ways.hooks import Step, make_step
 from quire.models.ways.source import Source, kept_sources
@@ -70,9 +72,11 @@ class ModelRunner:
         backend: AttentionBackend,
         stand_ins: StandIns | None = None,  # of the model
         ranks: Ranks | None = None,  # that have other parts of it
+        watch: ModelWatch | None = None,  # the stand-ins' own, if there are any
     ) -> None:
         layers = loaded.spec.recurrent_layers
         self._loaded, self._stand_ins = loaded, stand_ins
+        self._watch = watch or (stand_ins.watch if stand_ins else ModelWatch(loaded.model))
         self._model: Way | None = None
         self.way = ""  # in which the model runs: one of ``WAYS``, as soon as there is one
         self._lenders = {
@@ -84,6 +88,8 @@ class ModelRunner:
         self._backend = backend
         self._ranks = ranks
         self._recurrent = RecurrentLayers(loaded.model, layers) if layers else None
+        if self._recurrent is not None:
+            self._watch.lent = self._recurrent.lent
         self.device = loaded.device
         self._captured: CapturedDecodes | None = None
 
@@ -92,6 +98,8 @@ class ModelRunner:
         return self._recurrent is not None
 
     def run(self, plan: StepPlan) -> Tensor:
+        if not self._watch.look():
+            raise ModelChanged(f"{self._name} is not what it was in the last step")
         chunks: list[tuple[int, int, int]] = []
         sources = [
             chunk.sequence.request.source
@@ -117,7 +125,7 @@ class ModelRunner:
 
     def go(self, way: str) -> None:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
-        self._model, self.way = make_way(way, self._loaded, self._stand_ins), way
+        self._model, self.way = make_way(way, self._loaded, self._stand_ins, self._watch), way
 
     def try_out(self, *, max_tokens: int, small: "ModelRunner | None" = None) -> None:
         """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
@@ -204,7 +212,7 @@ class ModelRunner:
         groups = range(len(attention_groups(accounting.groups)))
         with on_device(self.device):
             self._captured = CapturedDecodes(
-                self._loaded.model,
+                self._watch,
                 partial(self._run_decode, backend),
                 backend.replays or NoHostPart(),
                 self.device,
@@ -324,6 +332,7 @@ class ModelRunner:
         """Logits at each of the tokens [start, stop)."""
         chunks, ids = [(_TRIAL_ID, start, stop)], trial.token_ids[start:stop]
         sources = [] if trial.source is None else [trial.source]
+        self._watch.look()
         try:
             logits, silent = self._forward(chunks, ids, [*range(len(ids))], sources)
         except UnsupportedModel:

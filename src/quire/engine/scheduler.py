@@ -8,10 +8,14 @@ Who goes first is a ``policy``; who may come beside others, ``admission``; how r
 ``room``; who makes room for whom and how it comes back, ``preemption``.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.costs import Costs
+from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.outcome import append, kept_drafts, mark_computed
 from quire.engine.scheduling.policy import POLICIES
@@ -20,12 +24,29 @@ from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.room import NoRoom, Room
 from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
 from quire.engine.scheduling.suspects import Suspects
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.strategies import Accounting, Fits
 
 __all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why one that waits could not come. That stays so while others only grow."""
+
+    newcomer: Sequence
+    reason: WaitingReason
+    num_left: int  # that had ended or made room by then
+    free_bytes: int
+
+    def stands(self, newcomer: Sequence, num_left: int, free_bytes: int) -> bool:
+        return (
+            newcomer is self.newcomer
+            and num_left == self.num_left
+            and free_bytes <= self.free_bytes
+        )
 
 
 class Scheduler:
@@ -40,20 +61,24 @@ class Scheduler:
         costs: Costs | None = None,
     ) -> None:
         self.limits = limits
+        self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
         self.statistics = Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
+        self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
         self._grade = policy.grade
-        self._queues = Queues(policy)
+        self._admission = Admission(limits, policy, accounting, self.costs)
+        self._queues = Queues(policy, self._admission.company)
         self._room = Room(accounting, self.swap, limits, self.statistics)
         self.suspects = Suspects()
-        self.costs = costs or Costs()
         self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
-        self._admission = Admission(limits)
+        self._in_batch = InBatchPrefixes(self._room)
         self._num_sequences = 0  # that have ever come
         self._ended: list[Sequence] = []  # since the last update, to be reported by the next one
         self._outputs: list[TokenOutput] = []  # of an update that has not come to its end
         self._made_room: set[int] = set()  # in this plan
+        self._lacking_bytes = 0  # to the first that waits, in this plan; kept ones not counted
+        self._refusal: _Refusal | None = None  # of the first that waits, while it stands
 
     @property
     def num_running(self) -> int:
@@ -78,12 +103,24 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._queues.waiting or self.num_running or self._ended or self._outputs)
+        return bool(self.num_running or self.num_waiting or self._ended or self._outputs)
 
     @property
     def decoding(self) -> list[Sequence]:
         """The running sequences of which only the last token is to be computed, each by itself."""
         return self._queues.decoding
+
+    @property
+    def held_back(self) -> Mapping[int, Sequence]:
+        """By id of each that the last plan held back: who computes what it begins with."""
+        return self._in_batch.waits_for
+
+    @property
+    def most_logits(self) -> int:
+        """Tokens of a step whose logits may be wanted, guesses apart: of one that has so many."""
+        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.everybody):
+            return self.limits.max_num_batched_tokens
+        return min(self.limits.max_num_seqs, self.num_running + self.num_waiting)
 
     def check_request(self, request: Request) -> None:
         """Raises: RequestTooLong for a prompt that can never run."""
@@ -108,13 +145,21 @@ class Scheduler:
         room for them.
         """
         self.suspects.acquit()
-        step = Step(self.limits, drafts, self._room.snapshots, one_chunk=bool(self.suspects))
-        self._made_room.clear()
-        self._queues.first_waits_for = self._let_come(step)
-        self._serve(step)
-        if not step.chunks and self._give_way():
-            return self.plan()
-        return StepPlan.of(step.chunks, saves=self._preemption.drain())
+        while True:
+            step = Step(
+                self.limits,
+                drafts,
+                self._room.snapshots,
+                budget=self.token_budget,
+                one_chunk=bool(self.suspects),
+            )
+            self._begin_plan()
+            self._queues.first_waits_for = self._let_come(step)
+            self._serve(step)
+            if step.takes_in_text:  # what waits may find more of it next time
+                self._refusal = None
+            if step.chunks or not self._give_way():
+                return StepPlan.of(step.chunks, saves=self._preemption.drain())
 
     def update(self, plan: StepPlan, sampled: Several[Sampled]) -> list[TokenOutput]:
         """Append the sampled tokens (of each of ``plan.draws``), free what has ended."""
@@ -146,7 +191,7 @@ class Scheduler:
     def choose(self, sequence: Sequence, token_id: int) -> None:
         """Go on with a token that was chosen outside."""
         sequence.token_ids.append(token_id)
-        sequence.awaits_choice = False
+        self._queues.chosen(sequence)
 
     def replace(self, sequence: Sequence, parent: Sequence) -> None:
         """Drop a continuation and go on from where another one is, sharing what that one holds.
@@ -206,15 +251,20 @@ class Scheduler:
     def lose(self, sequence: Sequence) -> None:
         """What was saved of a sequence cannot be read: it has nothing computed, and goes back."""
         self.swap.release(sequence)
-        if sequence in self._queues.running:
+        if self._queues.is_running(sequence):
             self._send_back(sequence)
+
+    def drop_saved(self) -> None:
+        """What is swapped out is of no use any more."""
+        for sequence in self._queues.everybody:
+            self.swap.release(sequence)
 
     def restart(self, accounting: Accounting) -> None:
         """Everybody begins anew, in an empty cache; what is swapped out stays there."""
         self._room.accounting = accounting
         for save in self._preemption.drain():
             self.swap.release(save.sequence)
-        for sequence in self._queues.all_wait():
+        for sequence in self._queues.all_wait(accounting):
             self._announce(sequence)
 
     def check(self) -> None:
@@ -246,7 +296,7 @@ class Scheduler:
 
     def _branch(self, parent: Sequence, sequence: Sequence) -> None:
         """Share what ``parent`` holds with a sequence of the same tokens; else it computes them."""
-        has_seat = parent in self._queues.running and self.num_running < self.limits.max_num_seqs
+        has_seat = self._queues.is_running(parent) and self.num_running < self.limits.max_num_seqs
         if has_seat and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
             sequence.num_computed_tokens = parent.num_computed_tokens
             sequence.most_computed_tokens = parent.num_computed_tokens
@@ -261,6 +311,8 @@ class Scheduler:
 
     def _announce(self, sequence: Sequence) -> None:
         sequence.num_computed_tokens = 0
+        if sequence.lacks_prompt_logprobs:
+            sequence.prompt_logprobs = []
         self._accounting.add(
             sequence.seq_id,
             max_tokens=self.limits.longest(sequence.request),
@@ -270,22 +322,38 @@ class Scheduler:
 
     # -- a plan ----------------------------------------------------------------------------------
 
+    def _begin_plan(self) -> None:
+        self._made_room.clear()
+        self._lacking_bytes = 0
+        self._admission.begin_plan()
+        self._in_batch.begin_plan()
+        self._queues.num_held_back = 0
+
     def _let_come(self, step: Step) -> WaitingReason:
         """Admit as many as can come; why the next one could not."""
-        while newcomer := self._queues.first_to_come:
+        queues, served = self._queues, None
+        while len(queues.waiting) > queues.num_held_back:
+            newcomer = queues.waiting[queues.num_held_back]
+            if self._refusal and self._refusal.stands(newcomer, *self._free()):
+                return self._refusal.reason
             if not step.budget:
                 return "token_budget"
             if newcomer.seq_id in self._made_room:
                 return "preempted"
-            # First those who would not make room for it.
-            lost = self.num_preemptions
-            self._serve(step, at_most=self._grade(newcomer))
-            # Room that somebody was just preempted for is not a newcomer's.
-            if self.num_preemptions > lost:
-                return "kv_memory"
-            if step.budget and not self._admit(step, newcomer):
-                full = self.num_running >= self.limits.max_num_seqs
-                return "max_num_seqs" if full else "kv_memory"
+            lost, grade = self.num_preemptions, self._grade(newcomer)
+            if served is None or grade > served:
+                # First those who would not make room for it.
+                self._serve(step, at_most=grade)
+                served = grade
+                # Room that somebody was just preempted for is not a newcomer's.
+                if self.num_preemptions > lost:
+                    return "kv_memory"
+                continue  # one that ended meanwhile may have left an heir
+            if not self._admit(step, newcomer):
+                full = self._num_seats_taken >= self.limits.max_num_seqs
+                reason: WaitingReason = "max_num_seqs" if full else "kv_memory"
+                self._refusal = _Refusal(newcomer, reason, *self._free())
+                return reason
         return "next_step"
 
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
@@ -316,7 +384,12 @@ class Scheduler:
         running = self._queues.running
         while True:
             answer = self._room.take(
-                sequence, step.budget, is_running=True, num_others=len(running) - 1, kept_bytes=0
+                sequence,
+                step.budget,
+                self._room.look_up(sequence, step.budget),
+                is_running=True,
+                num_others=len(running) - 1,
+                kept_bytes=0,
             )
             if isinstance(answer, Chunk):
                 step.add([answer])
@@ -324,7 +397,7 @@ class Scheduler:
             if answer.final:
                 self._end_for_lack_of_room(sequence, answer)
                 return
-            alone, place = len(running) == 1, running.index(sequence)
+            alone, place = len(running) == 1, self._queues.place(sequence)
             # The first one makes room for nobody, so that somebody always gets on.
             victim = self._preemption.victim(running if alone else running[max(1, place) :])
             # Alone and yet without room: growing in place takes more than there is, as a copy
@@ -335,51 +408,75 @@ class Scheduler:
                 return
 
     def _admit(self, step: Step, newcomer: Sequence) -> bool:
-        """Let one come that waits; those of a worse grade make room for it. False: it waits."""
+        """Let one come that waits, or hold it back for a prefix that this step computes.
+
+        Those of a worse grade make room for it. False: it waits, and all behind it.
+        """
         running, grade = self._queues.running, self._grade(newcomer)
-        displaces = None
+        displaces: bool | None = None
         while True:
-            worse = [s for s in running if self._grade(s) > grade]
-            kept_bytes = self._admission.kept_bytes(
-                self._accounting,
-                newcomer,
-                running[: len(running) - len(worse)],
-                self._preemption.spare_bytes,
-            )
-            if self.num_running < self.limits.max_num_seqs:
+            worse = running[self._queues.num_running_up_to(grade) :]
+            has_seat = self._num_seats_taken < self.limits.max_num_seqs
+            if not (has_seat or worse):
+                return False
+            attempt = self._room.look_up(newcomer, step.budget)
+            if displaces is None:
+                num_found = self._in_batch.holds_back(step, newcomer, attempt)
+                if num_found:
+                    self._queues.num_held_back += 1
+                    self._admission.note_held_back(newcomer, num_found)
+                    return True
+            kept_bytes = self._admission.kept_bytes(newcomer, self._preemption.spare_bytes)
+            if has_seat:
                 answer = self._room.take(
                     newcomer,
                     step.budget,
+                    attempt,
                     is_running=False,
                     num_others=self.num_running,
                     kept_bytes=kept_bytes,
                 )
                 if isinstance(answer, Chunk):
                     newcomer.came_back = newcomer.num_preemptions > 0
-                    self._queues.leave(newcomer)
-                    self._queues.run(newcomer)
+                    newcomer.most_found_tokens = -1
+                    self._queues.come(newcomer)
+                    self._admission.note_came(newcomer)
                     step.add([answer])
                     return True
                 if answer.final:
                     self._end_for_lack_of_room(newcomer, answer)
                     return True
+                self._lacking_bytes = answer.lacking_bytes
             if displaces is None:  # only if it comes in the end
-                displaces = bool(worse) and self._admission.could_displace(
-                    self._accounting, newcomer, worse, kept_bytes
-                )
+                displaces = bool(worse) and self._admission.could_displace(newcomer, kept_bytes)
             if not worse or not displaces:
                 return False
             step.withdraw_drafts(self._accounting)
             self._preempt(self._preemption.victim(worse), f"sequence {newcomer.seq_id}")
 
+    @property
+    def _num_seats_taken(self) -> int:
+        """Those that are held back have theirs already."""
+        return self.num_running + self._queues.num_held_back
+
+    def _free(self) -> tuple[int, int]:
+        """What a refusal depends on: how many have left, and bytes that are free, also in swap."""
+        accounting = self._accounting
+        free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
+        return self._admission.company.num_left, free_bytes + self._preemption.spare_bytes
+
     def _give_way(self) -> bool:
-        """Nobody can be computed: one who awaits a choice makes room for one that it waits for.
+        """Nobody can be computed: those who await a choice make room for one that they wait for.
 
         False if nobody does both, wait and await nothing.
         """
-        if not self._queues.running or self._queues.first_to_come is None:
+        if not (self._queues.running and self._queues.waiting):
             return False
-        self._preempt(self._queues.running[-1], "one that it waits for")
+        enough = self._accounting.held_bytes - self._lacking_bytes
+        while self._queues.running:
+            self._preempt(self._queues.running[-1], "one that it waits for")
+            if self._accounting.held_bytes <= enough:
+                break
         return True
 
     def _preempt(self, victim: Sequence, why: str, *, may_swap: bool = True) -> None:
@@ -391,8 +488,6 @@ class Scheduler:
     def _send_back(self, sequence: Sequence) -> None:
         """From the running to the waiting ones, with nothing computed."""
         self._queues.leave(sequence)
-        if sequence.lacks_prompt_logprobs:
-            sequence.prompt_logprobs = []
         self._accounting.free(sequence.seq_id)
         self._begin(sequence)
 

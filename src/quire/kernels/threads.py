@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ class Threads:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._parallel = _gomp_parallel()
-        self.heard: list[Call] | None = None  # where every call is noted, if anywhere
+        self._listener = 0  # the thread whose calls are noted, if any are
+        self._heard: list[Call] = []
 
     @property
     def most(self) -> int:
@@ -55,12 +57,32 @@ class Threads:
                 f"which its threads do not exist: start processes by spawn "
                 f'(multiprocessing.set_start_method("spawn")), or build the engine in the child'
             )
-        if self.heard is not None:  # a worker counts in its frame, so a copy is kept
-            self.heard.append(Call(worker, bytes(bytearray(frame)), num_threads))
+        if self._listener and self._listener == get_ident():
+            # A worker counts in its frame, so a copy is kept.
+            self._heard.append(Call(worker, bytes(bytearray(frame)), num_threads))
         if num_threads == 1 or self._parallel is None:
             _WORKER(worker)(frame)
         else:
             self._parallel(worker, frame, num_threads, 0)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While it lasts, the calls of this thread, and of no other one, are there to be taken.
+
+        Raises: RuntimeError if another thread listens.
+        """
+        if self._listener:
+            raise RuntimeError("these calls are being listened to already")
+        self._listener, self._heard = get_ident(), []
+        try:
+            yield
+        finally:
+            self._listener, self._heard = 0, []
+
+    def take_heard(self) -> list[Call]:
+        """The calls since the last time."""
+        heard, self._heard = self._heard, []
+        return heard
 
 
 @cache

@@ -40,7 +40,8 @@ class Linears:
         if len({x.weight.dtype for x in plain}) > 1:
             return []
         together = _Together(self._bind(plain), [x.forward for x in plain])
-        return [stand_in(layer, together.forward_of(index)) for index, layer in enumerate(plain)]
+        found = [stand_in(layer, together.forward_of(n)) for n, layer in enumerate(plain)]
+        return [part for part in found if isinstance(part, StandIn)]
 
     def unsupported(self, layer: nn.Linear) -> str | None:
         """Why a linear layer keeps its own product; None if it need not."""

@@ -1,19 +1,79 @@
-"""A stand-in for the function that turns queries and keys by their positions."""
+"""Stand-ins for attention layers whose file has a function that turns queries and keys.
+
+Such a layer runs its class's own code, in which the function's name means a kernel. The file itself
+is left alone: other models are computed by it at the same time, and some of them are trained.
+"""
 
 import logging
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.kernels.tensors import KINDS
 from quire.layers.cpu.linear import CpuLinear
 from quire.layers.cpu.rotary import Rotary, RotaryShape
 from quire.layers.cpu.rows import ROW_KINDS
-from quire.layers.stand_ins import agrees, answer, random_like
+from quire.layers.stand_ins import StandIn, agrees, answer, random_like
+from quire.layers.watch import Watch
 
 log = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+
+
+class Rotations:
+    """Finds them."""
+
+    def __init__(self, cpu: CpuLinear) -> None:
+        self._cpu = cpu
+        self._made: dict[FunctionType, FunctionType] = {}
+        self._watches: dict[int, Watch] = {}  # of files, by the functions' ids
+
+    def find(self, module: nn.Module) -> StandIn | None:
+        """A stand-in for a layer whose code calls that function, and calls it by its name."""
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+            return None
+        own = forward.__globals__.get(ROTARY)
+        if not isinstance(own, FunctionType) or "forward" in vars(module):
+            return None
+        if forward not in self._made:
+            self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
+        watch = self._watches.get(id(own)) or self._watches.setdefault(id(own), Watch(own, forward))
+
+        def holds() -> bool:
+            is_called = type(module).forward is forward and "forward" not in vars(module)
+            return is_called and watch.holds()
+
+        turned = MethodType(self._made[forward], module)
+        return StandIn(module=module, forward=turned, inside=(), holds=holds)
+
+
+class _Names(dict[str, Any]):
+    """Some names of a file mean something else; all the others what they mean there by then."""
+
+    def __init__(self, file: dict[str, Any], others: dict[str, Any]) -> None:
+        super().__init__(others)
+        self._file = file
+
+    def __missing__(self, name: str) -> Any:
+        return self._file[name]
+
+
+def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType:
+    """The same code, in which some of the names that it reads mean something else."""
+    made = FunctionType(
+        function.__code__,
+        _Names(function.__globals__, others),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 class Rotation:

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from quire.layers.watch import Watch
+
 Slot: TypeAlias = tuple[dict[str, Any], str, object]  # whose value, by that name, is that
 
 
@@ -53,20 +55,19 @@ class StandIn:
     module: nn.Module
     forward: Callable[..., Any]
     inside: tuple[nn.Module, ...]  # its children that are not called meanwhile
-    slots: tuple[Slot, ...]  # where the module keeps what this was made of
-
-    def holds(self) -> bool:
-        """Whether the module is still what it was then."""
-        return Kept(self.slots, self.inside, (self.module,)).holds()
+    holds: Callable[[], bool]  # whether the module is still what it was then
 
 
 def stand_in(
     module: nn.Module, forward: Callable[..., Any], inside: tuple[nn.Module, ...] = ()
-) -> StandIn:
-    kept: list[dict[str, Any]] = [part._parameters for part in (module, *inside)]
-    if inside:
-        kept.append(module._modules)
-    return StandIn(module=module, forward=forward, inside=inside, slots=slots_of(*kept))
+) -> StandIn | str:
+    """Or why there is none: nothing would tell that the module does something else by now."""
+    if "forward" in vars(module):
+        return "its owner has put another forward in its place"
+    watch = Watch(module)
+    if watch.unseen:
+        return f"it keeps what cannot be watched: {', '.join(watch.unseen)}"
+    return StandIn(module=module, forward=forward, inside=inside, holds=watch.holds)
 
 
 def is_plain(module: nn.Module) -> bool:

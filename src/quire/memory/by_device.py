@@ -11,7 +11,14 @@ from quire.errors import ConfigError, MemoryUnavailable, QuireError
 from quire.memory.base import MemoryProvider
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.resident import CudaResident
-from quire.memory.machine import CudaGauge, Machine, cuda_memory, read_machine
+from quire.memory.machine import (
+    CudaGauge,
+    DeviceMemory,
+    Machine,
+    cuda_memory,
+    read_limits,
+    read_machine,
+)
 from quire.memory.machine.probe import tells_memory
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.residency import HostResident, Residency, Resident, host_memory
@@ -68,21 +75,25 @@ def machine_for(device: "torch.device") -> Machine:
 
     Raises: MemoryUnavailable where it is not told how much there is.
     """
-    if device.type != "cuda":
-        return read_machine()
-    found = cuda_memory(_index(device))
-    if found is None:
-        raise MemoryUnavailable(f"{device} does not say how much memory it has")
-    return read_machine(device=found)
+    return read_machine(device=_memory_of(device))
 
 
-def known_machine(device: "torch.device", stated_bytes: int | None) -> Machine | None:
-    """As ``machine_for``; None, and a warning, where the system does not say and bytes are stated.
+def limits_for(device: "torch.device") -> Machine:
+    """What limits memory there, read in a millisecond (``read_limits``). Raises: as above."""
+    return read_limits(device=_memory_of(device))
+
+
+def known_machine(
+    device: "torch.device", stated_bytes: int | None, *, limits_only: bool = False
+) -> Machine | None:
+    """As ``machine_for``, or with ``limits_only`` as ``limits_for``.
+
+    None, and a warning, where the system does not say and bytes are stated.
 
     Raises: MemoryUnavailable where it does not say, and they are not.
     """
     if tells_memory():
-        return machine_for(device)
+        return limits_for(device) if limits_only else machine_for(device)
     silent = "the system does not say how much memory there is (no /proc/meminfo)"
     if stated_bytes is None:
         raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
@@ -113,6 +124,15 @@ def give_back_kept(provider: MemoryProvider) -> None:
     """Pages that a device's memory keeps to commit them again. Raises: MemoryUnavailable."""
     if isinstance(provider, CudaMemory):
         provider.trim()
+
+
+def _memory_of(device: "torch.device") -> DeviceMemory | None:
+    if device.type != "cuda":
+        return None
+    found = cuda_memory(_index(device))
+    if found is None:
+        raise MemoryUnavailable(f"{device} does not say how much memory it has")
+    return found
 
 
 def _index(device: "torch.device") -> int:

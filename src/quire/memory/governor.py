@@ -3,11 +3,16 @@
 It is told what was read, and says where the ceiling should be and why. Who reads, and who gives
 back what, is ``quire.engine.elastic``'s business.
 
-A part of the machine, the *headroom*, is left to everybody else; what is free beyond it is slack.
-Without slack there is *pressure*: what is missing goes at once, and nothing grows for a while. In
-``shared`` mode all that is only cached goes then, since nobody waits for it; and the ceiling is
-drawn to a multiple of the slack, wherever it stands. All who follow that rule end up with the same
-share, whoever came first, and leave some slack, so that they put no pressure on each other.
+A part of the machine, the *headroom* of the ledger, is left to others; what is free beyond it is
+slack, and only slack is grown into. Others may take a quarter of the headroom before they are
+answered, so that no single reading decides. Then there is *pressure*: what the headroom lacks goes
+at once, and nothing grows for a while. In ``shared`` mode all that is only cached goes then, since
+no sequence waits for it; and the ceiling is drawn to a multiple of the slack, wherever it stands.
+All who follow that rule end up with the same share, whoever came first, and leave some slack, so
+that they put no pressure on each other.
+
+Where the system kills a process that finds no memory, what the next step takes stays free too. It
+may be taken out of the headroom, but not out of what others have.
 
 Source: Choudhury and Hahne, Dynamic queue length thresholds, 1998 (fair shares from the slack).
 """
@@ -19,8 +24,8 @@ from typing import Literal
 from quire.memory.budget import Mode, headroom_bytes
 from quire.units import format_bytes
 
-FAIR_MULTIPLE = 8  # of the slack: n alike hold 8 / (1 + 8 n) each, so one 89 %, two 47 %
-_SETTLING_S = 5.0  # in which a ceiling comes within a third of where it is drawn to
+FAIR_MULTIPLE = 20  # of the slack: n alike hold 20 / (1 + 20 n) each, so one 95 %, two 49 %
+_SETTLING_S = 12.5  # in which a ceiling comes within a third of where it is drawn to
 _LONGEST_MOVE_S = 0.25  # counted between two decisions: more would make several swing
 _HOLD_S = 5.0  # after pressure, before anything grows
 _STALLED = 0.05  # share of the time that tasks wait for memory: pressure comes sooner
@@ -34,6 +39,7 @@ class Reading:
     now_s: float
     total_bytes: int  # of the tightest bound …
     available_bytes: int  # … what is left
+    step_bytes: int = 0  # what the next step takes besides KV memory, where lack of it kills
     stalled_s: float = 0.0  # so far: some task waited for memory
     capacity_bytes: int  # what the cache's ceiling may be at most …
     ceiling_bytes: int  # … what it is …
@@ -54,23 +60,42 @@ class Decision:
 class Governor:
     """Of one cache."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, *, room_bytes: int | None = None) -> None:
+        """``room_bytes``: the most that the cache could take when its budget was stated.
+
+        None: its rule left the headroom.
+        """
         self._mode = mode
+        self._room_bytes = room_bytes
         self._share = math.inf  # where the ceiling is drawn to by now
         self._grows_from_s = -math.inf  # the end of a hold
         self._last_s = math.nan
         self._stalled_s = math.inf
         self._rests = False  # idle, and all is given back
 
+    def headroom_bytes(self, now: Reading) -> int:
+        """What is left to others, as the ledger has it."""
+        spare = None if self._room_bytes is None else self._room_bytes - now.capacity_bytes
+        return headroom_bytes(now.total_bytes, self._mode, spare_bytes=spare)
+
+    def lacks(self, now: Reading) -> bool:
+        """Whether too little is left: others have more than a quarter of the headroom."""
+        return now.available_bytes < self._floor_bytes(now)
+
+    def _floor_bytes(self, now: Reading) -> int:
+        headroom = self.headroom_bytes(now)
+        return max(headroom - headroom // 4, now.step_bytes)
+
     def decide(self, now: Reading) -> Decision:
         """Where the ceiling should be after this reading."""
-        headroom = headroom_bytes(now.total_bytes, self._mode)
+        headroom = self.headroom_bytes(now)
+        kept = self._floor_bytes(now) + headroom // 4
         elapsed_s = now.now_s - self._last_s if self._last_s <= now.now_s else 0.0
         stalled = now.stalled_s - self._stalled_s > _STALLED * elapsed_s > 0
         self._last_s, self._stalled_s = now.now_s, now.stalled_s
-        slack = now.available_bytes - headroom - (headroom // 4 if stalled else 0)
+        slack = now.available_bytes - kept
         least = min(now.capacity_bytes, headroom // 64)  # giving it back would help nobody
-        if slack < 0 and now.committed_bytes > least:
+        if slack < 0 and (stalled or self.lacks(now)) and now.committed_bytes > least:
             self._grows_from_s = now.now_s + _HOLD_S
             self._share = max(least, min(now.ceiling_bytes, now.committed_bytes + slack))
             waits = "tasks wait for memory and " if stalled else ""
@@ -79,10 +104,10 @@ class Governor:
                 event="pressure",
                 drop_cached=self._mode == "shared",
                 reason=f"{waits}{format_bytes(now.available_bytes)} is available, of which "
-                f"{format_bytes(headroom)} is for others: {format_bytes(-slack)} is missing",
+                f"{format_bytes(kept)} is for {'others' if kept == headroom else 'a step'}: "
+                f"{format_bytes(-slack)} is missing",
             )
-        # It grows only with more than the headroom and a quarter: no single reading decides.
-        ceiling, reason = self._without_pressure(now, slack - headroom // 4, least, elapsed_s)
+        ceiling, reason = self._without_pressure(now, slack, least, elapsed_s)
         idle = self._mode == "shared" and now.idle_s >= _IDLE_S
         first, self._rests = idle and not self._rests, idle
         if first and now.committed_bytes:

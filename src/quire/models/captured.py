@@ -17,14 +17,13 @@ from typing import Any, Protocol, final
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quire.attention import AttentionBatch, Replays
 from quire.devices.staging import staged_bytes, to_device
 from quire.models.failed_capture import give_back_pool, is_shortage, put_in_order
 from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
 from quire.models.states.batch import StateBatch
-from quire.models.unchanged import Unchanged
+from quire.models.watched import ModelWatch
 from quire.units import ceil_div, format_bytes, format_count
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class CapturedDecodes:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        watch: ModelWatch,  # which looks at the model before each step
         run: Run,
         replays: Replays,
         device: torch.device,
@@ -78,7 +77,8 @@ class CapturedDecodes:
         max_model_len: int,
         max_num_seqs: int,
     ) -> None:
-        self._model, self._run, self._replays, self._device = model, run, replays, device
+        self._model, self._run, self._replays, self._device = watch.model, run, replays, device
+        self._watch, self._version = watch, -1
         self._block_sizes, self._state_groups = block_sizes, state_groups
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
@@ -96,7 +96,6 @@ class CapturedDecodes:
         self._num_failed = 0  # captures into it
         self._graphs: dict[int, Captured] = {}
         self._logits: Tensor | None = None  # [max_num_seqs, vocabulary]
-        self._unchanged: Unchanged | None = None
         self._cache: Cache | None = None  # of which the graphs know the addresses
         self._works = True
         self._patience, self._num_to_pass = _PATIENCE, 0  # steps, before the next capture
@@ -132,7 +131,7 @@ class CapturedDecodes:
         if any(b.tables.shape[1] > t.shape[1] for b, t in zip(batches, self._tables, strict=True)):
             return None
         cache.settle()
-        if cache is not self._cache or self._unchanged is None or not self._unchanged.holds():
+        if cache is not self._cache or self._version != self._watch.version:
             self._begin(cache)
         captured = self._captured(next(size for size in self._sizes if size >= num_seqs))
         if captured is None:
@@ -150,7 +149,7 @@ class CapturedDecodes:
 
     def close(self) -> None:
         """Drop the graphs, and what they alone had. Nothing is replayed then."""
-        self._works, self._cache, self._unchanged = False, None, None
+        self._works, self._cache = False, None
         self._forget()
         self._tables, self._room = [], self._room[:0].clone()
 
@@ -166,9 +165,9 @@ class CapturedDecodes:
         self._forget()
         self._patience, self._num_to_pass = _PATIENCE, 0
         self._cache = cache
-        self._unchanged = Unchanged(self._model)
-        if not self._unchanged.holds():
-            self._give_up("its owner listens to what it does")
+        if reason := self._watch.why_not_recorded():
+            self._give_up(reason)
+        self._version = self._watch.version
 
     def _give_up(self, reason: str) -> None:
         log.warning("%s runs without CUDA graphs: %s", type(self._model).__name__, reason)

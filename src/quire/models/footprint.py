@@ -20,10 +20,7 @@ from quire.spec import ModelSpec
 
 def footprint(model: PreTrainedModel) -> Footprint:
     """Of a model in memory, or on the meta device: what lies where the model computes."""
-    device, every = device_of(model), (*model.parameters(), *model.buffers())
-    tensors = [part for t in every if t.device == device for part in _parts(t)]
-    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-    on_files = mapped_from_files([s.data_ptr() for s in storages.values() if s.data_ptr()])
+    weights_bytes, counted_bytes = weights_of(model)
     config = model.config.get_text_config()
     hidden, vocab, experts = (
         getattr(config, name, None) or 1
@@ -31,17 +28,24 @@ def footprint(model: PreTrainedModel) -> Footprint:
     )
     weights = [p for p in model.parameters() if p.ndim >= 2 and vocab not in p.shape[-2:]]
     return Footprint(
-        weights_bytes=sum(storage.nbytes() for storage in storages.values()),
-        counted_bytes=sum(
-            storage.nbytes()
-            for storage in storages.values()
-            if storage.data_ptr() and storage.data_ptr() not in on_files
-        ),
+        weights_bytes=weights_bytes,
+        counted_bytes=counted_bytes,
         hidden_size=hidden,
         widest_rows=max((_widest(p) * (experts if p.ndim > 2 else 1) for p in weights), default=0),
         vocab_size=vocab,
         item_bytes=model.dtype.itemsize,
     )
+
+
+def weights_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of what lies where the model computes; and of these, what counts as used memory."""
+    device, every = device_of(model), (*model.parameters(), *model.buffers())
+    tensors = [part for t in every if t.device == device for part in _parts(t)]
+    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    sizes = [(storage.data_ptr(), storage.nbytes()) for storage in storages.values()]
+    on_files = mapped_from_files(address for address, _ in sizes if address)
+    counted = (size for address, size in sizes if address and address not in on_files)
+    return sum(size for _, size in sizes), sum(counted)
 
 
 def outline(

@@ -48,6 +48,7 @@ class LoadedModel:
     tokenizer: Any  # None for a model that came without one
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
+    is_private: bool = False  # nothing but the engine has it, so that it stays what it is
 
     @property
     def vocab_size(self) -> int:
@@ -189,7 +190,9 @@ def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
     """Take a model that is in memory already. Raises: ConfigError, UnsupportedModel."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model is a folder, a hub name or a Transformers model, not {name}")
+        raise ConfigError(
+            f"model is a folder, a hub name or a Transformers model, not {name}{_inside(model)}"
+        )
     device = device_of(model)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{name} is on {device}: move it to the CPU or to a GPU (CUDA)")
@@ -198,6 +201,20 @@ def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")
     return LoadedModel(
         name=name, model=model, tokenizer=tokenizer, spec=spec.computed_in(_dtype_name(model))
+    )
+
+
+def _inside(model: Any) -> str:
+    """What to pass in place of PEFT's wrapper around a model; nothing if it is none."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
+        return ""
+    own = type(model.get_base_model()).__name__
+    if any(adapter.is_prompt_learning for adapter in adapters.values()):
+        return f": what it has learnt are prompts, which lie outside of its {own}, and are not kept"
+    return (
+        f": pass its {own}, whose layers have the adapters in them, model.get_base_model() (which "
+        f"is model.base_model.model), or what model.merge_and_unload() gives"
     )
 
 

@@ -1,18 +1,19 @@
 """A model's own parts exchanged for faster ones that compute the same, for one pass at a time.
 
 What has no stand-in runs as it is, and the log says why, once for each class. Between two passes
-the model is its owner's, as it was. Whatever he has changed meanwhile (weights, hooks, layers in
-place of layers) keeps that part from being exchanged.
+the model is its owner's, as it was. What he has changed meanwhile is tried anew, and other threads
+that use a module during a pass find it as it is.
 """
 
 import logging
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from threading import get_ident
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,65 +21,76 @@ from quire.layers.cpu import CpuLinear
 from quire.layers.gated import GatedLayers
 from quire.layers.linears import Linears
 from quire.layers.norms import Norms
-from quire.layers.rotation import Rotation
-from quire.layers.stand_ins import Kept, StandIn
+from quire.layers.rotation import Rotations
+from quire.layers.stand_ins import StandIn
+from quire.models.watched import ModelWatch
 
 log = logging.getLogger(__name__)
 
-_ROTARY = "apply_rotary_pos_emb"
-
 
 class StandIns:
-    """All that were found for one model."""
+    """All that were found for one model, as it was when ``watch`` last looked at it."""
 
-    def __init__(self, model: PreTrainedModel, kernel_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernel_dir: Path | None = None,
+        watch: ModelWatch | None = None,
+    ) -> None:
         self.cpu = CpuLinear(kernel_dir=kernel_dir)  # what they compute with
-        self._held = _Held(_find(model, self.cpu))
-        self._rotations = [
-            (vars(m), Rotation(vars(m)[_ROTARY], self.cpu)) for m in _with_rotary(model)
-        ]
+        self.watch = watch or ModelWatch(model)
+        self._model = model
+        self._told: list[str] = []
+        self._thread = 0  # that computes with them at this moment
+        self._version = self.watch.version
+        self._parts: list[StandIn] = []
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        self._find()
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """While it lasts this thread computes with them; then the model has its own parts back."""
+        if self._version != self.watch.version:
+            self._version = self.watch.version
+            if not all(part.holds() for part in self._parts):
+                self._find()
+        return nullcontext() if torch.is_autocast_enabled("cpu") else self._exchanged()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While it lasts the model computes with them; then it has its own parts back."""
-        parts = self._held.now()
-        rotations = [(names, r) for names, r in self._rotations if names[_ROTARY] is r.own]
-        placed = [part.module.__dict__ for part in parts]
+    def _exchanged(self) -> Iterator[None]:
+        forwards, before = self._forwards, self._thread
+        self._thread = get_ident()
         try:
-            for own, part in zip(placed, parts, strict=True):
-                own["forward"] = part.forward  # what a module's __setattr__ does, ten times faster
-            for names, rotation in rotations:
-                names[_ROTARY] = rotation
+            for own, forward in forwards:
+                own["forward"] = forward  # what a module's __setattr__ does, ten times faster
             yield
         finally:
-            for own in placed:
+            self._thread = before
+            for own, _ in forwards:
                 own.pop("forward", None)
-            for names, rotation in rotations:
-                names[_ROTARY] = rotation.own
+
+    def _find(self) -> None:
+        """All anew: what a class or a file has changed, has changed what was tried of it."""
+        self._parts, told = _found(self._model, self.cpu)
+        if told != self._told:
+            for line in told:
+                log.info("%s", line)
+        self._told = told
+        self._forwards = [(vars(part.module), self._forward_of(part)) for part in self._parts]
+
+    def _forward_of(self, part: StandIn) -> Callable[..., Any]:
+        own, ours = part.module.forward, part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Kernels give no gradients, and remember from one module to the next.
+            return (ours if get_ident() == self._thread else own)(*args, **kwargs)
+
+        return forward
 
 
-class _Held:
-    """Stand-ins, and whether the parts that they stand for are still what they were."""
-
-    def __init__(self, parts: list[StandIn]) -> None:
-        self._parts = parts
-        self._kept = Kept(
-            [slot for part in parts for slot in part.slots],
-            [module for part in parts for module in part.inside],
-            [part.module for part in parts],
-        )
-
-    def now(self) -> list[StandIn]:
-        """Those that may be put in place."""
-        if self._kept.holds():
-            return self._parts
-        return [part for part in self._parts if part.holds()]
-
-
-def _find(model: PreTrainedModel, cpu: CpuLinear) -> list[StandIn]:
-    """The largest parts first: what they contain needs nothing of its own."""
+def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[StandIn], list[str]]:
+    """The largest parts first: what they contain needs nothing of its own. And what to tell."""
     linears = Linears(cpu)
-    gated, norms = GatedLayers(cpu, linears), Norms(cpu)
+    gated, norms, rotations = GatedLayers(cpu, linears), Norms(cpu), Rotations(cpu)
     parts: list[StandIn] = []
     done: set[nn.Module] = set()
     refused: dict[tuple[str, str], None] = {}
@@ -91,8 +103,9 @@ def _find(model: PreTrainedModel, cpu: CpuLinear) -> list[StandIn]:
             refused[type(module).__name__, found] = None
 
     modules = list(model.modules())
-    for module in modules:
-        take(gated.find(module), module)
+    for find in (gated.find, rotations.find):
+        for module in modules:
+            take(find(module), module)
     for module in modules:
         for part in linears.find_siblings(module):
             take(part, part.module)
@@ -102,14 +115,5 @@ def _find(model: PreTrainedModel, cpu: CpuLinear) -> list[StandIn]:
                 take(find(module), module)
     counts = Counter(type(part.module).__name__ for part in parts)
     told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    log.info("stand-ins for %s", told or "nothing")
-    for name, reason in refused:
-        log.info("%s runs as it is: %s", name, reason)
-    return parts
-
-
-def _with_rotary(model: PreTrainedModel) -> list[ModuleType]:
-    """The Python modules of a model's classes that turn queries and keys by that function."""
-    names = dict.fromkeys(type(module).__module__ for module in model.modules())
-    found = [sys.modules[name] for name in names if name in sys.modules]
-    return [module for module in found if callable(vars(module).get(_ROTARY))]
+    reasons = [f"{name} runs as it is: {reason}" for name, reason in refused]
+    return parts, [f"stand-ins for {told or 'nothing'}", *reasons]

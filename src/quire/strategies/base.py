@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quire.blocks import (
     DEFAULT_POLICY,
     NO_KEYS,
+    BlockKey,
     Ceiling,
     Change,
     Fits,
@@ -114,6 +115,8 @@ class Usage:
     cached_bytes: int = 0  # held by nobody, kept in case somebody begins alike
     num_sequences: int
     num_tokens: int  # of all sequences, shared ones counted for each holder
+    # Besides, by what finds out (``page_tables``); None: it has not been asked for.
+    page_table_bytes: int | None = None
 
     @property
     def wasted_bytes(self) -> int:
@@ -206,6 +209,16 @@ class Accounting(Protocol):
 
         For a sequence that holds nothing yet. Nothing changes; the hit is good for the very next
         ``try_extend``.
+        """
+        ...
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        """What the next full block of these token ids will be found by, and the token it ends at.
+
+        Two sequences that are given the same would fill the same block. One that holds nothing
+        goes on behind its ``hit``. None: there is no full block, or nothing will be found.
         """
         ...
 

@@ -13,6 +13,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    BlockKey,
     Ceiling,
     Change,
     Commit,
@@ -124,6 +125,11 @@ class ContiguousAccounting:
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return no_hit(len(token_ids), "strategy")
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return None
 
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds

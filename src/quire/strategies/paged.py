@@ -17,6 +17,7 @@ from quire.blocks import (
     FITS,
     NO_KEYS,
     POLICIES,
+    BlockKey,
     Change,
     Coordinator,
     Fits,
@@ -126,6 +127,11 @@ class PagedAccounting:
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return self.blocks.match_prefix(seq_id, token_ids)
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return self.blocks.next_block(seq_id, token_ids, hit)
 
     def try_extend(
         self,

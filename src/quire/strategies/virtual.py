@@ -15,6 +15,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    BlockKey,
     Ceiling,
     Change,
     Commit,
@@ -118,6 +119,11 @@ class VirtualAccounting:
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return no_hit(len(token_ids), "strategy")
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return None
 
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds

@@ -16,6 +16,7 @@ import numpy as np
 from quire.blocks import (
     FITS,
     NO_KEYS,
+    BlockKey,
     Change,
     Fits,
     Never,
@@ -128,6 +129,11 @@ class SharedVirtualAccounting:
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
         return self.pool.match_prefix(seq_id, token_ids)
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return self.pool.next_block(seq_id, token_ids, hit)
 
     def try_extend(
         self,
@@ -273,6 +279,15 @@ class SharedVirtualAccounting:
             self.pool_slots(number) * self.slot_bytes(number) for number in range(self._num_seen)
         )
         return replace(self.pool.usage(), reserved_bytes=reserved_bytes)
+
+    @property
+    def shown_slots(self) -> int:
+        """Of each place in a window."""
+        return self._block_size
+
+    def shown(self, group: int) -> Slots:
+        """The places (i64[n], ascending over all windows) at which a block is shown."""
+        return self._windows.shown(group)
 
     def census(self, group: int) -> Census:
         return self.pool.census(group)

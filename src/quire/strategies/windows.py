@@ -63,6 +63,11 @@ class Windows:
     def first_slot(self, row: int) -> int:
         return row * self._row_blocks * self.block_size
 
+    def shown(self, group: int) -> npt.NDArray[np.int64]:
+        """Where blocks are seen, row by row: numbers of places, a row's after the one before it."""
+        rows, columns = (self._shown[group] >= 0).nonzero()
+        return rows * self._row_blocks + columns
+
     def num_runs(self, group: int, blocks: Table) -> int:
         """How many mappings show these blocks, one behind the other."""
         return len(self._run_starts(group, blocks))

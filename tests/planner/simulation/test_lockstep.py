@@ -16,6 +16,7 @@ from quire.engine.plan import StepPlan
 from quire.engine.scheduler import Scheduler
 from quire.memory.machine.readings import MemoryReading
 from quire.planner.simulation.simulator import Fleet, make_replica
+from quire.planner.simulation.virtual import prices_of
 from quire.strategies import CacheConfig
 from quire.traces import TraceRequest
 from tiny import tiny_model
@@ -100,7 +101,10 @@ def real_steps(options: dict[str, Any], model: str) -> tuple[list[Step], LLM, An
     with llm:
         steps, plans = list[Step](), list[StepPlan]()
         llm.engine.watch = plans.append
-        empty = llm.accounting.ceiling.capacity_bytes, llm.engine.scheduler.limits
+        # Who comes is decided by what steps take: here as the simulator says, not as measured.
+        limits = llm.engine.scheduler.limits
+        llm.engine.scheduler.costs.give(prices_of(COSTS, limits.max_num_batched_tokens))
+        empty = llm.accounting.ceiling.capacity_bytes, limits
 
         def add(asked: TraceRequest, number: int) -> None:
             params = SamplingParams(

@@ -49,6 +49,8 @@ def make_plan(
     lengths = np.diff(batch.query_starts)
     positions = np.repeat(ends - lengths, lengths) + _counted(lengths)
     lows = np.ascontiguousarray(spec.live_start(positions), np.int64)
+    if batch.padding is not None:
+        lows = np.maximum(lows, np.repeat(batch.padding, lengths))
     single = (lengths == 1) & (not shape.latent)
     found = [_decodes(batch, lows, single.nonzero()[0], threads)]
     for seq in (~single & (lengths > 0)).nonzero()[0].tolist():

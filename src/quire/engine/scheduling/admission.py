@@ -1,108 +1,178 @@
-"""Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces."""
+"""Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces.
+
+A newcomer for whom all are expected to find room to the end comes. One for whom room will be short
+some steps from now comes if that pays: until then it shares the steps that are taken anyway, and
+then a sequence makes room and computes again what it had. Both are seconds, by the measured costs.
+
+What all of them will need is worked out at most once a plan, and each that comes is added to it:
+``company`` has the numbers, ``headroom`` the estimate.
+"""
 
 import numpy as np
 
-from quire.engine.scheduling.headroom import Counts, OutputLengths, Prospects, growth_bytes
+from quire.engine.scheduling.company import Company
+from quire.engine.scheduling.costs import Costs
+from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
 from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import FinishReason, Sequence
 from quire.strategies import Accounting
+
+# Of what a sequence had that made room. Some is still cached when it comes back, and it makes room
+# later than is said with caution: a half is best of what was tried, from 0.3 to 1.
+_LOST_PART = 0.5
 
 
 class Admission:
     """Asks what is free for how much is to come. The watermark stays free in any case."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self, limits: Limits, policy: Policy, accounting: Accounting, costs: Costs
+    ) -> None:
+        self.company = Company(limits, policy, accounting)
+        self._costs = costs
         self._lengths = OutputLengths()
-        self._limits = limits
+        self._limits, self._grade = limits, policy.grade
+        # In this plan: what is to come of those that run; of grades up to one, when so many had
+        # left; and the bytes that they would take besides if all came to their limits at once.
+        self._outlook: Outlook | None = None
+        self._outlook_of = (0, 0)
+        self._more_at_worst = 0.0
+        self._num_expected = 0  # sequences in that outlook
+        self._own_part = 1.0  # of what a sequence holds: the rest it shares
+        # Whoever was asked for last, in which outlook, and the answer.
+        self._asked: tuple[Sequence, Outlook, Curves, float] | None = None
+        self._held_back: list[Sequence] = []  # in this plan …
+        self._held_back_bytes = 0  # … what they will need when they come …
+        self._held_back_most_bytes = 0  # … and what they can come to hold
 
     def note_ended(self, num_output_tokens: int, reason: FinishReason) -> None:
         """An output has come to its end, or to its limit."""
         self._lengths.note(num_output_tokens, cut_off=reason == "length")
 
-    def kept_bytes(
-        self, accounting: Accounting, newcomer: Sequence, company: list[Sequence], spare_bytes: int
-    ) -> int:
+    def begin_plan(self) -> None:
+        self.company.note_step()
+        self._outlook = self._asked = None
+        self._held_back.clear()
+        self._held_back_bytes = self._held_back_most_bytes = 0
+
+    def note_held_back(self, newcomer: Sequence, num_found: int) -> None:
+        """It keeps its place: those behind it find the room taken that it will need.
+
+        ``num_found``: tokens that it will share then.
+        """
+        self._held_back.append(newcomer)
+        tokens = np.array([num_found, newcomer.num_tokens])
+        longest = np.array([self._limits.longest(newcomer.request)])
+        shared, alone = self.company.accounting.bytes_alone(tokens, longest).tolist()
+        self._held_back_bytes += alone - shared
+        self._held_back_most_bytes += self.company.bytes_at_most(newcomer)
+        self.note_came(newcomer)
+
+    def note_came(self, newcomer: Sequence) -> None:
+        """It is one of those who run, for whoever comes after it in this plan."""
+        if self._outlook is not None:
+            curves, held_bytes = self._ask(newcomer, self._outlook)
+            self._outlook.add(curves)
+            self._more_at_worst += self.company.bytes_at_most(newcomer) - held_bytes
+            self._num_expected += 1 + len(newcomer.siblings)
+
+    def kept_bytes(self, newcomer: Sequence, spare_bytes: int) -> int:
         """What must stay free beside a newcomer, so that it and its company find room to the end.
 
         Those who would make room for it are no company. Of what is kept, ``spare_bytes`` are
         elsewhere: in swap space, for those who lack room at the peak.
         """
-        if not (self._limits.headroom and company):
-            return self._limits.watermark_bytes
-        prospects = self._prospects(accounting, [*company, newcomer])
-        running = prospects.num_output[prospects.has_room]
-        if self._fits_at_worst(accounting, prospects):
-            return self._limits.watermark_bytes
-        growth = growth_bytes(
-            prospects,
-            self._lengths.survival(running),
-            lambda num_tokens: self._bytes_at(accounting, num_tokens, prospects),
-        )
-        return max(self._limits.watermark_bytes, growth - spare_bytes)
+        least = self._limits.watermark_bytes
+        if self._limits.headroom != 0 and self.company:
+            least = max(least, self._headroom_bytes(newcomer, spare_bytes))
+        return least + self._held_back_bytes
 
-    def could_displace(
-        self, accounting: Accounting, newcomer: Sequence, worse: list[Sequence], kept_bytes: int
-    ) -> bool:
-        """Whether there would be room for a newcomer if all of these made room."""
-        prospects = self._prospects(accounting, [*worse, newcomer])
-        there = prospects.has_room
-        need = int((prospects.freed_bytes * ~there).sum()) + kept_bytes
-        free = accounting.ceiling.now_bytes - accounting.held_bytes
-        return need <= free + int((prospects.freed_bytes * there).sum())
+    def could_displace(self, newcomer: Sequence, kept_bytes: int) -> bool:
+        """Whether there would be room for a newcomer if all of a worse grade made room."""
+        accounting = self.company.accounting
+        worse = self.company.prospects(self._grade(newcomer), worse=True)
+        freed = int((worse.freed_bytes * worse.count * worse.has_room).sum())
+        need = int(self.company.to_come(newcomer).freed_bytes.sum()) + kept_bytes
+        return need <= accounting.ceiling.now_bytes - accounting.held_bytes + freed
 
-    def _fits_at_worst(self, accounting: Accounting, prospects: Prospects) -> bool:
-        """Whether there is room even if everybody comes to its limit at the same time."""
-        longest = _longest(prospects)[:, None]
-        at_worst = self._bytes_at(accounting, longest, prospects)[:, 0]
-        more = at_worst.sum() - (prospects.held_bytes * prospects.has_room).sum()
-        return int(more) + accounting.held_bytes <= accounting.ceiling.now_bytes
+    def _headroom_bytes(self, newcomer: Sequence, spare_bytes: int) -> int:
+        """What all will take besides, at their peak; 0 if there is room for all that they may, or
+        if it pays to come all the same.
+        """
+        company, share = self.company, self._limits.headroom
+        own, most = company.bytes_at_most(newcomer), company.accounting.ceiling.now_bytes
+        if company.most_bytes + self._held_back_most_bytes + own <= most:
+            return 0
+        outlook = self._look_ahead(self._grade(newcomer))
+        if outlook is None:
+            return 0
+        # Some share what they hold, and some would make room.
+        held_bytes = company.accounting.held_bytes
+        if self._more_at_worst + own + held_bytes <= most:
+            return 0
+        curves, newcomer_bytes = self._ask(newcomer, outlook)
+        growth = outlook.need_bytes(curves)
+        if share is None:
+            share, taken_bytes = 1.0, held_bytes + newcomer_bytes + self._held_back_bytes
+            short = growth > most - taken_bytes + spare_bytes
+            if short.any():
+                # If all found room in the end, it would come. As it is, so many will on average.
+                part = min(1.0, most / max(1.0, taken_bytes + float(growth.max())))
+                num_later = part * (self._num_expected + 1 + len(newcomer.siblings))
+                if self._pays(newcomer, int(outlook.moments[short.argmax()]), num_later):
+                    return 0
+        return int(share * growth.max()) - spare_bytes
 
-    def _bytes_at(self, accounting: Accounting, num_tokens: Counts, prospects: Prospects) -> Counts:
-        """Shapes: num_tokens i64[S, T]."""
-        most = _longest(prospects)[:, None]
-        return accounting.bytes_alone(np.minimum(num_tokens, self._limits.max_model_len), most)
+    def _pays(self, newcomer: Sequence, num_steps: int, num_later: float) -> bool:
+        """Whether to come is worth it for one beside whom room will be short in so many steps.
 
-    def _prospects(self, accounting: Accounting, sequences: list[Sequence]) -> Prospects:
-        """The siblings that wait for one's prompt will share it, and then grow as it does."""
-        rows = [
-            (
-                sequence.num_tokens,
-                sequence.num_output_tokens,
-                sequence.request.params.max_tokens,
-                _ends_by_length(sequence),
-                accounting.num_tokens(sequence.seq_id),
-                own,
+        Until then it has a part in steps that are taken anyway; if it waits, it has one in later
+        steps, with ``num_later`` sequences. Then it, or another one like it, makes room, and
+        computes again what it had, but for what others hold too.
+        """
+        prompt_steps = newcomer.num_tokens / self._limits.max_num_batched_tokens
+        gained_s = self._costs.prices.step_s * (num_steps - prompt_steps) / num_later
+        num_tokens = int(self._own_part * newcomer.num_tokens) + num_steps
+        return gained_s > _LOST_PART * self._costs.recompute_s(num_tokens)
+
+    def _ask(self, newcomer: Sequence, outlook: Outlook) -> tuple[Curves, float]:
+        """What a newcomer will take besides what it holds when it has come, and that."""
+        if self._asked is None or self._asked[:2] != (newcomer, outlook):
+            prospects = self.company.to_come(newcomer)
+            held_bytes = float(prospects.held_bytes[0])
+            self._asked = newcomer, outlook, outlook.curves(prospects), held_bytes
+        return self._asked[2:]
+
+    def _look_ahead(self, grade: int) -> Outlook | None:
+        """Of those that run with this grade or a better one; None: there are none."""
+        of = grade, self.company.num_left
+        if self._outlook is None or self._outlook_of != of:
+            running = self.company.prospects(grade)
+            if not len(running.count):
+                return None
+            there = running.only(running.has_room)
+            self._outlook, self._outlook_of = (
+                Outlook(
+                    running,
+                    self._lengths.survival(there.num_output, there.count.astype(np.float64)),
+                    self._bytes_at,
+                    horizon=self._limits.max_model_len,
+                ),
+                of,
             )
-            for sequence in sequences
-            for own in [True] + [False] * len(sequence.siblings)
-        ]
-        num_tokens, num_output, most_output, sure, room_tokens, own = np.array(rows, np.int64).T
-        most_output = np.minimum(most_output, self._limits.max_model_len - num_tokens + num_output)
-        has_room = (room_tokens > 0) & (own > 0)
-        held = accounting.bytes_alone(
-            np.where(room_tokens > 0, room_tokens, num_tokens),
-            num_tokens + most_output - num_output,
-        )
-        # What several share is given back by the last of them: on average each has that part.
-        alone = int((held * has_room).sum())
-        part = min(1.0, accounting.held_bytes / alone) if alone else 1.0
-        return Prospects(
-            num_tokens=num_tokens,
-            num_output=num_output,
-            most_output=most_output,
-            sure=sure > 0,
-            has_room=has_room,
-            held_bytes=held,
-            freed_bytes=(held * own * np.where(has_room, part, 1.0)).astype(np.int64),
-        )
+            at_worst = self._bytes_at(running.longest[:, None], running)[:, 0] * running.count
+            held = (there.held_bytes * there.count).sum()
+            self._more_at_worst = float(at_worst.sum() - held)
+            self._num_expected = int(running.count.sum())
+            alone = float((there.held_bytes * there.count).sum())
+            own = float((there.freed_bytes * there.count).sum())
+            self._own_part = own / alone if alone else 1.0
+            for newcomer in self._held_back:
+                self.note_came(newcomer)
+        return self._outlook
 
-
-def _longest(prospects: Prospects) -> Counts:
-    """i64[S]: tokens at most."""
-    return prospects.num_tokens + prospects.most_output - prospects.num_output
-
-
-def _ends_by_length(sequence: Sequence) -> bool:
-    """Whether nothing else ends it."""
-    params = sequence.request.params
-    return params.ignore_eos and not params.stop and not params.stop_token_ids
+    def _bytes_at(self, num_tokens: Counts, of: Prospects) -> Counts:
+        """Shapes: num_tokens i64[S, T]."""
+        tokens = np.minimum(num_tokens, self._limits.max_model_len)
+        return self.company.accounting.bytes_alone(tokens, of.longest[:, None])

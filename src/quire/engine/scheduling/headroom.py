@@ -12,7 +12,7 @@ with expectation and spread in place of drawn lengths.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 Shares: TypeAlias = npt.NDArray[np.float64]
-BytesAt: TypeAlias = Callable[[Counts], Counts]
+Curves: TypeAlias = tuple[Shares, Shares]
+BytesAt: TypeAlias = Callable[[Counts, "Prospects"], Counts]
 
 # Before anything is known, and for ever a little: a few outputs of very different lengths.
 _PRIOR_TOKENS = (32, 128, 512, 2048)
@@ -60,13 +61,15 @@ class OutputLengths:
         self._lengths[place], self._ended[place] = num_tokens, not cut_off
         self._count += 1
 
-    def survival(self, running: Counts) -> Survival:
-        """As it looks now; ``running``: i64[S], how long outputs are that have not ended."""
+    def survival(self, running: Counts, times: Shares) -> Survival:
+        """As it looks now; ``running``: i64[S], how long outputs are that have not ended, and how
+        many are so long.
+        """
         known = min(self._count, _KEPT)
         ages = (self._count - 1 - np.arange(known)) % _KEPT
         lengths = np.concatenate([_PRIOR_TOKENS, self._lengths[:known], running])
         ended = np.concatenate([np.ones(4, bool), self._ended[:known], np.zeros(len(running))])
-        weights = np.concatenate([np.full(4, _PRIOR_WEIGHT), _DECAY**ages, np.ones(len(running))])
+        weights = np.concatenate([np.full(4, _PRIOR_WEIGHT), _DECAY**ages, times])
         distinct, which = np.unique(lengths, return_inverse=True)
         there = np.bincount(which, weights)
         at_least = np.cumsum(there[::-1])[::-1] + _ENDLESS_WEIGHT
@@ -76,37 +79,77 @@ class OutputLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospects:
-    """Sequences side by side, an entry each: i64[S]."""
+    """Sequences side by side, an entry each, or one for several that are about alike: [S]."""
 
-    num_tokens: Counts  # that each has, and will hold at the end of this step
-    num_output: Counts  # … of them generated
-    most_output: Counts  # … that it may generate at most
+    count: Counts  # i64: for how many it stands; all that follows is of each of them
+    num_tokens: Counts  # i64: that it has, and will hold at the end of this step
+    num_output: Counts  # i64: … of them generated
+    most_output: Counts  # i64: … that it may generate at most
     sure: npt.NDArray[np.bool_]  # nothing but that limit ends it
     has_room: npt.NDArray[np.bool_]  # it runs; the others are still to come
-    held_bytes: Counts  # what it holds now, by itself, or when it has come …
-    freed_bytes: Counts  # … and what of that goes back if it ends, since nobody shares it
+    held_bytes: Shares  # f64: what it holds now, by itself, or when it has come …
+    freed_bytes: Shares  # f64: … and what of that goes back if it ends, since nobody shares it
+
+    @property
+    def longest(self) -> Counts:
+        """i64[S]: tokens at most."""
+        return self.num_tokens + self.most_output - self.num_output
+
+    @property
+    def num_left(self) -> Counts:
+        """i64[S]: steps after this one, at most. Each gets one token a step."""
+        return (self.most_output - self.num_output - 1).clip(0)
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> "Prospects":
+        names = [field.name for field in fields(self)]
+        return Prospects(**{name: getattr(self, name)[chosen] for name in names})
 
 
-def growth_bytes(prospects: Prospects, survival: Survival, bytes_at: BytesAt) -> int:
-    """Bytes by which these sequences together will exceed what they hold now, at their peak.
+class Outlook:
+    """How many bytes more sequences will hold together, moment by moment.
 
-    Each gets one token a step. ``bytes_at`` maps i64[S, T] tokens to bytes.
+    What is asked of a newcomer, and what it adds when it has come, takes no look at the others.
     """
-    output = prospects.num_output[:, None]  # [S, 1]
-    left = prospects.most_output - prospects.num_output - 1  # steps after this one, at most
-    moments = _moments(left)  # [T]
-    there = survival(output + moments) / survival(output)
-    there = np.where(prospects.sure[:, None], 1.0, there) * (moments <= left[:, None])
-    tokens = prospects.num_tokens[:, None] + np.minimum(moments, left.clip(0)[:, None])
-    more = bytes_at(tokens) - prospects.held_bytes[:, None]
-    freed = prospects.freed_bytes[:, None]
-    expected = (there * (more + freed) - freed).sum(axis=0)
-    spread = np.sqrt((there * (1 - there) * (more + freed) ** 2.0).sum(axis=0))  # no i64 holds it
-    return max(0, int((expected + _SPREADS * spread).max()))
+
+    def __init__(
+        self, prospects: Prospects, survival: Survival, bytes_at: BytesAt, *, horizon: int
+    ) -> None:
+        """``bytes_at`` maps i64[S, T] tokens of prospects to bytes; none lasts for more steps than
+        ``horizon``.
+        """
+        self._survival, self._bytes_at = survival, bytes_at
+        self.moments = _moments(prospects.num_left, horizon)  # i64[T]: steps from now on
+        self._expected, self._variance = self.curves(prospects)
+
+    def need_bytes(self, newcomers: Curves) -> Shares:
+        """f64[T]: bytes by which all, with these, will exceed what they hold now."""
+        expected, variance = newcomers
+        spread: Shares = np.sqrt(self._variance + variance)
+        return self._expected + expected + _SPREADS * spread
+
+    def add(self, newcomers: Curves) -> None:
+        """These have come."""
+        self._expected, self._variance = (
+            self._expected + newcomers[0],
+            self._variance + newcomers[1],
+        )
+
+    def curves(self, prospects: Prospects) -> Curves:
+        """f64[T] each: the bytes that are expected beyond those held now, and their variance."""
+        output, left = prospects.num_output[:, None], prospects.num_left[:, None]  # [S, 1]
+        there = self._survival(output + self.moments) / self._survival(output)
+        there[prospects.sure] = 1.0
+        # It is there up to its limit; if that is no moment of ours, up to the next one.
+        there *= np.arange(len(self.moments)) <= np.searchsorted(self.moments, left)
+        tokens = prospects.num_tokens[:, None] + np.minimum(self.moments, left)
+        freed = prospects.freed_bytes[:, None]
+        size = self._bytes_at(tokens, prospects) - prospects.held_bytes[:, None] + freed
+        count = prospects.count[:, None]
+        expected = (count * (there * size - freed)).sum(axis=0)
+        return expected, (count * there * (1 - there) * size**2).sum(axis=0)
 
 
-def _moments(left: Counts) -> Counts:
+def _moments(num_left: Counts, horizon: int) -> Counts:
     """Steps from now on at which the need may be greatest: before a limit, and some between."""
-    horizon = max(1, int(left.max()))
-    between = np.geomspace(1, horizon, _NUM_MOMENTS).astype(np.int64)
-    return np.unique(np.concatenate([[0], left.clip(0), between]))
+    between = np.geomspace(1, max(1, horizon), _NUM_MOMENTS).astype(np.int64)
+    return np.unique(np.concatenate([[0], num_left, between]))

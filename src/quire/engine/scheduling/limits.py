@@ -18,7 +18,10 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     policy: str = "fcfs"
     watermark_bytes: int = 0  # what a newcomer leaves free while others run
-    headroom: bool = True  # … and what all of them will still need, as far as can be told
+    # … and so much of what all of them will still need, as far as can be told. None: all of it, or
+    # nothing where more at once are worth what is computed again, by the measured costs.
+    headroom: float | None = None
+    shared_tokens: int = 16  # the fewest that a newcomer waits for, if others compute them now
 
     def longest(self, request: Request) -> int:
         """Tokens that a request's sequences can become at most."""

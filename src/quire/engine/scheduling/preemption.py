@@ -10,8 +10,9 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from quire.engine.plan import Chunk, Save
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.policy import Policy
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
 from quire.spec import Group, KeptWhole
@@ -60,7 +61,8 @@ class Preemption:
     @property
     def spare_bytes(self) -> int:
         """Room elsewhere for who lacks it here, if going there is cheaper than computing again."""
-        return self.swap.free_bytes if self.costs.swap_pays else 0
+        free_bytes = self.swap.free_bytes
+        return free_bytes if free_bytes and self.costs.swap_pays else 0
 
     def victim(self, candidates: Several[Sequence]) -> Sequence:
         """Who makes room, of these in their order."""

@@ -1,8 +1,9 @@
 """Who waits and who runs, in the order of the policy, and who waits for somebody else's prompt."""
 
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from typing import Literal, get_args
 
+from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
 from quire.strategies import Accounting
@@ -13,6 +14,7 @@ WaitingReason = Literal[
     "token_budget",  # for tokens of a step
     "preempted",  # it has just made room itself
     "next_step",  # it came after the last plan
+    "prefix",  # for a prefix that another sequence computes in the same step
     "sibling",  # for the prompt that another continuation of its request computes
     "choice",  # for a search that chooses its next token
 ]
@@ -20,19 +22,27 @@ WAITING_REASONS: tuple[str, ...] = get_args(WaitingReason)
 
 
 class Queues:
-    """Each sequence that has not ended is in one place: waiting, running, or behind its leader."""
+    """Each sequence that has not ended is in one place.
 
-    def __init__(self, policy: Policy) -> None:
-        self.waiting: list[Sequence] = []  # by rank
+    It waits for room, waits for a choice and holds nothing, runs, or is behind its leader. All but
+    the last are kept by rank: one is found, put in and taken out without a look at the others.
+    """
+
+    def __init__(self, policy: Policy, company: Company) -> None:
+        self.company = company  # the running ones, as numbers
+        self.waiting: list[Sequence] = []  # for room, by rank
+        self.undecided: list[Sequence] = []  # without room, and their next token is to be chosen
         self.running: list[Sequence] = []  # by rank
-        self.first_waits_for: WaitingReason = "next_step"  # the first to come, and all behind it
-        self._rank = policy.rank
+        self.num_held_back = 0  # the first ones of those that wait for room: for a prefix
+        # The first of the others, and all behind it.
+        self.first_waits_for: WaitingReason = "next_step"
+        self._rank, self._grade = policy.rank, policy.grade
         self._known: dict[int, Sequence] = {}  # wherever it is
         self._leaders: dict[int, Sequence] = {}  # whose prompt a sibling waits for
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self._leaders)
+        return len(self.waiting) + len(self.undecided) + len(self._leaders)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -46,23 +56,24 @@ class Queues:
     @property
     def everybody(self) -> list[Sequence]:
         """But for those behind their leaders."""
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.waiting, *self.undecided]
 
-    @property
-    def first_to_come(self) -> Sequence | None:
-        """Of those that wait for room, and for nothing else."""
-        return next((s for s in self.waiting if not s.awaits_choice), None)
+    def num_running_up_to(self, grade: int) -> int:
+        """How many run that would not make room for a newcomer of this grade: the first ones."""
+        return bisect_right(self.running, grade, key=self._grade)
 
     def by_reason(self) -> dict[str, int]:
         """How many wait for what. Any thread may ask."""
-        waiting, counts = list(self.waiting), dict.fromkeys(WAITING_REASONS, 0)
-        counts["choice"] = sum(s.awaits_choice for s in waiting)
-        counts[self.first_waits_for] = len(waiting) - counts["choice"]
+        counts = dict.fromkeys(WAITING_REASONS, 0)
+        num_held_back = min(self.num_held_back, len(self.waiting))
+        counts[self.first_waits_for] = len(self.waiting) - num_held_back
+        counts["prefix"] = num_held_back
+        counts["choice"] = len(self.undecided)
         counts["sibling"] = len(self._leaders)
         return counts
 
-    def all_wait(self) -> list[Sequence]:
-        """Nobody runs any more, not even who was on the way from one place to another.
+    def all_wait(self, accounting: Accounting) -> list[Sequence]:
+        """Nobody runs any more in an empty cache, not even who was between two places.
 
         Returns: everybody.
         """
@@ -72,18 +83,49 @@ class Queues:
             leader.siblings = [s for s in leader.siblings if s.finish_reason is None]
         self._leaders = {s.seq_id: leader for leader in going_on for s in leader.siblings}
         on_their_own = (s for s in going_on if s.seq_id not in self._leaders)
-        self.running, self.waiting = [], sorted(on_their_own, key=self._rank)
-        return self.waiting
+        everybody = sorted(on_their_own, key=self._rank)
+        self.running = []
+        self.company.restart(accounting)
+        self.waiting = [s for s in everybody if not s.awaits_choice]
+        self.undecided = [s for s in everybody if s.awaits_choice]
+        return everybody
 
     def wait(self, sequence: Sequence) -> None:
         self._known[sequence.seq_id] = sequence
-        insort(self.waiting, sequence, key=self._rank)
+        queue = self.undecided if sequence.awaits_choice else self.waiting
+        insort(queue, sequence, key=self._rank)
+
+    def chosen(self, sequence: Sequence) -> None:
+        """Its next token has been chosen: it may go on, and if it has no room it waits for that."""
+        held_nothing = self._take_from(self.undecided, sequence)
+        sequence.awaits_choice = False
+        if held_nothing:
+            insort(self.waiting, sequence, key=self._rank)
 
     def run(self, sequence: Sequence) -> None:
         insort(self.running, sequence, key=self._rank)
+        self.company.join(sequence)
+
+    def come(self, sequence: Sequence) -> None:
+        """One that waited for room has it now, and runs."""
+        assert self._take_from(self.waiting, sequence)
+        self.run(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if self._take_from(self.running, sequence):
+            self.company.leave(sequence)
+            return
+        found = any(self._take_from(queue, sequence) for queue in (self.waiting, self.undecided))
+        assert found, f"sequence {sequence.seq_id} is in no queue"
+
+    def is_running(self, sequence: Sequence) -> bool:
+        return self._place(self.running, sequence) is not None
+
+    def place(self, sequence: Sequence) -> int:
+        """Of a running one among them, by rank."""
+        place = self._place(self.running, sequence)
+        assert place is not None, f"sequence {sequence.seq_id} does not run"
+        return place
 
     def follow(self, leader: Sequence, siblings: list[Sequence]) -> None:
         """These wait until the leader's prompt is computed."""
@@ -110,14 +152,27 @@ class Queues:
 
     def check(self, accounting: Accounting) -> None:
         """Raises: AssertionError if somebody is lost, out of order, or holds other room."""
-        places = [*self.running, *self.waiting, *(self._known[i] for i in self._leaders)]
+        places = [*self.everybody, *(self._known[i] for i in self._leaders)]
         assert sorted(s.seq_id for s in places) == sorted(self._known), "somebody is nowhere"
-        for queue in (self.running, self.waiting):
+        for queue in (self.running, self.waiting, self.undecided):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         siblings = {s.seq_id: leader for leader in self.everybody for s in leader.siblings}
         assert siblings == self._leaders, "a sibling has lost its leader"
+        self.company.check(self.running)
         for sequence in self.running:
             held = accounting.num_tokens(sequence.seq_id)
             assert held >= sequence.num_computed_tokens, "a computed token is held nowhere"
-        for sequence in self.waiting:
+        assert not any(s.awaits_choice for s in self.waiting), "it waits for a choice, not for room"
+        assert all(s.awaits_choice for s in self.undecided), "it waits for no choice"
+        for sequence in (*self.waiting, *self.undecided):
             assert not accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
+
+    def _place(self, queue: list[Sequence], sequence: Sequence) -> int | None:
+        place = bisect_left(queue, self._rank(sequence), key=self._rank)
+        return place if place < len(queue) and queue[place] is sequence else None
+
+    def _take_from(self, queue: list[Sequence], sequence: Sequence) -> bool:
+        place = self._place(queue, sequence)
+        if place is not None:
+            del queue[place]
+        return place is not None

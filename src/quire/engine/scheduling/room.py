@@ -13,8 +13,10 @@ from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
-from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit
+from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit, TokenIds
 from quire.units import format_count
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,13 @@ class NoRoom:
     num_tokens: int
     final: bool
 
+    @property
+    def lacking_bytes(self) -> int:
+        """What more would have to be free, at least; 0 if that is not known."""
+        if isinstance(self.verdict, Never):
+            return 0
+        return max(0, self.verdict.need_bytes - self.verdict.free_bytes)
+
     def detail(self, longest: int) -> str:
         """For people, of a sequence that could become so long."""
         return (
@@ -34,11 +43,15 @@ class NoRoom:
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """What is asked for: tokens up to ``stop``, the first ``start`` of them without computing."""
+class Attempt:
+    """What is asked for: tokens up to ``stop``, the first ``start`` of them without computing.
+
+    It is good until anything changes.
+    """
 
     start: int
     stop: int
+    token_ids: TokenIds  # all that the sequence has, if they were looked up
     hit: PrefixHit | None = None
     num_restored: int = 0  # of the first ones, behind the hit, from swap
     found: PrefixHit | None = None  # the hit that there was at first
@@ -66,13 +79,19 @@ class Room:
         self._statistics = statistics
 
     def take(
-        self, sequence: Sequence, budget: int, *, is_running: bool, num_others: int, kept_bytes: int
+        self,
+        sequence: Sequence,
+        budget: int,
+        attempt: Attempt,
+        *,
+        is_running: bool,
+        num_others: int,
+        kept_bytes: int,
     ) -> Chunk | NoRoom:
-        """Room for a sequence's next chunk.
+        """Room for a sequence's next chunk, which ``look_up`` has just told.
 
         ``num_others`` run beside it. ``kept_bytes`` stay free if it comes anew.
         """
-        attempt = self._first(sequence, budget)
         # Who comes anew beside others must find room for all that is already there to compute, or
         # the others would soon have to make it; alone it may go as far as it can.
         anew = not sequence.num_computed_tokens and num_others > 0
@@ -94,8 +113,10 @@ class Room:
             if not nobody_helps or not self._ask_for_less(sequence, attempt, budget):
                 return NoRoom(verdict=verdict, num_tokens=num_tokens, final=nobody_helps)
 
-    def _first(self, sequence: Sequence, budget: int) -> _Attempt:
+    def look_up(self, sequence: Sequence, budget: int) -> Attempt:
+        """Which tokens a sequence computes next, and which it need not."""
         start, hit, num_restored = sequence.num_computed_tokens, None, 0
+        token_ids = _NO_TOKENS
         if not start and not sequence.lacks_prompt_logprobs:  # which nobody has kept
             token_ids = np.array(sequence.token_ids, np.int32)
             hit = self.accounting.match_prefix(sequence.seq_id, token_ids)
@@ -104,9 +125,9 @@ class Room:
         stop = self.snapshots.end(
             start, min(sequence.num_tokens, start + budget), sequence.num_tokens
         )
-        return _Attempt(start, stop, hit, num_restored, found=hit)
+        return Attempt(start, stop, token_ids, hit, num_restored, found=hit)
 
-    def _taken(self, sequence: Sequence, attempt: _Attempt) -> Chunk:
+    def _taken(self, sequence: Sequence, attempt: Attempt) -> Chunk:
         sequence.needs_room_at_once = False
         sequence.num_computed_tokens = attempt.start
         num_hit_tokens = attempt.hit.num_tokens if attempt.hit else 0
@@ -117,7 +138,7 @@ class Room:
             self._swap.release(sequence)
         return attempt.chunk(sequence)
 
-    def _ask_for_less(self, sequence: Sequence, attempt: _Attempt, budget: int) -> bool:
+    def _ask_for_less(self, sequence: Sequence, attempt: Attempt, budget: int) -> bool:
         """What may still help where nobody will make room; False if nothing does.
 
         A window that moves in smaller steps holds less at once; what a hit holds may lie scattered

@@ -9,6 +9,7 @@ so many tokens that the copies take no more memory than the keys and values betw
 from collections.abc import Iterable
 
 from quire.engine.plan import Chunk
+from quire.engine.sequence import Sequence
 from quire.spec import RecurrentState
 from quire.strategies import Accounting
 from quire.units import align_down, align_up, ceil_div
@@ -45,10 +46,13 @@ class Snapshots:
         if not self._block_size:
             return
         for chunk in chunks:
-            sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
-            if stop % self._block_size:
-                continue
-            rest = sequence.num_prompt_tokens - stop
-            ends_prompt = 0 < rest <= self._block_size
-            if ends_prompt or stop // self._interval > chunk.start // self._interval:
-                accounting.keep_state(sequence.seq_id)
+            if self.keeps(chunk.sequence, chunk.start, chunk.sequence.num_computed_tokens):
+                accounting.keep_state(chunk.sequence.seq_id)
+
+    def keeps(self, sequence: Sequence, start: int, stop: int) -> bool:
+        """Whether a copy is worth it after the tokens [start, stop)."""
+        if not self._block_size or stop % self._block_size:
+            return False
+        rest = sequence.num_prompt_tokens - stop
+        ends_prompt = 0 < rest <= self._block_size
+        return ends_prompt or stop // self._interval > start // self._interval

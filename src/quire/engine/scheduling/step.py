@@ -22,13 +22,20 @@ class Step:
     limits: Limits
     drafts: Drafts
     snapshots: Snapshots  # where chunks end
+    budget: int  # tokens that may still be computed
     one_chunk: bool = False  # and no more
-    budget: int = field(init=False)  # tokens that may still be computed
     chunks: list[Chunk] = field(default_factory=list)
     served: set[int] = field(default_factory=set)  # sequences that have a chunk
 
+    _all_tokens: int = field(init=False)
+
     def __post_init__(self) -> None:
-        self.budget = self.limits.max_num_batched_tokens
+        self._all_tokens = self.budget
+
+    @property
+    def takes_in_text(self) -> bool:
+        """Whether a sequence computes more than its last token."""
+        return self._all_tokens - self.budget > len(self.chunks)
 
     def add(self, chunks: Several[Chunk]) -> None:
         self.chunks += chunks

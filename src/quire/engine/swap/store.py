@@ -13,8 +13,8 @@ import torch
 
 from quire.engine.kv_cache import KVCache
 from quire.engine.plan import Chunk, Save
+from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
-from quire.engine.scheduling.swap import Costs
 from quire.engine.sequence import Sequence
 from quire.engine.swap.mover import Mover, make_mover
 from quire.errors import ConfigError

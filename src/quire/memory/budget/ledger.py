@@ -71,6 +71,10 @@ class Ledger:
     room_source: str  # which limit of the machine says so
     state_bytes: int = 0  # of KV memory, for recurrent states and sources, if all sequences run
     unused_bytes: int = 0  # that the rule would give above what can ever be used
+    spare_bytes: int | None = None  # what is left of the room; None: the rule left the headroom
+    step_bytes: int = 0  # what a step of max_num_batched_tokens takes at its peak
+    headroom_bytes: int = 0  # what the cache leaves to others from now on …
+    headroom_source: str = ""  # … and why so much
     committed_whole: bool = False  # taken at the start, not as tokens come
     refusal: str | None = None
     remedy: Remedy | None = None  # of a refusal; None where no option helps
@@ -88,6 +92,9 @@ class Ledger:
             words = "max_num_seqs × recurrent states and sources"
             rows.append(("of it for states, at most", self.state_bytes, words))
         rows.append(("the most that fits", max(0, self.room_bytes), self.room_source))
+        says_so = any(term.label == "headroom" for term in self.terms)
+        if self.refusal is None and self.headroom_source and not says_so:
+            rows.append(("left to others", self.headroom_bytes, self.headroom_source))
         width = max(len(label) for label, *_ in rows)
         return "\n".join(
             f"  {label:{width}}  {format_bytes(num_bytes):>11}  {source}"

@@ -53,6 +53,16 @@ class _Case:
         return self.room[0]
 
     @property
+    def shared_limit_bytes(self) -> int:
+        """The tightest limit of those that others may use up too."""
+        return min(bound.limit_bytes for bound in self.bounds if not bound.counts_addresses)
+
+    def spare_bytes(self, kv_bytes: int) -> int:
+        """What so much KV memory leaves where others take memory too."""
+        shared = (bound for bound in self.bounds if not bound.counts_addresses)
+        return max(0, min(self.room_in(bound) for bound in shared) - kv_bytes)
+
+    @property
     def lasting_bytes(self) -> int:
         """What to name as fitting: a little less, since the figures move between two runs."""
         return max(min(self.room_bytes, self.needs.least_bytes), self.room_bytes * 49 // 50)
@@ -76,6 +86,7 @@ class _Offer:
     remedies: tuple[Remedy, ...] = ()  # should it not do, what may be tried, the best first
     committed_whole: bool = False
     may_be_capped: bool = True
+    leaves_headroom: bool = False  # it has counted the headroom, whole
 
     @property
     def kv_bytes(self) -> int:
@@ -116,12 +127,18 @@ def make_ledger(
     if unused:
         bound = "max_num_seqs × max_model_len"
         terms = (*terms, Term(label="never usable", num_bytes=-unused, source=bound))
+    spare = None if offer.leaves_headroom else case.spare_bytes(offer.kv_bytes - unused)
+    headroom = headroom_bytes(case.shared_limit_bytes, mode, spare_bytes=spare)
     return Ledger(
         rule=rule,
         terms=terms,
         bound=bound,
         state_bytes=needs.state_bytes,
         unused_bytes=unused,
+        spare_bytes=spare,
+        step_bytes=needs.step_bytes,
+        headroom_bytes=headroom,
+        headroom_source=_headroom_words(case, headroom),
         room_bytes=case.room_bytes,
         room_source=case.room[1].source,
         committed_whole=offer.committed_whole,
@@ -130,14 +147,20 @@ def make_ledger(
     )
 
 
-def headroom_bytes(limit_bytes: int, mode: Mode) -> int:
-    """What stays free for others (rule ``auto``, and whoever moves its ceiling later).
+def headroom_bytes(limit_bytes: int, mode: Mode, *, spare_bytes: int | None = None) -> int:
+    """What stays free for others, in the ledger and while the ceiling is moved.
+
+    ``spare_bytes``: what a stated budget leaves of the room; None: its rule leaves the headroom.
+    Half of what is left is the headroom then, if that is less: the other half is for what this
+    process takes later.
 
     Source: shared is vllm-metal's floor under free memory; dedicated is mistral.rs's headroom.
     """
     if mode == "dedicated":
-        return max(limit_bytes * 2 // 100, min(512 * _MIB, limit_bytes // 4))
-    return max(min(4 * _GIB, limit_bytes // 4), limit_bytes * 15 // 100)
+        share = max(limit_bytes * 2 // 100, min(512 * _MIB, limit_bytes // 4))
+    else:
+        share = max(min(4 * _GIB, limit_bytes // 4), limit_bytes * 15 // 100)
+    return share if spare_bytes is None else min(share, max(0, spare_bytes) // 2)
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -145,8 +168,7 @@ def headroom_bytes(limit_bytes: int, mode: Mode) -> int:
 
 def _auto(case: _Case) -> _Offer:
     """available within the tightest limit − headroom − weights to come − activations"""
-    needs, bounds = case.needs, case.bounds
-    shared = min(b.limit_bytes for b in bounds if not b.counts_addresses)
+    needs, bounds, shared = case.needs, case.bounds, case.shared_limit_bytes
     headroom = headroom_bytes(shared, case.mode)
 
     def left(bound: MemoryBound, mode: Mode) -> int:
@@ -170,13 +192,13 @@ def _auto(case: _Case) -> _Offer:
         terms.append(Term(label="addresses", num_bytes=besides, source=words))
     else:
         terms.insert(
-            2, Term(label="headroom", num_bytes=-headroom, source=_headroom_words(case.mode))
+            2, Term(label="headroom", num_bytes=-headroom, source=_headroom_words(case, headroom))
         )
     dedicated = Remedy(option="memory_mode", value="dedicated")
     enough = min(left(bound, "dedicated") for bound in bounds) >= needs.least_bytes
     helps = case.mode == "shared" and enough
     remedies = (dedicated,) if helps else ()
-    return _Offer(terms=tuple(terms), bound=bound.source, remedies=remedies)
+    return _Offer(terms=tuple(terms), bound=bound.source, remedies=remedies, leaves_headroom=True)
 
 
 def _vllm(case: _Case) -> _Offer:
@@ -253,6 +275,7 @@ def _unchecked(asked_bytes: int, needs: Needs) -> Ledger:
         terms=offer.terms,
         bound=offer.bound,
         state_bytes=needs.state_bytes,
+        step_bytes=needs.step_bytes,
         room_bytes=asked_bytes,
         room_source="not checked: the system does not say",
     )
@@ -317,8 +340,10 @@ def _used_words(machine: Machine, bound: MemoryBound) -> str:
     return f"{format_bytes(others)} by others and the driver, {format_bytes(own)} by this process"
 
 
-def _headroom_words(mode: Mode) -> str:
-    if mode == "dedicated":
+def _headroom_words(case: _Case, headroom: int) -> str:
+    if headroom < headroom_bytes(case.shared_limit_bytes, case.mode):
+        return "half of what this budget leaves"
+    if case.mode == "dedicated":
         return "memory_mode=dedicated: max(2 %, min(512 MiB, 1/4))"
     return "memory_mode=shared: max(min(4 GiB, 1/4), 15 %)"
 

@@ -21,6 +21,10 @@ from quire.memory.machine.numa import numa_nodes
 from quire.memory.machine.procfs import read_number, read_table, read_text
 
 _ROOT = Path("/")
+# Of /proc/self/maps: addresses, permissions, offset, device, an inode that is not 0, a path.
+_FILE_MAPPING = re.compile(
+    r"^(\w+)-(\w+) \S+ \w+ \w+:\w+ +[1-9]\d* +(?!/memfd:|/dev/|/SYSV)\S", re.MULTILINE
+)
 _CGROUP_V1_UNLIMITED = 1 << 62  # it writes the greatest multiple of a page below 2**63
 
 
@@ -31,10 +35,16 @@ class MemoryBound:
     source: str  # as an administrator would look for it: "cgroup memory.max of /kube/pod"
     limit_bytes: int
     used_bytes: int
+    reclaimable_bytes: int = 0  # more that the kernel finds before it kills: file pages, swap
 
     @property
     def available_bytes(self) -> int:
         return max(0, self.limit_bytes - self.used_bytes)
+
+    @property
+    def kills(self) -> bool:
+        """Whether the kernel ends a process for it. ``memory.high`` only slows them down."""
+        return not (self.counts_addresses or "memory.high" in self.source)
 
     @property
     def counts_addresses(self) -> bool:
@@ -84,6 +94,11 @@ def available_bytes(root: Path = _ROOT) -> int:
     Raises: MemoryUnavailable where the system does not say.
     """
     return memory_bounds(root)[0].available_bytes
+
+
+def bytes_before_kill(bounds: Iterable[MemoryBound]) -> int:
+    """What can be taken before the kernel ends a process."""
+    return min(b.available_bytes + b.reclaimable_bytes for b in bounds if b.kills)
 
 
 def total_bytes(root: Path = _ROOT) -> int:
@@ -178,14 +193,8 @@ def mapped_from_files(addresses: Iterable[int], root: Path = _ROOT) -> frozenset
 
     The kernel counts such pages as available, since it could drop them and read them again.
     """
-    starts: list[int] = []
-    ends: list[int] = []
-    for line in read_text(root / "proc/self/maps").splitlines():
-        span, _, _, _, inode, *path = line.split(maxsplit=5)
-        if inode != "0" and path and not path[0].startswith(("/memfd:", "/dev/", "/SYSV")):
-            start, _, end = span.partition("-")
-            starts.append(int(start, 16))
-            ends.append(int(end, 16))
+    spans = _FILE_MAPPING.findall(read_text(root / "proc/self/maps"))
+    starts, ends = [int(start, 16) for start, _ in spans], [int(end, 16) for _, end in spans]
     found = ((address, bisect_right(starts, address) - 1) for address in addresses)
     return frozenset(address for address, i in found if i >= 0 and address < ends[i])
 
@@ -196,7 +205,12 @@ def _machine(root: Path) -> MemoryBound:
     # Kernels before 3.14 do not say what is available.
     available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0))
     used = max(0, total - available - free_on_processors(root))
-    return MemoryBound(source="MemAvailable", limit_bytes=total, used_bytes=used)
+    return MemoryBound(
+        source="MemAvailable",
+        limit_bytes=total,
+        used_bytes=used,
+        reclaimable_bytes=meminfo.get("SwapFree", 0),
+    )
 
 
 def _cpuset(root: Path) -> Iterator[MemoryBound]:
@@ -214,13 +228,13 @@ def _cpuset(root: Path) -> Iterator[MemoryBound]:
 def _cgroup_v2(root: Path) -> Iterator[MemoryBound]:
     for name, folder in cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified")):
         for limit in ("memory.max", "memory.high"):
-            yield from _cgroup_bound(name, folder, limit, "memory.current", "inactive_file")
+            yield from _cgroup_bound(root, name, folder, limit, "memory.current", "")
 
 
 def _cgroup_v1(root: Path) -> Iterator[MemoryBound]:
     for name, folder in cgroup_folders(root, "memory", ("sys/fs/cgroup/memory",)):
         yield from _cgroup_bound(
-            name, folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            root, name, folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         )
 
 
@@ -246,14 +260,39 @@ def cgroup_folders(
 
 
 def _cgroup_bound(
-    name: str, folder: Path, limit: str, usage: str, reclaimable: str
+    root: Path, name: str, folder: Path, limit: str, usage: str, prefix: str
 ) -> Iterator[MemoryBound]:
     """The group's bound, if it has one. File pages that nobody reads are as good as free."""
     limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
     if limit_bytes is not None and used is not None and limit_bytes < _CGROUP_V1_UNLIMITED:
-        used = max(0, used - read_table(folder / "memory.stat").get(reclaimable, 0))
-        source = f"cgroup {limit} of {name}"
-        yield MemoryBound(source=source, limit_bytes=limit_bytes, used_bytes=used)
+        stat = read_table(folder / "memory.stat")
+        swap = _cgroup_swap(root, folder, limit_bytes, used)
+        yield MemoryBound(
+            source=f"cgroup {limit} of {name}",
+            limit_bytes=limit_bytes,
+            used_bytes=max(0, used - stat.get(f"{prefix}inactive_file", 0)),
+            reclaimable_bytes=stat.get(f"{prefix}active_file", 0) + swap,
+        )
+
+
+def _cgroup_swap(root: Path, folder: Path, limit_bytes: int, used_bytes: int) -> int:
+    """What a group may still swap out.
+
+    v2 limits swap by itself; v1 limits memory and swap together, so that less is left where memory
+    is not used up either.
+    """
+    free = read_table(root / "proc/meminfo").get("SwapFree", 0)
+    if not free:
+        return 0
+    most, used = (read_number(folder / f"memory.swap.{name}") for name in ("max", "current"))
+    if most is None:
+        both, used = (
+            read_number(folder / f"memory.memsw.{name}_in_bytes") for name in ("limit", "usage")
+        )
+        if both is None or used is None:
+            return free
+        return max(0, min(free, both - used - max(0, limit_bytes - used_bytes)))
+    return max(0, min(free, most - (used or 0)))
 
 
 def _process_limits(root: Path) -> Iterator[MemoryBound]:

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from quire.memory.machine.probe import cgroup_folders, memory_bounds
-from quire.memory.machine.procfs import read_text
+from quire.memory.machine.probe import bytes_before_kill, cgroup_folders, memory_bounds
+from quire.memory.machine.procfs import read_table, read_text
 
 _ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """The tightest bound at one moment."""
+    """How much there is at one moment."""
 
-    total_bytes: int
-    available_bytes: int
+    total_bytes: int  # the tightest limit
+    available_bytes: int  # in the bound that has least left
+    left_bytes: int | None = None  # until the system kills a process; None: it kills none
     stalled_s: float = 0.0  # since the system started: some task waited for memory
     source: str = ""
 
@@ -50,8 +51,9 @@ class HostGauge:
         # A limit on addresses is no help: giving pages back does not give addresses back.
         bounds = [b for b in memory_bounds(self._root) if not b.source.startswith("RLIMIT")]
         return MemoryReading(
-            total_bytes=bounds[0].limit_bytes,
+            total_bytes=min(bound.limit_bytes for bound in bounds),
             available_bytes=bounds[0].available_bytes,
+            left_bytes=bytes_before_kill(bounds),
             stalled_s=stalled_s(self._root),
             source=bounds[0].source,
         )
@@ -68,12 +70,40 @@ class SharedGauge:
 
     def read(self) -> MemoryReading:
         whole = self._whole.read()
+        left = whole.left_bytes
         return MemoryReading(
             total_bytes=whole.total_bytes // self._num_processes,
             available_bytes=whole.available_bytes // self._num_processes,
+            left_bytes=None if left is None else left // self._num_processes,
             stalled_s=whole.stalled_s,
             source=f"1/{self._num_processes} of {whole.source}",
         )
+
+
+class HostPeak:
+    """The most memory that this process has had, above where it began; file pages apart."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._own = root / "proc/self"
+        self._begin: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        self._begin = None
+        try:
+            (self._own / "clear_refs").write_text("5")  # the high-water mark begins anew
+        except OSError:
+            return
+        now = read_table(self._own / "status")
+        if {"VmHWM", "VmRSS", "RssFile"} <= set(now):
+            self._begin = now["VmRSS"], now["RssFile"]
+
+    def peak_bytes(self) -> int | None:
+        """None where the system does not say. Source: Linux, proc(5), ``clear_refs``."""
+        if self._begin is None:
+            return None
+        resident, of_files = self._begin
+        now = read_table(self._own / "status")
+        return max(0, now["VmHWM"] - resident - max(0, now["RssFile"] - of_files))
 
 
 def stalled_s(root: Path = _ROOT) -> float:

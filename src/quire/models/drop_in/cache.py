@@ -5,10 +5,13 @@ Keys and values are kept by the strategy, and what recurrent layers remember lie
 kernel works unchanged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from threading import Lock, Thread, current_thread
 from typing import Any
+from weakref import ReferenceType, proxy, ref
 
 import torch
 from torch import Tensor
@@ -20,16 +23,22 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from quire.errors import ConfigError, MemoryUnavailable
+from quire.attention import AttentionBackend, choose_backend
+from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
 from quire.memory.by_device import known_machine, memory_for
 from quire.memory.machine.probe import spare_mappings
-from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, StateLayer
-from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.layers import (
+    DropInLayer,
+    DropInStateLayer,
+    LayerStates,
+    recurrent_layer,
+)
+from quire.models.drop_in.rows import Family, Rows
 from quire.models.drop_in.source import SourceCache
-from quire.models.footprint import footprint
+from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
 from quire.spec import (
     AttentionSpec,
@@ -44,8 +53,52 @@ from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
 from quire.strategies.stacking import suited_to
 from quire.units import format_count, parse_bytes
 
+_BACKENDS = ("auto", "cpu", "sdpa")
 # Whose attention calls ``view`` on keys, which works for tensors without gaps only.
 _IN_ONE_PIECE = frozenset({"gpt_neox_japanese"})
+
+
+class _Steps:
+    """Whose step is under way: one thread at a time may run a model over a cache.
+
+    A step begins in the model's first layer and ends in its last one. Between two steps the cache
+    may go from one thread to another, as turns of a conversation do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._thread: Thread | None = None  # that is in the midst of a step
+        self._before: Thread | None = None  # that made the last whole step
+        self._mixed: str | None = None  # why nothing here can be relied on
+
+    @contextmanager
+    def of_this_thread(self, *, ends: bool) -> Iterator[None]:
+        """A layer's part of a step; ``ends``: the last one's. A failure ends the step too.
+
+        Raises: ConfigError if another thread is in the midst of one.
+        """
+        me = current_thread()
+        with self._lock:
+            other = self._thread
+            if other is not None and other is not me and other.is_alive():
+                said = (
+                    f"thread {me.name!r} uses this cache in the midst of a step of thread "
+                    f"{other.name!r}: one cache is for one batch at a time; make another one with "
+                    f"quire.cache, or copy.deepcopy this one before"
+                )
+                if self._before is me:  # the other one came in between two steps of this one
+                    self._mixed = f"{said}. Tokens of both lie in it: reset() it"
+                raise ConfigError(self._mixed or said)
+            if self._mixed is not None:
+                raise ConfigError(self._mixed)
+            self._thread = me
+        try:
+            yield
+        except BaseException:
+            self._thread = None
+            raise
+        if ends:
+            self._before, self._thread = me, None
 
 
 class DropInCache(Cache):
@@ -53,12 +106,15 @@ class DropInCache(Cache):
 
     Nothing is reserved before the first token; ``close()``, or the end of a ``with`` block, gives
     everything back. ``memory`` counts bytes reserved, committed, at peak and returned; ``usage()``
-    says what of them holds tokens and states. A refused step loses no token; where layers keep
-    states, those before the layer that was refused have gone on, and ``reset()`` is what is left.
+    says what of them holds tokens and states. ``copy.deepcopy`` makes one that goes on from the
+    same tokens, and shares their blocks where the strategy does. A refused step loses no token;
+    where layers keep states, those before the layer that was refused have gone on, and ``reset()``
+    is what is left.
     """
 
     def __init__(
         self,
+        model_name: str,
         model_config: Any,
         spec: ModelSpec,
         memory: CountedMemory,
@@ -66,26 +122,153 @@ class DropInCache(Cache):
         dtype: torch.dtype,
     ) -> None:
         """``dtype``: of the model, and of its keys where states come before them."""
+        self.model_name = model_name  # the class of the model it is for
+        self._model_config = model_config
         self._memory = memory
         self._make_rows = make_rows
         self._model_dtype = dtype
         self._rows: Rows | None = None
+        # Where copies of this cache lie, and lies this one: it comes back there after ``close``.
+        self._family: ReferenceType[Family] | None = None
         self._dtype: torch.dtype | None = None  # of the keys in the rows
-        layers: list[Any] = DynamicCache(config=model_config.get_text_config(decoder=True)).layers
+        self._steps = _Steps()
+        self._text_config = model_config.get_text_config(decoder=True)
+        layers: list[Any] = DynamicCache(config=self._text_config).layers
         self._spec = _windows_for_chunks(spec)
+        self._states: dict[int, LayerStates] = {}  # by layer
         # Transformers' own layers stay where there is nothing to keep.
         for index, own in enumerate(layers):
             layers[index] = self._layer(index, own)
         super().__init__(layers=layers)
+        # It ends a step. What lies behind it, if anything, keeps nothing here.
+        self._last_layer = max(
+            (n for n in range(len(layers)) if _kinds(self._spec, n) != (None, None)), default=-1
+        )
 
     def _layer(self, index: int, own: Any) -> Any:
         """What stands for Transformers' ``own`` layer."""
         states, attention = _kinds(self._spec, index)
+        owner = proxy(self)  # a cache that is dropped goes at once, with what it holds
         if states is not None and attention is not None:
-            return DropInStateLayer(self, index, attention, states, own.number_of_states)
+            layer = DropInStateLayer(owner, index, attention, states, own.number_of_states)
+            self._states[index] = layer.states
+            return layer
         if states is not None:
-            return StateLayer(self, index, states, own.number_of_states)
-        return own if attention is None else DropInLayer(self, index, attention)
+            self._states[index] = recurrent_layer(owner, index, states, own.number_of_states)
+            return self._states[index].own
+        return own if attention is None else DropInLayer(owner, index, attention)
+
+    # -- what a forward does ----------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of new tokens ([rows, K, T, D], […, Dv]); those it now reads.
+
+        Raises: UnsupportedModel for a layer that the model of this cache has not; ConfigError for
+        another thread's step; RequestTooLong, OutOfKVMemory.
+        """
+        self._expect(layer_idx, CacheLayerMixin, "keys and values")
+        with self._steps.of_this_thread(ends=layer_idx == self._last_layer):
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """As ``update``, for what a convolution reads."""
+        states = self._states_in(layer_idx, state_idx, is_scan=False)
+        with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
+            full = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return full if states is None else states.convolved(conv_states, full)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """As ``update``, for what a scan leaves."""
+        states = self._states_in(layer_idx, state_idx, is_scan=True)
+        with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
+            kept = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        return kept if states is None else states.scanned(recurrent_states, kept)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        states = self._states_in(layer_idx, state_idx, is_scan=False)
+        state = super().get_conv_state(layer_idx, state_idx)
+        return state if states is None else states.shown(state, state_idx, is_scan=False)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        states = self._states_in(layer_idx, state_idx, is_scan=True)
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        return state if states is None else states.shown(state, state_idx, is_scan=True)
+
+    def _states_in(self, layer: int, at: int, *, is_scan: bool) -> LayerStates | None:
+        """A layer's states, where they lie; None if Transformers keeps them.
+
+        Raises: as ``_expect``.
+        """
+        what = "a recurrent state" if is_scan else "a convolution's state"
+        self._expect(layer, LinearAttentionCacheLayerMixin, what)
+        states = self._states.get(layer)
+        if states is not None:
+            states.settle((is_scan, at))
+        return states
+
+    def _expect(self, layer: int, kind: type, what: str) -> None:
+        """Raises: UnsupportedModel if this cache's model keeps nothing of the kind in a layer."""
+        if layer < len(self.layers) and isinstance(self.layers[layer], kind):
+            return
+        has = f"has {len(self.layers)} layers"
+        if layer < len(self.layers):
+            has += f", and keeps something else in that one ({type(self.layers[layer]).__name__})"
+        raise UnsupportedModel(
+            f"a model has {what} in its layer {layer}, and {self.model_name}, for which this cache "
+            f"was made, {has}: it is another model; make a cache of the one that runs, "
+            f"quire.cache(model, …)"
+        )
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DropInCache":
+        """A cache that goes on by itself from here, in the same memory and under the same ceiling.
+
+        Strategies that share blocks copy one when it is written; the others copy all at once.
+        ``memory`` and ``usage`` speak of all copies together.
+        Raises: OutOfKVMemory; ConfigError in the midst of another thread's step.
+        """
+        with self._steps.of_this_thread(ends=True):
+            twin = DropInCache(
+                self.model_name,
+                self._model_config,
+                self._spec,
+                self._memory,
+                self._make_rows,
+                self._model_dtype,
+            )
+            memo[id(self)] = twin
+            for states in self._states.values():
+                states.settle()
+            with self.whole_or_empty():
+                twin._rows = None if self._rows is None else self._rows.copy()
+            twin._family, twin._dtype = self._family, self._dtype
+            for index, (own, copied) in enumerate(zip(self.layers, twin.layers, strict=True)):
+                if isinstance(own, DropInLayer):
+                    copied.take_over(own)
+                elif index not in self._states:
+                    twin.layers[index] = deepcopy(own, memo)
+            for index, states in self._states.items():
+                if twin._rows is not None:
+                    twin._states[index].take_over(states)
+            return twin
+
+    def __copy__(self) -> "DropInCache":
+        return deepcopy(self)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConfigError(
+            f"a {type(self).__name__} cannot be pickled: its memory belongs to this process. To "
+            f"keep what it holds, save keys and values of its layers; to go on from it twice in "
+            f"this process, use copy.deepcopy"
+        )
 
     def rows_for(self, k: Tensor) -> Rows:
         """The rows, made when the first keys arrive ([rows, K, T, D]) and tell how many there are.
@@ -118,9 +301,8 @@ class DropInCache(Cache):
         if new.device.type != "cpu":
             raise ConfigError(f"the model runs on {new.device}; this cache keeps CPU tensors only")
         if self._rows is None:
-            spec = self._spec.with_kv_dtype(str(dtype).removeprefix("torch."))
-            self._rows = self._make_rows(spec, new.shape[0])
-            self._dtype = dtype
+            self._rows = self._new_rows(dtype, new.shape[0])
+            self._dtype, self._family = dtype, ref(self._rows.family)
         if len(self._rows) != new.shape[0]:
             raise ConfigError(
                 f"this cache holds {len(self._rows)} rows and was given {new.shape[0]}: "
@@ -128,10 +310,34 @@ class DropInCache(Cache):
             )
         return self._rows
 
+    def _new_rows(self, dtype: torch.dtype, num_rows: int) -> Rows:
+        """Beside the copies of this cache, if there are some: they have one ceiling."""
+        family = self._family_of_copies
+        with torch.inference_mode(False):  # it may end before the cache does
+            if family is not None:
+                if dtype != self._dtype:
+                    raise ConfigError(
+                        f"this cache was given {dtype}, and copies of it hold {self._dtype}: make "
+                        f"a new one, or close() them"
+                    )
+                return Rows(family, num_rows)
+            return self._make_rows(
+                self._spec.with_kv_dtype(str(dtype).removeprefix("torch.")), num_rows
+            )
+
     @property
     def in_one_piece(self) -> bool:
         """Whether this model must be given keys and values without gaps."""
         return self._spec.model_type in _IN_ONE_PIECE
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether this model asks torch for its attention: other code looks at elements at once."""
+        return (
+            self._text_config._attn_implementation == "sdpa"
+            and not self.in_one_piece
+            and not torch.compiler.is_compiling()
+        )
 
     @property
     def rows(self) -> Rows | None:
@@ -143,24 +349,35 @@ class DropInCache(Cache):
         """Bytes reserved, committed, at peak and returned, of all that this cache ever held."""
         return self._memory
 
+    @property
+    def _family_of_copies(self) -> Family | None:
+        family = None if self._family is None else self._family()
+        return family if family is not None and family.can_be_joined else None
+
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted, as accounting knows them."""
-        if self._rows is None:
+        family = self._family_of_copies
+        if family is None:
             return Usage(
-                reserved_bytes=0, committed_bytes=0, used_bytes=0, num_sequences=0, num_tokens=0
+                reserved_bytes=0,
+                committed_bytes=0,
+                used_bytes=0,
+                num_sequences=0,
+                num_tokens=0,
+                page_table_bytes=0,
             )
-        return self._rows.usage()
+        return family.usage()
 
     def close(self) -> None:
-        """Give everything back. The cache can be used again, from the beginning."""
+        """Give back what no copy holds. The cache can be used again, from the beginning."""
         if self._rows is not None:
             self._rows.close()
             self._rows = None
         for layer in self._own_layers:
-            layer.cumulative_length = 0
-            layer.is_initialized = False
-        for state_layer in self._state_layers:
-            state_layer.forget()
+            layer.begin_anew()
+        for states in self._states.values():
+            states.begin_anew()
+        self._steps = _Steps()
 
     def __enter__(self) -> "DropInCache":
         return self
@@ -174,11 +391,12 @@ class DropInCache(Cache):
         self.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for layer in self._other_layers:
-            layer.reorder_cache(beam_idx)
-        if self._rows is not None:
-            self._put_back_states()
-            self._rows.reorder(beam_idx.cpu())
+        with self._steps.of_this_thread(ends=True):
+            for layer in self._other_layers:
+                layer.reorder_cache(beam_idx)
+            if self._rows is not None:
+                self._put_back_states()
+                self._rows.reorder(beam_idx.cpu())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (Transformers' sign).
@@ -186,39 +404,42 @@ class DropInCache(Cache):
         A number above zero is what shall be left of them, as before Transformers 5.18; a recurrent
         layer knows no such number, and goes back only over what it was told to record.
         """
-        for layer in [*self._state_layers, *self._other_layers]:
-            layer.crop(tokens_to_remove)
-        if self._rows is not None and tokens_to_remove:
-            held = self._rows.num_tokens
-            left = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
-            self._rows.trim(min(held, max(0, left)))
-            for layer in self._own_layers:
-                layer.cumulative_length = self._rows.num_tokens
+        with self._steps.of_this_thread(ends=True):
+            for layer in [*self._states.values(), *self._other_layers]:
+                layer.crop(tokens_to_remove)
+            if self._rows is not None and tokens_to_remove:
+                held = self._rows.num_tokens
+                left = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
+                self._rows.trim(min(held, max(0, left)))
+                for layer in self._own_layers:
+                    layer.cumulative_length = self._rows.num_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for layer in self._other_layers:
-            layer.batch_repeat_interleave(repeats)
-        if self._rows is not None:
-            self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
+        with self._steps.of_this_thread(ends=True):
+            for layer in self._other_layers:
+                layer.batch_repeat_interleave(repeats)
+            if self._rows is not None:
+                self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self._other_layers:
-            layer.batch_select_indices(indices)
-        if self._rows is not None:
-            self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+        with self._steps.of_this_thread(ends=True):
+            for layer in self._other_layers:
+                layer.batch_select_indices(indices)
+            if self._rows is not None:
+                self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
 
     def _select(self, source_rows: list[int]) -> None:
         assert self._rows is not None, "no rows to choose from"
         self._put_back_states()
         with self.whole_or_empty():
             self._rows.select(source_rows)
-        for layer in self._state_layers:
-            layer.rows_changed()
+        for states in self._states.values():
+            states.rows_changed()
 
     def _put_back_states(self) -> None:
         """What moves with the rows are states that lie in them."""
-        for layer in self._state_layers:
-            layer.put_back()
+        for states in self._states.values():
+            states.put_back()
 
     @contextmanager
     def whole_or_empty(self) -> Iterator[None]:
@@ -243,12 +464,10 @@ class DropInCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, DropInLayer)]
 
     @property
-    def _state_layers(self) -> list[StateLayer]:
-        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
-
-    @property
     def _other_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, DropInLayer | StateLayer)]
+        """Transformers' own, which keep what they are given themselves."""
+        layers = ((n, layer) for n, layer in enumerate(self.layers) if n not in self._states)
+        return [layer for _, layer in layers if not isinstance(layer, DropInLayer)]
 
 
 def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults work
@@ -264,6 +483,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     keep_old: bool = False,
     shares_pages: bool = False,
     max_source_tokens: int | None = None,
+    attention_backend: str = "auto",
     provider: MemoryProvider | None = None,
 ) -> DropInCache | SourceCache:
     """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
@@ -277,6 +497,9 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     for a source of ``max_source_tokens``, the model's own longest. ``provider`` is where the pages
     come from.
 
+    Where the model attends through torch (``attn_implementation="sdpa"``, the default), Quire's
+    kernels read keys and values where they lie; ``attention_backend="sdpa"`` leaves that to torch.
+
     The states of recurrent layers lie there too, but for those of models that keep them in their
     own modules (RecurrentGemma). Mamba's classes take the cache as ``cache_params=…``.
 
@@ -289,6 +512,11 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     if spec.recurrent_layers:
         spec = spec.computed_in(str(model.dtype).removeprefix("torch."))
         spec = _with_states_that_caches_see(model, spec)
+    if attention_backend not in _BACKENDS:
+        raise ConfigError(
+            f"attention_backend={attention_backend!r} is unknown here; known: "
+            f"{', '.join(_BACKENDS)}"
+        )
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
@@ -299,6 +527,10 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     spec = _with_source(model, spec, max_source_tokens)
     asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
     ceiling = _ceiling(model, spec, longest, asked)
+
+    def choose(specs: Iterable[AttentionSpec]) -> AttentionBackend | None:
+        chosen = choose_backend(attention_backend, specs, device)
+        return None if chosen.name == "sdpa" else chosen
 
     def make_rows(spec: ModelSpec, num_rows: int) -> Rows:
         config = CacheConfig(
@@ -314,29 +546,30 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             shares_pages=shares_pages,
             max_mappings=spare_mappings() if shares_pages and device.type == "cpu" else None,
         )
-        return Rows(strategy, spec, config, memory, num_rows)
+        return Rows(Family(strategy, spec, config, memory, num_rows, choose), num_rows)
 
+    name, dtype = type(model).__name__, model.dtype  # the cache outlives the model
     if spec.source_tokens:
         return SourceCache(
             model.config,
             spec,
             make_rows,
-            lambda config, text, make: DropInCache(config, text, memory, make, model.dtype),
+            lambda config, text, make: DropInCache(name, config, text, memory, make, dtype),
         )
-    return DropInCache(model.config, spec, memory, make_rows, model.dtype)
+    return DropInCache(name, model.config, spec, memory, make_rows, dtype)
 
 
 def _ceiling(model: PreTrainedModel, spec: ModelSpec, longest: int, asked: int | None) -> int:
     """What may be committed: as asked, or by the budget rule ``auto``. Raises: ConfigError."""
-    own = footprint(model)
+    weights_bytes, counted_bytes = weights_of(model)
     needs = Needs(
-        weights_bytes=own.weights_bytes,
-        counted_weights_bytes=own.counted_bytes,
+        weights_bytes=weights_bytes,
+        counted_weights_bytes=counted_bytes,
         bytes_per_token=spec.bytes_per_token,
         context_tokens=longest,
         least_bytes=spec.bytes_per_token + spec.state_bytes,
     )
-    machine = known_machine(model.device, asked)
+    machine = known_machine(model.device, asked, limits_only=True)
     return make_ledger(machine, needs, kv_cache_memory_bytes=asked).require()
 
 

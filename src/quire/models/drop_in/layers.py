@@ -1,9 +1,12 @@
 """The layers of a drop-in cache, as Transformers wants to see them: keys and values, states, both.
 
-A layer that attends writes through the rows and reads views of them. A recurrent one is run by
-Transformers' own code, which makes its tensors once and then copies into them: it is enough to make
-them views of what ``row_states`` holds. Which rows there are, and when they change, is the cache's
-affair.
+A layer that attends writes through the rows and reads views of them. A recurrent one is
+Transformers' own, which makes its tensors once and then copies into them: it is enough to make them
+views of what ``row_states`` holds, which is what ``LayerStates`` does. Which rows there are, and
+when they change, is the cache's affair.
+
+Nothing here keeps gradients. What a layer gives back carries those of the tokens it was just given;
+those of earlier tokens are refused when a backward pass asks for them (``without_gradients``).
 """
 
 from contextlib import AbstractContextManager
@@ -12,9 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
-from quire.errors import UnsupportedModel
+from quire.errors import ConfigError, UnsupportedModel
 from quire.models.drop_in.rows import Rows
 from quire.spec import AttentionSpec, RecurrentState, SlidingWindow
 
@@ -22,9 +29,21 @@ from quire.spec import AttentionSpec, RecurrentState, SlidingWindow
 class Owner(Protocol):
     """The cache whose layers these are."""
 
+    model_name: str  # the class of the model it was made for
+
+    @property
+    def rows(self) -> Rows | None:
+        """None before the first token."""
+        ...
+
     @property
     def in_one_piece(self) -> bool:
         """Whether the model must be given keys and values without gaps: copies, not views."""
+        ...
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the model's attention may be given tensors that are not gathered yet."""
         ...
 
     def rows_for(self, k: Tensor) -> Rows:
@@ -44,6 +63,42 @@ class Owner(Protocol):
         ...
 
 
+# -- gradients ------------------------------------------------------------------------------------
+
+
+class _Refusal(torch.autograd.Function):
+    """Passes a tensor on, and refuses to carry a gradient back to it."""
+
+    @staticmethod
+    def forward(_: Any, kept: Tensor, anchor: Tensor) -> Tensor:
+        """``anchor``: anything with gradients, for the sake of which the result has some too."""
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Any:
+        raise ConfigError(
+            "this backward pass goes through tokens of an earlier forward, and a cache of Quire "
+            "keeps keys, values and states without their gradients: give the model all tokens in "
+            "one forward, call it with torch.no_grad() the first time, or train with Transformers' "
+            "own DynamicCache"
+        )
+
+
+def has_gradients(*new: Tensor) -> bool:
+    """Whether a backward pass may reach these."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
+
+
+def without_gradients(kept: Tensor) -> Tensor:
+    """What was computed with gradients and kept without: usable, but not in a backward pass."""
+    anchor = torch.empty(0, requires_grad=True)
+    refused: Tensor = _Refusal.apply(kept, anchor)  # type: ignore[no-untyped-call]
+    return refused
+
+
+# -- keys and values ------------------------------------------------------------------------------
+
+
 class DropInLayer(CacheLayerMixin):
     """One attention layer of a ``DropInCache``, as Transformers wants to see it."""
 
@@ -51,23 +106,38 @@ class DropInLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, owner: Owner, layer: int, spec: AttentionSpec) -> None:
-        super().__init__()
+        """Transformers' own would set ``keys`` and ``values``, which are read from the rows."""
+        self.is_initialized = False
         self.is_sliding = isinstance(spec, SlidingWindow)
         self.cumulative_length = 0
         self._owner = owner
         self._layer = layer
         self._attends = spec
+        self._had_gradients = False  # the tokens that are kept
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[rows, K, tokens that the next one can read, D]: a copy, which stays as it is.
+
+        None before the first token.
+        """
+        return self._kept(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._kept(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises: UnsupportedModel."""
         got = tuple((x.shape[1], x.shape[3]) for x in (key_states, value_states))
         if got != self._attends.entry_shapes:
             raise UnsupportedModel(
-                f"layer {self._layer} caches entries of {got} (heads, width), but config.json says "
-                f"{self._attends.entry_shapes}: this model cannot be kept"
+                f"layer {self._layer} was given keys and values of {got} (heads, width), and "
+                f"{self._owner.model_name}, for which this cache was made, has "
+                f"{self._attends.entry_shapes} there by its config: make a cache of the model that "
+                f"runs, quire.cache(model, …); if it is that one, it cannot be kept"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        # They lie elsewhere. Mllama asks each layer how many it has, to find those of images.
-        self.keys = self.values = key_states.new_empty(0)
         self.is_initialized = True
 
     def update(
@@ -81,10 +151,33 @@ class DropInLayer(CacheLayerMixin):
         if rows.num_tokens < stop:  # the first layer of a step makes room in all of them
             with self._owner.whole_or_empty():
                 rows.extend(stop)
-        rows.write(self._layer, start, key_states, value_states)
-        self.cumulative_length = stop
-        k, v = rows.read(self._layer, self._attends.live_range(start).start, stop)
+        first = self._attends.live_range(start).start
+        with torch.no_grad():
+            rows.write(self._layer, start, key_states, value_states)
+            self.cumulative_length = stop
+        if torch.is_grad_enabled():
+            return self._with_gradients(
+                *rows.read(self._layer, first, stop), key_states, value_states
+            )
+        if self._owner.reads_in_place:
+            unread = rows.read_in_place(self._layer, first, start, stop)
+            if unread is not None:
+                return unread
+        k, v = rows.read(self._layer, first, stop)
         return (k.contiguous(), v.contiguous()) if self._owner.in_one_piece else (k, v)
+
+    def _with_gradients(
+        self, k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Copies, which the next step does not overwrite, whose last tokens are the new ones."""
+        pairs = []
+        for kept, new in ((k, new_k), (v, new_v)):
+            earlier = kept[:, :, : kept.shape[2] - new.shape[2]]
+            if self._had_gradients and earlier.shape[2]:
+                earlier = without_gradients(earlier)
+            pairs.append(torch.cat([earlier, new], 2))
+        self._had_gradients |= has_gradients(new_k, new_v)
+        return pairs[0], pairs[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that ``update`` will return."""
@@ -97,16 +190,41 @@ class DropInLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1  # anything else makes generate() treat the cache as static
 
+    def begin_anew(self) -> None:
+        """Forget all tokens. Their memory is the cache's affair."""
+        self.cumulative_length = 0
+        self.is_initialized = self._had_gradients = False
 
-class StateLayer(LinearAttentionLayer):
-    """One recurrent layer, as Transformers wants to see it."""
+    def take_over(self, other: "DropInLayer") -> None:
+        """Stand where another cache's layer stands."""
+        self.cumulative_length, self.is_initialized = other.cumulative_length, other.is_initialized
+        self._had_gradients = other._had_gradients
+        if other.is_initialized:
+            self.dtype, self.device = other.dtype, other.device
 
-    is_compileable = False
+    def _kept(self, which: int) -> Tensor | None:
+        rows = self._owner.rows
+        if rows is None or not self.cumulative_length:
+            return None
+        first = self._attends.live_range(self.cumulative_length).start
+        return rows.read(self._layer, first, self.cumulative_length)[which].clone()
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+class LayerStates:
+    """What one recurrent layer of Transformers' keeps, as views of the rows' states.
+
+    A layer asks for its tensors once, by ``lazy_initialization``; ``tensors_for`` takes that place.
+    """
 
     def __init__(
-        self, owner: Owner, layer: int, spec: RecurrentState, number_of_states: int
+        self, owner: Owner, layer: int, spec: RecurrentState, own: LinearAttentionCacheLayerMixin
     ) -> None:
-        super().__init__(number_of_states=number_of_states)
+        self.own = own
+        self.had_gradients = False  # what the states were computed from
+        self._copied: set[tuple[bool, int]] = set()  # states that ``shown`` gave copies of
         self._owner = owner
         self._layer = layer
         self._spec = spec
@@ -115,59 +233,123 @@ class StateLayer(LinearAttentionLayer):
         self._convolutions = [at for at, state in states if state.is_convolution]
         self._scans = [at for at, state in states if not state.is_convolution]
 
-    def lazy_initialization(
+    def tensors_for(
         self,
         conv_states: Tensor | None = None,
         recurrent_states: Tensor | None = None,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
+        """Raises: UnsupportedModel."""
+        own = self.own
         if conv_states is not None:
             width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
             shape = (*conv_states.shape[1:-1], width)
             self._check("convolution", self._convolutions, state_idx, shape, conv_states.dtype)
-            self.dtype, self.device = conv_states.dtype, conv_states.device
-            self.conv_kernel_size[state_idx] = width
+            own.dtype, own.device = conv_states.dtype, conv_states.device
+            own.conv_kernel_size[state_idx] = width
             self._owner.begin_states(conv_states)
             kept = self._owner.states_of(self._layer)
-            self.conv_states[state_idx] = kept[self._convolutions[state_idx]]
-            self.is_conv_states_initialized[state_idx] = True
+            own.conv_states[state_idx] = kept[self._convolutions[state_idx]]
+            own.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
             shape = tuple(recurrent_states.shape[1:])
             self._check("scan", self._scans, state_idx, shape, recurrent_states.dtype)
             self._owner.begin_states(recurrent_states)
             kept = self._owner.states_of(self._layer)
-            self.recurrent_states[state_idx] = kept[self._scans[state_idx]]
-            self.is_recurrent_states_initialized[state_idx] = True
+            own.recurrent_states[state_idx] = kept[self._scans[state_idx]]
+            own.is_recurrent_states_initialized[state_idx] = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Undo tokens whose convolutions were recorded."""
-        super().crop(tokens_to_remove)
+        LinearAttentionLayer.crop(self.own, tokens_to_remove)
         self.put_back()
 
     def put_back(self) -> None:
         """Back to its place with what Transformers has recorded elsewhere, less what is too old."""
-        for at, recorded in self.conv_states.items():
-            if recorded is not None and self.record_past:
-                own = self._owner.states_of(self._layer)[self._convolutions[at]]
+        self.settle()
+        for at, recorded in self.own.conv_states.items():
+            if recorded is not None and self.own.record_past:
+                kept = self._owner.states_of(self._layer)[self._convolutions[at]]
                 # After few tokens it is shorter; before the first one are zeros.
-                last = recorded[..., -own.shape[-1] :]
-                own.copy_(pad(last, (own.shape[-1] - last.shape[-1], 0)))
-                self.conv_states[at] = own
+                last = recorded[..., -kept.shape[-1] :]
+                kept.copy_(pad(last, (kept.shape[-1] - last.shape[-1], 0)))
+                self.own.conv_states[at] = kept
 
     def rows_changed(self) -> None:
         """There are more rows than before, or fewer."""
         for places, several in (
-            (self._convolutions, self.conv_states),
-            (self._scans, self.recurrent_states),
+            (self._convolutions, self.own.conv_states),
+            (self._scans, self.own.recurrent_states),
         ):
             for at, state in several.items():
                 if state is not None:
                     several[at] = self._owner.states_of(self._layer)[places[at]]
 
-    def forget(self) -> None:
-        """Begin anew. The memory is no longer ours."""
-        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+    def begin_anew(self) -> None:
+        """The memory is no longer ours."""
+        LinearAttentionLayer.__init__(self.own, number_of_states=self.own.number_of_states)
+        self.had_gradients = False
+        self._copied.clear()
+
+    def take_over(self, other: "LayerStates") -> None:
+        """Stand where another cache's layer stands, whose rows were copied."""
+        for name, value in vars(other.own).items():
+            if isinstance(value, dict):
+                setattr(self.own, name, dict(value))
+        self.own.dtype, self.own.device = other.own.dtype, other.own.device
+        self.own.record_past, self.had_gradients = other.own.record_past, other.had_gradients
+        recorded = {at: state for at, state in self.own.conv_states.items() if state is not None}
+        self.rows_changed()
+        if self.own.record_past:
+            self.own.conv_states.update({at: state.clone() for at, state in recorded.items()})
+
+    # Transformers copies into its tensors and gives them back; both without gradients here.
+
+    def convolved(self, new: Tensor, full: Tensor) -> Tensor:
+        """``full``, a convolution's inputs, with the gradients of the last ones, ``new``."""
+        if not torch.is_grad_enabled():
+            return full
+        earlier = full[..., : full.shape[-1] - new.shape[-1]]
+        if self.had_gradients and earlier.shape[-1]:
+            earlier = without_gradients(earlier)
+        self.had_gradients |= has_gradients(new)
+        return torch.cat([earlier, new], -1)
+
+    def scanned(self, new: Tensor, kept: Tensor) -> Tensor:
+        """A scan's state, with the gradients of what it was computed from."""
+        if not torch.is_grad_enabled():
+            return kept
+        self.had_gradients |= has_gradients(new)
+        return new
+
+    def shown(self, state: Tensor | None, at: int, *, is_scan: bool) -> Tensor | None:
+        """A state that a layer goes on from, and may overwrite: a copy if gradients are asked for.
+
+        A backward pass needs what was there before. The copy stands for the state until it is put
+        back (``settle``).
+        """
+        if state is None or not torch.is_grad_enabled():
+            return state
+        copied = (without_gradients(state) if self.had_gradients else state).clone()
+        if is_scan or not self.own.record_past:
+            (self.own.recurrent_states if is_scan else self.own.conv_states)[at] = copied
+            self._copied.add((is_scan, at))
+        return copied
+
+    def settle(self, which: tuple[bool, int] | None = None) -> None:
+        """Put a copy that a layer has overwritten, or all, back to where states lie.
+
+        ``which``: whether it is a scan's, and its number.
+        """
+        for is_scan, at in self._copied & {which} if which else set(self._copied):
+            several = self.own.recurrent_states if is_scan else self.own.conv_states
+            place, copied = (self._scans if is_scan else self._convolutions)[at], several[at]
+            kept = self._owner.states_of(self._layer)[place]
+            self.had_gradients |= copied.requires_grad
+            with torch.no_grad():
+                several[at] = kept.copy_(copied)
+            self._copied.discard((is_scan, at))
 
     def _check(
         self, kind: str, places: list[int], at: int, shape: tuple[Any, ...], dtype: torch.dtype
@@ -177,12 +359,25 @@ class StateLayer(LinearAttentionLayer):
         expected = [f"{list(state.shape)} in torch.{state.dtype}" for state in said]
         if at >= len(said) or found != expected[at]:
             raise UnsupportedModel(
-                f"layer {self._layer} keeps, as {kind} {at}, a state of {found}, but config.json "
-                f"says {expected}: this model cannot be kept"
+                f"layer {self._layer} was given, as {kind} {at}, a state of {found}, and "
+                f"{self._owner.model_name}, for which this cache was made, has {expected} there by "
+                f"its config: make a cache of the model that runs, quire.cache(model, …); if it is "
+                f"that one, it cannot be kept"
             )
 
 
-class DropInStateLayer(StateLayer, DropInLayer):
+def recurrent_layer(
+    owner: Owner, layer: int, spec: RecurrentState, number_of_states: int
+) -> LayerStates:
+    """A layer that keeps a state: of Transformers' own class, for which others look by type."""
+    own = LinearAttentionLayer(number_of_states=number_of_states)
+    states = LayerStates(owner, layer, spec, own)
+    own.is_compileable = False
+    own.lazy_initialization = states.tensors_for
+    return states
+
+
+class DropInStateLayer(LinearAttentionLayer, DropInLayer):
     """A layer that attends and keeps a state besides."""
 
     is_compileable = False
@@ -196,11 +391,12 @@ class DropInStateLayer(StateLayer, DropInLayer):
         number_of_states: int,
     ) -> None:
         DropInLayer.__init__(self, owner, layer, attention)
-        StateLayer.__init__(self, owner, layer, states, number_of_states)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.states = LayerStates(owner, layer, states, self)
 
-    def lazy_initialization(self, *keys: Tensor, **states: Any) -> None:  # type: ignore[override]
+    def lazy_initialization(self, *keys: Tensor, **states: Any) -> None:
         """Transformers gives keys and values by place, states by name."""
         if keys:
             DropInLayer.lazy_initialization(self, *keys)
         else:
-            StateLayer.lazy_initialization(self, **states)
+            self.states.tensors_for(**states)

@@ -41,6 +41,10 @@ class Sources:
         """Those that read a source."""
         return list(self._group_of)
 
+    def take_over(self, other: "Sources") -> None:
+        """Read what forks of another batch's rows hold."""
+        self._length = other._length
+
     def write(self, layer: int, seq_ids: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Put in each row's keys and values: [rows, K, S, D] and […, Dv]."""
         slots = torch.tensor(self._slots(layer, seq_ids))

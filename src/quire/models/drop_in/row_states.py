@@ -6,6 +6,7 @@ states are always one view. What is given here is memory; Transformers' own code
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from quire.memory import CountedMemory
 from quire.spec import Group, RecurrentState
 from quire.strategies import Commit, Release, Usage
 from quire.strategies.layout import slot_bytes
+from quire.strategies.page_tables import tables_of_one_piece
 from quire.strategies.states import StateRows
 
 
@@ -64,15 +66,23 @@ class RowStates:
                 kept[: self.num_rows] = kept[sources]
         self._back(self.num_rows)
 
+    def take_over(self, other: "RowStates") -> None:
+        """Become a copy of another batch's states, of as many rows. Raises: as ``layer``."""
+        if not other._num_committed:
+            return
+        for layer in self._group_of:
+            for own, kept in zip(self.layer(layer), other.layer(layer), strict=True):
+                own.copy_(kept)
+
     def added_to(self, usage: Usage) -> Usage:
         """The usage of keys and values, and of these."""
-        return Usage(
+        taken = self._num_committed * self._row_bytes
+        return replace(
+            usage,
             reserved_bytes=usage.reserved_bytes + self._max_rows * self._row_bytes,
-            committed_bytes=usage.committed_bytes + self._num_committed * self._row_bytes,
+            committed_bytes=usage.committed_bytes + taken,
             used_bytes=usage.used_bytes + self._num_committed * self._used_bytes,
-            cached_bytes=usage.cached_bytes,
-            num_sequences=usage.num_sequences,
-            num_tokens=usage.num_tokens,
+            page_table_bytes=(usage.page_table_bytes or 0) + tables_of_one_piece(taken),
         )
 
     def close(self) -> None:

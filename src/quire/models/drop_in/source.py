@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, MutableMapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from quire.errors import RequestTooLong, UnsupportedModel
 from quire.memory import CountedMemory
+from quire.models.drop_in.layers import has_gradients, without_gradients
 from quire.models.drop_in.rows import Rows
 from quire.spec import CrossAttention, KeptWhole, ModelSpec
 from quire.strategies import Usage
@@ -50,15 +52,31 @@ class SourceCache(EncoderDecoderCache):
             ]
             return make_rows(spec.computed_in(dtypes[0]), num_rows)
 
-        self.text = make_text(config, spec.text_alone, make_both)
+        self._lie_in(make_text(config, spec.text_alone, make_both), spec)
+
+    def _lie_in(self, text: "DropInCache", spec: ModelSpec) -> None:
+        """``text``: the cache that has the rows."""
+        self.text, self._spec = text, spec
         self.sources = [
             SourceLayer(self.text, number, kept)
             for number, layer in enumerate(spec.layers)
             for kept in layer.specs
             if isinstance(kept, CrossAttention)
         ]
-        super().__init__(self.text, Cache(layers=self.sources))
+        EncoderDecoderCache.__init__(self, self.text, Cache(layers=self.sources))
         self.is_updated = _Written(self.sources)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SourceCache":
+        """As of a ``DropInCache``: the sources go along with the text."""
+        twin = SourceCache.__new__(SourceCache)
+        memo[id(self)] = twin
+        twin._lie_in(deepcopy(self.text, memo), self._spec)
+        for copied, own in zip(twin.sources, self.sources, strict=True):
+            copied.take_over(own)
+        return twin
+
+    def __copy__(self) -> "SourceCache":
+        return deepcopy(self)
 
     @property
     def rows(self) -> Rows | None:
@@ -115,6 +133,7 @@ class SourceLayer(CacheLayerMixin):
         self._text, self._layer, self._spec = text, layer, spec
         self._written: Rows | None = None  # in which it lies
         self._length = 0  # tokens
+        self._had_gradients = False  # when it was written
 
     @property
     def is_written(self) -> bool:
@@ -156,12 +175,19 @@ class SourceLayer(CacheLayerMixin):
         """Write the rows' sources ([rows, K, S, D], […, Dv]), once."""
         self.lazy_initialization(key_states, value_states)
         rows = self._text.rows_for(key_states)
-        rows.write_source(self._layer, key_states, value_states)
+        with torch.no_grad():
+            rows.write_source(self._layer, key_states, value_states)
+        self._had_gradients = has_gradients(key_states, value_states)
         self._written, self._length = rows, key_states.shape[2]
         return key_states, value_states
 
     def reset(self) -> None:
         self._written, self._length = None, 0
+
+    def take_over(self, other: "SourceLayer") -> None:
+        """Read what another cache's layer has written, whose rows were copied."""
+        self._written = self._text.rows if other.is_written else None
+        self._length, self._had_gradients = other._length, other._had_gradients
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
@@ -175,7 +201,9 @@ class SourceLayer(CacheLayerMixin):
     def _read(self, which: int) -> Tensor | None:
         if self._written is None or not self.is_written:
             return None
-        return self._written.read_source(self._layer)[which]
+        kept = self._written.read_source(self._layer)[which]
+        refuses = self._had_gradients and torch.is_grad_enabled()
+        return without_gradients(kept) if refuses else kept
 
 
 class _Written(MutableMapping[int, bool]):

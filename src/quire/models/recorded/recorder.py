@@ -76,15 +76,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While it lasts all that is computed is written down."""
-        threads = self._cpu.threads
-        threads.heard = []
-        try:
+        """While it lasts all that this thread computes is written down."""
+        with self._cpu.threads.listening():
             with self._cpu.scratch.apart(), self:
                 yield
             self._take_calls()
-        finally:
-            threads.heard = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,10 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _take_calls(self) -> None:
         """The kernels called since the last part come before the next one."""
-        threads = self._cpu.threads
-        assert threads.heard is not None
-        self.parts += threads.heard
-        threads.heard = []
+        self.parts += self._cpu.threads.take_heard()
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

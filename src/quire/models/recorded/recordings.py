@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quire.layers.cpu import CpuLinear
 from quire.models.recorded.pieces import Pieces
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.models.recorded.recording import Recording
-from quire.models.unchanged import Unchanged
+from quire.models.watched import ModelWatch
 from quire.models.ways.hooks import Step
 from quire.spec import AttentionSpec
 
@@ -34,32 +33,38 @@ Run = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
 class Recordings:
     """All of one model's, made when they are worth it and dropped when the model changes."""
 
-    def __init__(self, model: PreTrainedModel, cpu: CpuLinear, run: Run) -> None:
-        self._model = model
+    def __init__(self, watch: ModelWatch, cpu: CpuLinear, run: Run) -> None:
+        self._model = watch.model
         self._cpu = cpu
+        self._watch = watch
         self._run = run
         self._pieces = Pieces()
         self._asked: Counter[int] = Counter()
         self._made: dict[int, Recording] = {}
-        self._unchanged: Unchanged | None = None
-        self._works = all(p.is_cpu for p in model.parameters())
+        self._are_of = (-1, 0)  # a version of the model, and a number of threads
+        self._refused_at = -1  # a version that cannot be recorded
+        self._works = all(p.is_cpu for p in self._model.parameters())
 
     def find(self, step: Step, num_tokens: int) -> Recording | None:
         """A recording that can play a step, if there is one or it is time to make it."""
-        if not self._works or num_tokens > SIZES[-1]:
+        if not self._works or num_tokens > SIZES[-1] or torch.is_autocast_enabled("cpu"):
             return None
-        if self._unchanged is not None and not self._unchanged.holds():
-            self._made, self._asked, self._unchanged = {}, Counter(), None
+        now = self._watch.version, torch.get_num_threads()
+        if self._are_of != now:
+            self._made, self._asked, self._are_of = {}, Counter(), now
+        if self._refused_at == self._watch.version:
+            return None
         size = SIZES[bisect_left(SIZES, num_tokens)]
         if size not in self._made:
             self._asked[size] += 1
             if self._asked[size] < WORTH_IT:
                 larger = [n for n in self._made if num_tokens < n <= 2 * num_tokens]
                 return self._made[min(larger)] if larger else None
-            self._unchanged = self._unchanged or Unchanged(self._model)
-            if not self._unchanged.holds():  # its owner listens to what it does
-                self._asked.clear()
+            if reason := self._watch.why_not_recorded():
+                log.info("%s runs without recordings: %s", type(self._model).__name__, reason)
+                self._refused_at = self._watch.version
                 return None
+            self._are_of = self._watch.version, now[1]  # it may have looked for the first time
             try:
                 self._made[size] = self._make(size, dict(step.specs))
             except NotRecordable as error:

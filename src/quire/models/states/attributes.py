@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from quire.layers.watch import Place
+
 _MAKE_ROOM = "_setup_cache"  # (rows, device, dtype), as Transformers' code calls it
 
 
@@ -23,6 +25,11 @@ class AttributeStates:
 
     convolutions: tuple[tuple[str, str], ...]  # [rows, channels, width], each
     scans: tuple[tuple[str, str], ...]  # [rows, …], each
+
+    def places(self, module: nn.Module) -> set[Place]:
+        """What is lent, as a watch names it."""
+        several = (*self.convolutions, *self.scans)
+        return {(id(vars(module.get_submodule(path))), name) for path, name in several}
 
     @contextmanager
     def lent(self, module: nn.Module, state: LinearAttentionLayer) -> Iterator[None]:

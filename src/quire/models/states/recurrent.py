@@ -22,6 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from quire.attention import RowMover, TorchRows, find_padded_rows
 from quire.errors import UnsupportedModel
+from quire.layers.watch import Place
 from quire.models.placed import device_of
 from quire.models.states.batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
@@ -56,6 +57,12 @@ class RecurrentLayers:
                 f"{type(model).__name__} ({model.config.model_type}): layers {list(layers)} keep a "
                 f"recurrent state, and what asks Transformers' cache for one are layers {found}"
             )
+
+    @property
+    def lent(self) -> frozenset[Place]:
+        """Attributes that hold a step's states during its passes, and their owner's otherwise."""
+        several = ((m.module, m.attributes) for m in self._mixers)
+        return frozenset(p for module, at in several if at for p in at.places(module))
 
     def settle(self, token_ids: Sequence[int], stops: Sequence[int], limit: float) -> float:
         """Find out how the modules go on from chunk to chunk; how far that is from one go."""

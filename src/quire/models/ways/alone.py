@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from quire.attention.gather import read_sequence
 from quire.models.stand_ins import StandIns
 from quire.models.unkept import UnkeptLayer
+from quire.models.watched import ModelWatch
 from quire.models.ways.hooks import Step
 from quire.models.ways.source import SourceLayer, forward
 from quire.spec import ChunkedAttention, SlidingWindow
@@ -29,9 +30,15 @@ from quire.spec import ChunkedAttention, SlidingWindow
 class LoneModel:
     """A model that computes a step chunk by chunk. Between two it is its owner's, as it was."""
 
-    def __init__(self, model: PreTrainedModel, stand_ins: StandIns | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stand_ins: StandIns | None = None,
+        watch: ModelWatch | None = None,  # who has it looked at before each pass
+    ) -> None:
         self._model = model
         self._stand_ins = stand_ins
+        self._watch = watch or ModelWatch(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
 
     def forward(
@@ -45,7 +52,7 @@ class LoneModel:
         logits: Tensor | None = None
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
         places = logits_at.tolist()  # in order
-        with torch.inference_mode(), exchanged:
+        with torch.inference_mode(), self._watch.passing(), exchanged:
             for number, (begin, end, _) in enumerate(_chunks(step)):
                 asked = slice(bisect_left(places, begin), bisect_left(places, end))
                 wanted = logits_at[asked] - begin

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.models.loader import LoadedModel
 from quire.models.stand_ins import StandIns
+from quire.models.watched import ModelWatch
 from quire.models.ways.alone import LoneModel
 from quire.models.ways.hooks import Step
 from quire.models.ways.packed import PackedModel
@@ -31,7 +32,12 @@ class Way(Protocol):
         ...
 
 
-def make_way(name: str, loaded: LoadedModel, stand_ins: StandIns | None = None) -> Way:
+def make_way(
+    name: str,
+    loaded: LoadedModel,
+    stand_ins: StandIns | None = None,
+    watch: ModelWatch | None = None,
+) -> Way:
     """One of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
     if loaded.spec.source_tokens and name != "alone":
         raise UnsupportedModel("each of its texts reads a source of its own, of another length")
@@ -43,7 +49,7 @@ def make_way(name: str, loaded: LoadedModel, stand_ins: StandIns | None = None) 
             for spec in layer.specs
             if isinstance(spec, LatentAttention)
         }
-        return PackedModel(loaded.model, stand_ins, latents=latents, records=not recurrent)
+        return PackedModel(loaded.model, stand_ins, watch, latents=latents, records=not recurrent)
     if name == "gathered":
-        return PackedModel(loaded.model, stand_ins, gathers=True, records=False)
-    return LoneModel(loaded.model, stand_ins)
+        return PackedModel(loaded.model, stand_ins, watch, gathers=True, records=False)
+    return LoneModel(loaded.model, stand_ins, watch)

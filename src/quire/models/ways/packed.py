@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quire.errors import UnsupportedModel
 from quire.models.recorded import Recordings
 from quire.models.stand_ins import StandIns
+from quire.models.watched import ModelWatch
 from quire.models.ways.hooks import ATTENTION_NAME, EngineCache, Step, reading_through_attend
 from quire.models.ways.latent import LatentLayers
 from quire.spec import LatentAttention
@@ -26,6 +27,7 @@ class PackedModel:
         self,
         model: PreTrainedModel,
         stand_ins: StandIns | None = None,
+        watch: ModelWatch | None = None,  # who has it looked at before each pass
         *,
         latents: Mapping[int, LatentAttention] | None = None,  # layers that keep them
         gathers: bool = False,  # every layer: its model changes what was kept
@@ -33,6 +35,7 @@ class PackedModel:
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
+        self._watch = watch or ModelWatch(model)
         self._gathers = gathers
         self._latents = LatentLayers(model, {} if gathers or latents is None else latents)
         for layer, why in self._latents.refused.items():
@@ -43,7 +46,7 @@ class PackedModel:
             self._configs = [c for c in configs if c._attn_implementation == ATTENTION_NAME]
         # Without our kernels there is little to be gained by playing what has been recorded.
         self._recordings = (
-            Recordings(model, stand_ins.cpu, self._run) if stand_ins and records else None
+            Recordings(self._watch, stand_ins.cpu, self._run) if stand_ins and records else None
         )
 
     def forward(
@@ -67,7 +70,13 @@ class PackedModel:
         """The model's own, in inference mode."""
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
         # Latents first: they ask whether a linear layer is its owner's, and stand-ins exchange it.
-        with self._reading(), self._latents.in_place() as absorbed, exchanged, step.in_states():
+        with (
+            self._watch.passing(),
+            self._reading(),
+            self._latents.in_place() as absorbed,
+            exchanged,
+            step.in_states(),
+        ):
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)
             logits: Tensor = self._model(

@@ -11,6 +11,7 @@ from quire.blocks import Change, Commit, Fits, Release
 from quire.errors import ConfigError
 from quire.spec import ModelSpec
 from quire.strategies import Accounting, CacheConfig, build_accounting
+from quire.strategies.page_tables import page_table_bytes
 from quire.units import format_bytes, format_count
 
 
@@ -66,6 +67,18 @@ def moments(
             used_bytes=usage.used_bytes,
             peak_bytes=max(peak, committed),
         )
+
+
+def tables_after(
+    strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
+) -> int:
+    """Bytes of the kernel's page tables after the last of those steps."""
+    accounting = build_accounting(strategy, spec, sizes)
+    accounting.add(0, max_tokens=max_tokens)
+    for num_tokens in each:
+        accounting.try_extend(0, num_tokens)
+        accounting.drain()
+    return page_table_bytes(accounting, sizes.page_bytes)
 
 
 def _highest(accounting: Accounting, changes: Iterable[Change], committed: int) -> int:

@@ -21,7 +21,8 @@ from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import Subject
 from quire.spec import ModelSpec
 from quire.spec.ranks import rank_spec
-from quire.strategies import STRATEGIES, CacheConfig, build_accounting
+from quire.strategies import STRATEGIES, CacheConfig, Fits, build_accounting
+from quire.strategies.page_tables import page_table_bytes
 from quire.units import align_up
 
 # What one of so many ranks remembers of a model. Raises: ConfigError.
@@ -141,6 +142,22 @@ class Plan:
     @property
     def ledger(self) -> Ledger:
         return self.cell.ledger
+
+    def page_table_bytes(self, num_sequences: int) -> int:
+        """What the kernel's page tables take besides, with so many typical ones at their ends.
+
+        As the engine's ``usage`` says it, of the options' strategy and its bytes. None of a page
+        that sequences share, nor of a device, whose tables are the driver's.
+        """
+        on_rank = self.divide(self.subject.spec, self.num_ranks)
+        sizes = sizes_of(self.config, on_rank, self.place, max(1, self.cell.kv_bytes))
+        accounting = build_accounting(self.config.cache, self.spec, sizes)
+        for number in range(num_sequences):
+            accounting.add(number, max_tokens=self.request.num_tokens + 1)
+            if not isinstance(accounting.try_extend(number, self.request.num_tokens), Fits):
+                break
+            accounting.drain()
+        return page_table_bytes(accounting, self.place.page_bytes)
 
     @property
     def fits(self) -> bool:

@@ -11,12 +11,13 @@ from quire.blocks import Copy
 from quire.engine.engine import Engine
 from quire.engine.plan import Chunk, Sampled, Save, StepPlan
 from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.preemption import num_bytes, readable_tokens
-from quire.engine.scheduling.swap import Costs, SwapSpace
+from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.prompts import output_id
-from quire.planner.simulation.work import Reach
+from quire.planner.simulation.work import Reach, Work
 from quire.strategies import Accounting
 
 
@@ -127,6 +128,14 @@ class VirtualSwap:
         """Nothing is held."""
 
 
+def prices_of(costs: StepCosts, num_tokens: int) -> Prices:
+    """What the scheduler would measure where steps take so long, of up to so many tokens."""
+    text_s = costs.seconds(Work(num_tokens + 1, 2, 1, num_tokens, num_tokens**2 / 2, 1))
+    short_s = costs.seconds(Work(1, 1, 1, 0.0, 0.0))
+    token_s = max(0.0, text_s - short_s) / num_tokens
+    return Prices(step_s=max(0.0, short_s - token_s), token_s=token_s)
+
+
 def virtual_engine(
     accounting: Accounting,
     limits: Limits,
@@ -137,7 +146,10 @@ def virtual_engine(
 ) -> tuple[Engine, VirtualCache]:
     """The loop around an accounting, and what counts its copies."""
     cache = VirtualCache(accounting, costs, clock)
-    known = Costs(bytes_per_token=sum(group.bytes_per_token for group in accounting.groups))
+    known = Costs(
+        bytes_per_token=sum(group.bytes_per_token for group in accounting.groups),
+        prices=prices_of(costs, limits.max_num_batched_tokens),
+    )
     known.save_s_per_byte, known.load_s_per_byte = costs.save_s_per_byte, costs.load_s_per_byte
     engine = Engine(
         Scheduler(accounting, limits, swap=SwapSpace(swap_bytes), costs=known),

@@ -6,7 +6,7 @@ from quire.server.metrics.reading import Reading
 
 def _waiting(reading: Reading) -> dict[str, float]:
     """vLLM's two reasons: for capacity; or for something else than room."""
-    deferred = reading.waiting["sibling"] + reading.waiting["choice"]
+    deferred = sum(reading.waiting[why] for why in ("prefix", "sibling", "choice"))
     return {"capacity": sum(reading.waiting.values()) - deferred, "deferred": deferred}
 
 
@@ -48,8 +48,8 @@ GAUGES = (
         "vllm:num_requests_waiting_by_reason",
         "requests",
         "reason",
-        "Waiting requests: for capacity, or deferred until another continuation has computed their "
-        "prompt.",
+        "Waiting requests: for capacity, or deferred until another one has computed their prompt, "
+        "or what it begins with.",
         _waiting,
     ),
     each(
@@ -59,7 +59,8 @@ GAUGES = (
         "reason",
         "Waiting requests, by what the first of them lacked in the last plan: kv_memory, "
         "max_num_seqs, token_budget; preempted: it has just made room; next_step: it came after "
-        "that; sibling, choice: as deferred.",
+        "that; prefix: another one computes what it begins with; prefix, sibling, choice: as "
+        "deferred.",
         lambda r: r.waiting,
     ),
     one(

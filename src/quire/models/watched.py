@@ -1,0 +1,79 @@
+"""Whether a model is still what it was after its last pass, and who has changed it since."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+
+from quire.layers.watch import Place, Watch
+
+
+class ModelWatch:
+    """Looks at a model before each pass. ``version`` grows whenever it finds something new.
+
+    What was computed before its owner changed a model is another model's: keys and values too. What
+    a pass changes by itself is no such change; what it changes again and again is left out from
+    then on, and there is a reason why the model cannot be recorded.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, is_private: bool = False) -> None:
+        """``is_private``: nothing outside of the engine has it, and there is nothing to look at."""
+        self.model = model
+        self._is_private = is_private
+        self._watch: Watch | None = None
+        self._places: list[int] = []
+        self._changed_by_passes: frozenset[Place] = frozenset()
+        self._apart: frozenset[Place] = frozenset()
+        self.lent: frozenset[Place] = frozenset()  # what the engine exchanges itself
+        self.version = 0
+
+    def look(self) -> bool:
+        """Before a pass: whether the model is what it was after the last one."""
+        if self._is_private:
+            return True
+        if self._watch is None:
+            self._begin()
+            return True
+        if self._is_same(self._watch):
+            return True
+        self._changed_by_passes = self._apart = frozenset()
+        self._begin()
+        return False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a pass of the model's own Python: what changes meanwhile, the pass changes."""
+        try:
+            yield
+        finally:
+            if self._watch is not None and not self._is_same(self._watch):
+                changed = self._watch.changed()
+                self._apart |= changed & self._changed_by_passes
+                self._changed_by_passes |= changed
+                self._begin()
+
+    def why_not_recorded(self) -> str | None:
+        """Why a pass may do something else another time, without a sign of it beforehand."""
+        if self._watch is None:
+            self._begin()
+        assert self._watch is not None
+        if self._watch.is_heard or _has_global_hooks():
+            return "its owner listens to what it does"
+        if self._watch.unseen:
+            return f"it keeps what cannot be watched: {', '.join(self._watch.unseen)}"
+        if self._apart:
+            return "every pass changes what the model keeps"
+        return None
+
+    def _is_same(self, watch: Watch) -> bool:
+        return watch.holds() and watch.places() == self._places
+
+    def _begin(self) -> None:
+        self._watch = Watch(self.model, apart=self._apart | self.lent)
+        self._places = self._watch.places()
+        self.version += 1
+
+
+def _has_global_hooks() -> bool:
+    return bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
