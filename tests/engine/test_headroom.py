@@ -280,7 +280,9 @@ def test_prices_that_are_given_stay() -> None:
 BLOCK = sum(group.bytes_for(4) for group in FULL)
 
 
-def comes_beside_one(watermark_blocks: int, max_tokens: int, *, headroom: bool = True) -> bool:
+def comes_beside_one(
+    watermark_blocks: int, max_tokens: int, *, headroom: float | None = None
+) -> bool:
     """Whether a prompt of two blocks comes beside a sequence of two, into a cache of eight.
 
     What runs has an output of two tokens and ends there; ``max_tokens`` are the newcomer's.
@@ -314,7 +316,7 @@ def comes_beside_one(watermark_blocks: int, max_tokens: int, *, headroom: bool =
 def test_a_newcomer_leaves_the_watermark_free(watermark_blocks: int) -> None:
     """Of eight blocks three are held (the first one's ninth token needs one) and two asked for."""
     fits = watermark_blocks <= 3
-    assert comes_beside_one(watermark_blocks, 2, headroom=False) == fits
+    assert comes_beside_one(watermark_blocks, 2, headroom=0.0) == fits
 
 
 @pytest.mark.parametrize("watermark_blocks", [0, 3, 4, 8])

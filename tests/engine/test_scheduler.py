@@ -392,6 +392,29 @@ def test_scheduling_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
+    """Of 32 tokens a sequence holds 12: a prompt of 24 waits, though its first chunk would fit."""
+    config = CacheConfig(
+        max_model_len=32,
+        max_num_seqs=2,
+        capacity_bytes=8 * FULL.bytes_for(4),
+        block_size=4,
+        page_bytes=PAGE_BYTES,
+    )
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=8, headroom=0.0)
+    scheduler = Scheduler(PagedAccounting((FULL,), config), limits)
+    scheduler.add(request(0, 8, 3))
+    scheduler.update(scheduler.plan(), [Sampled(token_ids=(5,))])
+    scheduler.add(request(1, 24, 1, text=1))
+    assert list(chunks_of_steps(scheduler)) == [
+        [(0, 8, 9)],
+        [(0, 9, 10)],
+        [(1, 0, 8)],
+        [(1, 8, 16)],
+        [(1, 16, 24)],
+    ]
+
+
 # -- guesses -------------------------------------------------------------------------------------
 
 
@@ -405,7 +428,7 @@ def guessing(num_blocks: int) -> tuple[PagedAccounting, Scheduler]:
         page_bytes=PAGE_BYTES,
     )
     accounting = PagedAccounting((FULL,), config)
-    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=False)
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=0.0)
     scheduler = Scheduler(accounting, limits)
     for text in range(2):
         scheduler.add(request(text, 4, 20, text))
