@@ -253,11 +253,12 @@ def test_a_file_shelf_uses_its_holes_again_and_grows_no_larger_than_needed(tmp_p
     assert size == sum(part.nbytes for each in layers for parts in each for part in parts)
     shelf.drop(1)
     shelf.put(4, layers[0])
-    for seq_id, number in ((0, 0), (2, 2), (3, 3), (4, 0)):
+    shelf.put(5, layers[2])  # both fit where the one was
+    for seq_id, number in ((0, 0), (2, 2), (3, 3), (4, 0), (5, 2)):
         for parts, kept in zip(layers[number], shelf.get(seq_id), strict=True):
             assert all(part.equal(other) for part, other in zip(parts, kept, strict=True))
     assert os.fstat(shelf._file).st_size == size
-    for seq_id in (0, 2, 3, 4):
+    for seq_id in (0, 2, 3, 4, 5):
         shelf.drop(seq_id)
     assert os.fstat(shelf._file).st_size == 0
     shelf.close()
