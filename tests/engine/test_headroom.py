@@ -275,6 +275,14 @@ def test_prices_that_are_given_stay() -> None:
     assert costs.prices == Prices(step_s=1.0, token_s=0.1)
 
 
+def test_outputs_that_reach_their_limit_count_as_cut_off() -> None:
+    one = watch(256, max_num_seqs=8)
+    added(one, *[(4, 2)] * 60)
+    one.drain(five)
+    survival = one.scheduler._admission._lengths.survival(*NOBODY)
+    assert survival(np.array([2]))[0] > 0.9
+
+
 # -- the watermark -------------------------------------------------------------------------------
 
 BLOCK = sum(group.bytes_for(4) for group in FULL)
