@@ -275,12 +275,22 @@ def test_prices_that_are_given_stay() -> None:
     assert costs.prices == Prices(step_s=1.0, token_s=0.1)
 
 
+def test_outputs_that_reach_their_limit_count_as_cut_off() -> None:
+    one = watch(256, max_num_seqs=8)
+    added(one, *[(4, 2)] * 60)
+    one.drain(five)
+    survival = one.scheduler._admission._lengths.survival(*NOBODY)
+    assert survival(np.array([2]))[0] > 0.9
+
+
 # -- the watermark -------------------------------------------------------------------------------
 
 BLOCK = sum(group.bytes_for(4) for group in FULL)
 
 
-def comes_beside_one(watermark_blocks: int, max_tokens: int, *, headroom: bool = True) -> bool:
+def comes_beside_one(
+    watermark_blocks: int, max_tokens: int, *, headroom: float | None = None
+) -> bool:
     """Whether a prompt of two blocks comes beside a sequence of two, into a cache of eight.
 
     What runs has an output of two tokens and ends there; ``max_tokens`` are the newcomer's.
@@ -314,7 +324,7 @@ def comes_beside_one(watermark_blocks: int, max_tokens: int, *, headroom: bool =
 def test_a_newcomer_leaves_the_watermark_free(watermark_blocks: int) -> None:
     """Of eight blocks three are held (the first one's ninth token needs one) and two asked for."""
     fits = watermark_blocks <= 3
-    assert comes_beside_one(watermark_blocks, 2, headroom=False) == fits
+    assert comes_beside_one(watermark_blocks, 2, headroom=0.0) == fits
 
 
 @pytest.mark.parametrize("watermark_blocks", [0, 3, 4, 8])

@@ -392,6 +392,96 @@ def test_scheduling_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
+    """Of 32 tokens a sequence holds 12: a prompt of 24 waits, though its first chunk would fit."""
+    config = CacheConfig(
+        max_model_len=32,
+        max_num_seqs=2,
+        capacity_bytes=8 * FULL.bytes_for(4),
+        block_size=4,
+        page_bytes=PAGE_BYTES,
+    )
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=8, headroom=0.0)
+    scheduler = Scheduler(PagedAccounting((FULL,), config), limits)
+    scheduler.add(request(0, 8, 3))
+    scheduler.update(scheduler.plan(), [Sampled(token_ids=(5,))])
+    scheduler.add(request(1, 24, 1, text=1))
+    assert list(chunks_of_steps(scheduler)) == [
+        [(0, 8, 9)],
+        [(0, 9, 10)],
+        [(1, 0, 8)],
+        [(1, 8, 16)],
+        [(1, 16, 24)],
+    ]
+
+
+def swapping(swap_tokens: int) -> tuple[Run, list[Sequence]]:
+    """Three sequences that have room for 24 tokens each, and two of them for 36; none is shared."""
+    arrivals = tuple(
+        Arrival(step=0, num_prompt_tokens=20, max_tokens=20, text=text) for text in range(3)
+    )
+    run = Run(
+        Workload(
+            strategy="paged",
+            groups="full",
+            capacity_tokens=72,
+            budget=64,
+            max_num_seqs=3,
+            arrivals=arrivals,
+            caching=False,
+            swap_tokens=swap_tokens // 2,  # which Run counts in layers of both groups
+        )
+    )
+    for arrival in arrivals:
+        run.arrive(arrival)
+    return run, run.sequences
+
+
+def test_what_comes_back_from_swap_is_reported_whole_and_its_space_given_back() -> None:
+    run, (first, _, last) = swapping(swap_tokens=40)
+    until_preempted(run, last)
+    assert run.scheduler.swap.used_bytes == 24 * FULL.bytes_per_token
+    run.abort(first)
+    run.advance()
+    assert last.num_computed_tokens == 25
+    assert run.scheduler.swap.used_bytes == 0
+    tables = run.accounting.blocks.tables  # type: ignore[attr-defined]
+    assert int(tables.num_computed[tables.rows[last.seq_id]]) == 25
+    run.to_the_end()
+
+
+def test_what_finds_no_swap_space_is_computed_again() -> None:
+    run, (_, second, last) = swapping(swap_tokens=40)
+    until_preempted(run, last)
+    until_preempted(run, second)
+    assert (second.num_saved_tokens, last.num_saved_tokens) == (0, 24)
+    assert run.scheduler.stats.num_swaps == 1
+    run.to_the_end()
+
+
+def test_an_end_counts_after_min_tokens() -> None:
+    scheduler = paged(capacity_tokens=100, budget=16).scheduler
+    params = SamplingParams(max_tokens=9, min_tokens=2)
+    (sequence,) = scheduler.add(Request(request_id=0, prompt_token_ids=(1, 2), params=params))
+    while scheduler.has_unfinished:
+        scheduler.update(scheduler.plan(), [Sampled(token_ids=(EOS,))])
+    assert sequence.num_output_tokens == 3
+    assert sequence.finish_reason == "stop"
+
+
+def test_a_continuation_that_ends_before_its_prompt_is_computed_is_not_waited_for() -> None:
+    scheduler = paged(capacity_tokens=100, budget=16).scheduler
+    params = SamplingParams(max_tokens=3, n=2)
+    first, second = scheduler.add(Request(request_id=0, prompt_token_ids=(1, 2), params=params))
+    scheduler.finish(second, "stop", "aborted")
+    scheduler.check()
+    for _ in range(3):
+        scheduler.update(scheduler.plan(), [Sampled(token_ids=(5,))])
+        scheduler.check()
+    assert first.num_output_tokens == 3
+    assert not scheduler.has_unfinished
+
+
 # -- guesses -------------------------------------------------------------------------------------
 
 
@@ -405,7 +495,7 @@ def guessing(num_blocks: int) -> tuple[PagedAccounting, Scheduler]:
         page_bytes=PAGE_BYTES,
     )
     accounting = PagedAccounting((FULL,), config)
-    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=False)
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=0.0)
     scheduler = Scheduler(accounting, limits)
     for text in range(2):
         scheduler.add(request(text, 4, 20, text))

@@ -93,6 +93,8 @@ def test_copies_take_no_more_than_the_keys_between_them() -> None:
     # A long prompt comes in chunks; those that cross a multiple are kept, and the last block.
     assert step_through(Cache(dear), 200, 201, 48) == [96, 144, 192]
     assert step_through(Cache((state_of(4096),)), 40, 9000, 8192) == [32, 4096, 8192]
+    # Chunks may be shorter than a block.
+    assert step_through(Cache(cheap), 40, 41, 5) == [16, 32]
 
 
 def test_suspects_are_acquitted_when_they_have_come_further() -> None:

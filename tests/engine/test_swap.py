@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.strategy_cases import layers_of, model_spec
 from engine.test_llm import ids, model_of, prompts
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
 from quire.engine import needs
+from quire.engine.kv_cache import KVCache
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
-from quire.engine.swap.mover import Mover
+from quire.engine.swap.mover import Mover, ShelfMover
 from quire.engine.swap.pinned import _forms
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
 from quire.engine.swap.store import make_swap_store
+from quire.engine.swap.timers import HostTimer
 from quire.errors import ConfigError
+from quire.memory import HostMemory
+from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from tiny import random_model, tiny_model
 
 KIB = 1 << 10  # of a token's keys and values, in these models
@@ -253,14 +259,41 @@ def test_a_file_shelf_uses_its_holes_again_and_grows_no_larger_than_needed(tmp_p
     assert size == sum(part.nbytes for each in layers for parts in each for part in parts)
     shelf.drop(1)
     shelf.put(4, layers[0])
-    for seq_id, number in ((0, 0), (2, 2), (3, 3), (4, 0)):
+    shelf.put(5, layers[2])  # both fit where the one was
+    for seq_id, number in ((0, 0), (2, 2), (3, 3), (4, 0), (5, 2)):
         for parts, kept in zip(layers[number], shelf.get(seq_id), strict=True):
             assert all(part.equal(other) for part, other in zip(parts, kept, strict=True))
     assert os.fstat(shelf._file).st_size == size
-    for seq_id in (0, 2, 3, 4):
+    for seq_id in (0, 2, 3, 4, 5):
         shelf.drop(seq_id)
     assert os.fstat(shelf._file).st_size == 0
     shelf.close()
+
+
+def test_what_is_found_here_is_not_brought_back() -> None:
+    """Twelve tokens are saved, the first eight are in the cache when it comes back."""
+    spec = model_spec(layers_of("full", "float32", wide=False))
+    config = CacheConfig(max_model_len=64, max_num_seqs=2, capacity_bytes=2**20, block_size=4)
+
+    def pair() -> tuple[Accounting, Storage]:
+        accounting = build_accounting("paged", spec, config)
+        return accounting, build_storage("paged", accounting, HostMemory())
+
+    kv = KVCache(pair)
+    for seq_id in range(2):
+        kv.accounting.add(seq_id)
+        kv.accounting.try_extend(seq_id, 12)
+    kv.storage.apply(kv.accounting.drain())
+    here, there = (kv.accounting.slots(0, seq_id, 0, 12) for seq_id in range(2))
+    entries = torch.arange(12.0)[:, None, None].expand(12, 2, 16)
+    kv.storage.write(0, torch.from_numpy(here), entries, -entries)
+    mover = ShelfMover(kv, MemoryShelf(), HostTimer(time.perf_counter))
+    mover.save(0, [here])
+    mover.put_back(0, [there[8:]], [8])
+    k, v = kv.storage.gather(0, torch.from_numpy(there[8:]))
+    assert k[0, :, 0].tolist() == [8, 9, 10, 11]
+    assert v[0, :, 0].tolist() == [-8, -9, -10, -11]
+    mover.close()
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

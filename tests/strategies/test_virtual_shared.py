@@ -393,6 +393,19 @@ def test_the_limit_holds_within_a_step() -> None:
         cache.step()
 
 
+def test_the_limit_holds_from_call_to_call_of_a_step() -> None:
+    """What a call may add counts for the next one, before anything is drained."""
+    cache = Cache(FULL, max_mappings=14, max_num_seqs=8)
+    for seq_id in range(4):
+        cache.accounting.add(seq_id)
+        cache.accounting.try_extend(seq_id, SIZE)
+    cache.step()
+    assert cache.accounting._windows.num_mappings == 12
+    grown = [cache.accounting.try_extend_each([seq_id], [2 * SIZE]) for seq_id in range(4)]
+    assert grown == [1, 1, 0, 0]
+    cache.step()
+
+
 def fill_alike(cache: Cache, *, num_marked: int, others: int = 0) -> None:
     """Two fill the same blocks at the same time, and the first tokens of the second are marked."""
     cache.begin(0, prompt(4 * SIZE))

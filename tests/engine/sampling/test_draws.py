@@ -19,6 +19,7 @@ from quire.engine.sampling.draws import (
     uniforms,
 )
 from quire.engine.sampling.edits import Edits
+from quire.engine.sampling.filters import cut
 from quire.engine.sampling.tally import Tally
 
 
@@ -84,6 +85,26 @@ def test_weights_that_move_a_little_seldom_change_a_draw() -> None:
     shares = [np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (logits, moved)]
     moved_share = 0.5 * np.abs(shares[0] - shares[1]).sum(-1).mean()
     assert (pair[0] != pair[1]).mean() < 4 * moved_share
+
+
+def test_filters_by_hand() -> None:
+    """Weights of 8, 4, 2, 1 and 1 of 16, and what is kept of them."""
+    kept = {
+        (1, 1.0, 0.0): 1,
+        (2, 1.0, 0.0): 2,
+        (4, 1.0, 0.0): 5,  # of equals all or none
+        (0, 0.49, 0.0): 1,
+        (0, 0.51, 0.0): 2,
+        (0, 0.76, 0.0): 3,
+        (0, 1.0, 0.25): 3,
+        (0, 1.0, 0.26): 2,
+        (3, 0.6, 0.25): 2,  # 8 of 14 are not enough
+    }
+    for (top_k, top_p, min_p), count in kept.items():
+        weights = np.zeros((1, padded(5)), np.float32)
+        weights[0, :5] = np.array([8, 4, 2, 1, 1]) / 8
+        cut(weights, np.array([top_k]), np.array([top_p]), np.array([min_p]))
+        assert np.count_nonzero(weights) == count, (top_k, top_p, min_p)
 
 
 def test_the_repetition_penalty_is_transformers() -> None:
