@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire import LLM, SamplingParams
 from quire.models.loader import adopt
 from quire.models.recorded import recordings
-from quire.models.ways import WAYS
+from quire.models.ways.choice import WAYS
 from quire.strategies import STRATEGIES
 from tiny import tiny_model, tokens
 

@@ -16,6 +16,7 @@ from layers.products import ACTIVATIONS, MOST_ROWS, linears
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear, linear
 from quire.layers.cpu.frame import BLOCK, ProductShape, items_of
+from quire.models.recorded.recordings import SIZES
 
 Use = Callable[[int], None]
 
@@ -67,6 +68,35 @@ def test_any_strides(make: Callable[[Tensor], Tensor], weight: Tensor, calls: li
     product = linears("native").bind([weight])
     assert torch.equal(product(x)[0], product(x.clone().contiguous())[0])
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_torch_is_given_few_numbers_of_rows(dtype: torch.dtype, calls: list[Tensor]) -> None:
+    """What it compiles for each of them in 16 bits stays for good."""
+    weights = [torch.randn(width, 40).to(dtype) for width in (48, 32)]
+    biases = [torch.randn(48).to(dtype), None]
+    product = CpuLinear(kernel_dir=kernel_folder(), most_rows=2).bind(weights, biases)
+    asked = [3, 15, 16, 17, 64, 65, 100, 250, 257, 300, 511, 1025, 2000, 2049]
+    given = []
+    with torch.inference_mode():
+        for num_rows in asked:
+            x = torch.randn(1, num_rows, 40).to(dtype)
+            del calls[:]
+            outs = product(x)
+            first, second = (rows.numel() // 40 for rows in calls)
+            assert first == second
+            given.append(first)
+            for out, weight, bias in zip(outs, weights, biases, strict=True):
+                want = functional.linear(x, weight, bias)
+                assert out.shape == want.shape
+                assert out.is_contiguous()
+                torch.testing.assert_close(out, want)
+    more = [8, 16, 16, 24, 64, 72, 104, 256, 288, 320, 512, 1152, 2048, 2304]
+    assert given == (more if dtype.itemsize == 2 else asked)
+    sizes = {num_rows + linear.rows_more(num_rows) for num_rows in range(1, 4097)}
+    assert len(sizes) == 16 + 8 * 5
+    assert all(linear.rows_more(n) <= n / 8 for n in range(64, 4097))
+    assert not any(linear.rows_more(size) for size in SIZES if size > 16)  # recorded: no copies
 
 
 def test_many_rows_or_none_are_torch_s(weight: Tensor, calls: list[Tensor]) -> None:

@@ -29,7 +29,7 @@ from transformers import (
 from models.steps import LENGTH, World, alone, deviation, world_of
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModel
-from quire.models.ways import WAYS
+from quire.models.ways.choice import WAYS
 from quire.models.ways.trial import Trial
 from quire.spec import FullAttention, SlidingWindow
 from quire.strategies import STRATEGIES, Fits

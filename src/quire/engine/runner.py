@@ -32,7 +32,7 @@ from quire.models.stand_ins import StandIns
 from quire.models.states.batch import make_state_batch, state_groups
 from quire.models.states.recurrent import RecurrentLayers
 from quire.models.watched import ModelWatch
-from quire.models.ways import WAYS, Way, make_way
+from quire.models.ways.choice import WAYS, Way, make_way
 from quire.models.ways.hooks import Step, make_step
 from quire.models.ways.source import Source, kept_sources
 from quire.models.ways.trial import Trial, limit_for

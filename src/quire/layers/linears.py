@@ -39,7 +39,7 @@ class Linears:
             return []
         if len({x.weight.dtype for x in plain}) > 1:
             return []
-        together = _Together(self._bind(plain), [x.forward for x in plain])
+        together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
         found = [stand_in(layer, together.forward_of(n)) for n, layer in enumerate(plain)]
         return [part for part in found if isinstance(part, StandIn)]
 
@@ -74,9 +74,9 @@ class _Together:
     model does between them, and only a model that gives each its own input loses by it.
     """
 
-    def __init__(self, bound: BoundLinear, own: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, bound: BoundLinear, alone: Sequence[BoundLinear]) -> None:
         self._bound = bound
-        self._own = own
+        self._alone = alone
         self._input: Tensor | None = None  # of what waits to be taken
         self._waiting: dict[int, Tensor] = {}
 
@@ -86,11 +86,11 @@ class _Together:
         def forward(x: Tensor) -> Tensor:
             if x is not self._input:
                 if x.numel() // x.shape[-1] > self._bound.most_rows:
-                    return self._own[index](x)
+                    return self._alone[index](x)[0]
                 self._input, self._waiting = x, dict(enumerate(self._bound(x)))
             found = self._waiting.pop(index, None)
             if not self._waiting:
                 self._input = None
-            return self._own[index](x) if found is None else found
+            return self._alone[index](x)[0] if found is None else found
 
         return forward

@@ -22,9 +22,11 @@ from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
 from quire.layers.cpu.worker import write_worker
+from quire.units import align_up
 
 _WORTH_THREADS = 2**17  # bytes of weights
 _SOURCES = ("f32", "f16", "bf16")
+_COMPILED = (torch.bfloat16, torch.float16)  # by oneDNN, for each number of rows
 Biases = Sequence[Tensor | None]
 
 
@@ -187,7 +189,13 @@ class _Product:
 
     def by_torch(self, x: Tensor) -> tuple[Tensor, ...]:
         pairs = zip(self._weights, self._biases, strict=True)
-        return tuple([functional.linear(x, weight, bias) for weight, bias in pairs])
+        num_rows = x.numel() // self._num_inputs
+        more = 0 if torch.is_grad_enabled() or x.dtype not in _COMPILED else rows_more(num_rows)
+        if not (more and x.is_cpu):
+            return tuple([functional.linear(x, weight, bias) for weight, bias in pairs])
+        rows = functional.pad(x.reshape(num_rows, self._num_inputs), (0, 0, 0, more))
+        outs = [functional.linear(rows, weight, bias)[:num_rows] for weight, bias in pairs]
+        return tuple([out.view(*x.shape[:-1], out.shape[1]) for out in outs])
 
     def run(self, x: Tensor, step: _Step) -> tuple[Tensor, ...]:
         row_bytes = self._num_inputs * x.itemsize
@@ -233,6 +241,17 @@ class _Product:
             items=items,
             words=(items.ctypes.data, len(items)),
         )
+
+
+def rows_more(num_rows: int) -> int:
+    """How many rows of zeros torch is to multiply besides, at most an eighth.
+
+    In 16 bits oneDNN compiles a product for every number of rows, which takes milliseconds, and
+    keeps it: half a MiB of each for as long as the process lives. So there are eight numbers from
+    one power of two to the next, and multiples of eight below: the sizes of recorded steps.
+    """
+    granule = max(8, (1 << max(0, (num_rows - 1).bit_length() - 1)) // 8)
+    return align_up(num_rows, granule) - num_rows
 
 
 def _checked(weights: Sequence[Tensor], biases: Biases | None) -> tuple[Tensor | None, ...]:
