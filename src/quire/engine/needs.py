@@ -17,9 +17,10 @@ from quire.strategies.stacking import stacking, suited_to
 from quire.units import format_count
 
 _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
-# Libraries, compiled kernels and threads come after sizing: 330 MiB of addresses with two threads,
-# most of it stacks and arenas of malloc. It matters only under ulimit -v.
-_LATER_ADDRESS_BYTES = 512 * 2**20
+# Libraries, compiled kernels and threads come after sizing: 345 MiB of addresses with two threads,
+# most of it stacks and arenas of malloc; and a few threads more at times. It matters only under
+# ulimit -v.
+_LATER_ADDRESS_BYTES = 640 * 2**20
 _SWAP_PIECE_BYTES = 32 * 2**20  # that go at once, at least
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 

@@ -20,6 +20,9 @@ from quire.memory.machine.probe import MemoryBound
 from quire.units import ceil_div, format_bytes, format_count
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+# A thread takes an arena of malloc, 64 MiB of addresses, and a stack of 8; a load may begin two
+# more than the load before it.
+_MORE_THREADS_BYTES = 2 * 72 * _MIB
 DEFAULT_UTILIZATION = 0.9  # vLLM's, mistral.rs's server's
 GIVEN = "given"  # no rule: the user has said how many bytes
 
@@ -65,7 +68,11 @@ class _Case:
     @property
     def lasting_bytes(self) -> int:
         """What to name as fitting: a little less, since the figures move between two runs."""
-        return max(min(self.room_bytes, self.needs.least_bytes), self.room_bytes * 49 // 50)
+        room_bytes, bound = self.room
+        lasting = room_bytes * 49 // 50
+        if bound.counts_addresses:
+            lasting -= _MORE_THREADS_BYTES // self.needs.addresses_per_byte
+        return max(min(room_bytes, self.needs.least_bytes), lasting)
 
     def room_in(self, bound: MemoryBound) -> int:
         """The most, were this the only limit."""
