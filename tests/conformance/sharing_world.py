@@ -219,9 +219,24 @@ class World:
         return fresh
 
     def fits_alone(self, step: Step) -> bool:
-        """Whether an empty cache could take a sequence from where the step begins to its end."""
+        """Whether a sequence could make this step if all others ended, or it began again too."""
         verdict = self.alone(self.capacity).try_extend(0, step.end, external_tokens=step.begin)
-        return isinstance(verdict, Fits)
+        if not isinstance(verdict, Fits):
+            return False
+        held = self.held.get(step.seq_id)
+        if held is None or self.peak(held.room) <= self.capacity:
+            return True
+        return self.bytes_in_place(step) <= self.capacity
+
+    def bytes_in_place(self, step: Step) -> int:
+        """What a sequence holds by itself after a step, with its blocks where they are now."""
+        total = 0
+        for g, size in enumerate(self.pools.sizes):
+            table, first, _, last = self.columns(g, step)
+            granules = {block // size.granule_blocks for block in table[first:]}
+            fewest = ceil_div(max(last, len(table)) - first, size.granule_blocks)
+            total += max(len(granules), fewest) * size.granule_blocks * size.block_bytes
+        return total
 
     def longest_alone(self) -> int:
         """How far a sequence can go in an empty cache, token by token."""

@@ -214,12 +214,14 @@ class StrategyMachine(RuleBasedStateMachine):
             max_capacity_bytes=capacity_bytes * draw(st.integers(1, 2)),
             **self.changed,
         )
+        self.first_config = self.config  # of which ``resize`` changes the capacity
         self.ceiling = self.config.capacity_bytes
         self.accounting = self.fresh()
         self.store = self.make_store(self.accounting, self.config)
         self.forgets = any(
             isinstance(group.spec, SlidingWindow | ChunkedAttention) for group in self.spec.groups
         )
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.held: dict[int, Held] = {}
         self.next_seq = self.next_token = 0
 
@@ -231,7 +233,7 @@ class StrategyMachine(RuleBasedStateMachine):
         num_tokens=st.integers(6, 30) | st.integers(0, 64),
     )
     def admit(self, max_tokens: int | None, num_tokens: int) -> None:
-        self.accounting.add(self.next_seq, max_tokens=max_tokens)
+        self.call("add", self.next_seq, max_tokens=max_tokens)
         self.held[self.next_seq] = Held(max_tokens=max_tokens)
         self.extend_one(self.next_seq, num_tokens)
         self.next_seq += 1
@@ -265,7 +267,7 @@ class StrategyMachine(RuleBasedStateMachine):
             refused = not self.extend_one(seq_id, num_tokens)
             grown.add(seq_id)
             if refused and num_actions == 1:
-                changes = self.accounting.drain()
+                changes = self.call("drain")
                 # With keep_old a step begins by giving back what the one before it has outgrown.
                 assert all(isinstance(change, Release | Unmap) for change in changes)
                 self.store.apply(changes)
@@ -277,7 +279,7 @@ class StrategyMachine(RuleBasedStateMachine):
         """A sequence is continued in two ways."""
         seq_id = data.draw(st.sampled_from(sorted(self.held)))
         before = self.snapshot()
-        verdict = self.accounting.fork(seq_id, self.next_seq)
+        verdict = self.call("fork", seq_id, self.next_seq)
         if isinstance(verdict, Fits):
             self.held[self.next_seq] = self.held[seq_id].copy()
             self.end_step()
@@ -303,7 +305,7 @@ class StrategyMachine(RuleBasedStateMachine):
         before = self.snapshot()
         refusal = ""
         try:
-            self.accounting.trim(seq_id, num_tokens)
+            self.call("trim", seq_id, num_tokens)
         except ValueError as error:
             refusal = str(error)
         if refusal:
@@ -329,8 +331,8 @@ class StrategyMachine(RuleBasedStateMachine):
     def resize(self, share: int, for_now: bool) -> None:
         """The ceiling is moved, for now or for good. What is held stays as it is."""
         wanted, tables = self.config.most_bytes * share // 16, self.snapshot()[1]
-        ceiling = self.accounting.resize(wanted, for_now=for_now)
-        changes = self.accounting.drain()
+        ceiling = self.call("resize", wanted, for_now=for_now)
+        changes = self.call("drain")
         assert all(isinstance(change, Release | Unmap) for change in changes)
         assert self.snapshot()[1] == tables, "somebody's tokens have moved"
         self.store.apply(changes)
@@ -351,8 +353,8 @@ class StrategyMachine(RuleBasedStateMachine):
         self.free_one(data.draw(st.sampled_from(sorted(self.held))))
         self.end_step()
         self.store.resize(self.config.most_bytes)  # whoever calls it knows that there is room
-        self.accounting.defrag()
-        self.store.apply(self.accounting.drain())
+        self.call("defrag")
+        self.store.apply(self.call("drain"))
         self.store.resize(self.ceiling)
         assert self.accounting.fragmentation == 0
         self.end_step()
@@ -365,25 +367,32 @@ class StrategyMachine(RuleBasedStateMachine):
         self.end_step()
         usage = self.accounting.usage()
         assert usage.committed_bytes == usage.used_bytes == self.store.committed_bytes == 0
-        assert self.accounting.drain() == []
+        assert self.call("drain") == []
         self.store.close()
 
     # -- what the rules are made of --------------------------------------------------------------
 
-    def fresh(self) -> Accounting:
-        return build_accounting(self.strategy, self.spec, self.config)
+    def fresh(self, config: CacheConfig | None = None) -> Accounting:
+        return build_accounting(self.strategy, self.spec, config or self.config)
+
+    def call(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        """Have the accounting do something. It is noted, to be done again elsewhere."""
+        answer = getattr(self.accounting, verb)(*arguments, **options)
+        if not isinstance(answer, NotNow | Never):  # a refusal has changed nothing
+            self.calls.append((verb, arguments, options))
+        return answer
 
     def free_one(self, seq_id: int) -> None:
-        self.accounting.free(seq_id)
+        self.call("free", seq_id)
         del self.held[seq_id]
 
     def extend_one(self, seq_id: int, num_tokens: int) -> bool:
         held = self.held[seq_id]
         before = self.snapshot()
-        verdict = self.accounting.try_extend(seq_id, num_tokens)
+        verdict = self.call("try_extend", seq_id, num_tokens)
         if not isinstance(verdict, Fits):
             assert self.snapshot() == before, "a refusal has changed something"
-            self.check_refusal(held, num_tokens, verdict)
+            self.check_refusal(seq_id, num_tokens, verdict)
             return False
         if num_tokens <= len(held.ids):
             assert self.snapshot() == before, "there was room already"
@@ -398,7 +407,7 @@ class StrategyMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         """Carry out the changes, write the new tokens, and look at everything."""
         with counted_mappings(self.accounting):
-            changes = self.accounting.drain()
+            changes = self.call("drain")
             self.store.apply(changes)
         for seq_id, held in self.held.items():
             if held.written == len(held.ids):
@@ -495,11 +504,13 @@ class StrategyMachine(RuleBasedStateMachine):
         assert usage.committed_bytes <= self.ceiling
         self.store.verify(usage)
 
-    def check_refusal(self, held: Held, num_tokens: int, verdict: Verdict) -> None:
+    def check_refusal(self, seq_id: int, num_tokens: int, verdict: Verdict) -> None:
+        held = self.held[seq_id]
         routes = [held.history, []]
         if self.strategy in ("paged", "virtual"):  # here a window may be passed token by token
             routes.append([("extend", n + 1) for n in range(len(held.ids))])
         alone = any(self.fits_alone(held, route, num_tokens) for route in routes)
+        alone = alone or self.fits_without_others(seq_id, num_tokens)
         if isinstance(verdict, NotNow):
             assert alone, f"{num_tokens} tokens will never fit: {verdict}"
             self.check_holders(verdict)
@@ -516,6 +527,21 @@ class StrategyMachine(RuleBasedStateMachine):
     def check_holders(self, verdict: NotNow) -> None:
         assert verdict.holders or self.ceiling < self.config.capacity_bytes
         assert all(self.accounting.table(0, seq_id).size for seq_id in verdict.holders)
+
+    def fits_without_others(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether the sequence could go on with what it holds if all others ended.
+
+        It may hold more tokens than it could come to again: the capacity was larger then, and
+        windows have passed since what did not fit any more.
+        """
+        cache = self.fresh(self.first_config)
+        for verb, arguments, options in self.calls:
+            getattr(cache, verb)(*arguments, **options)
+        for other in self.held.keys() - {seq_id}:
+            cache.free(other)
+        cache.drain()
+        cache.resize(self.config.capacity_bytes)
+        return isinstance(cache.try_extend(seq_id, num_tokens), Fits)
 
     def fits_alone(
         self,

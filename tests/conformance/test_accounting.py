@@ -7,6 +7,7 @@ fill several and, with small blocks, a page holds several blocks.
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,15 +29,43 @@ from quire.strategies import (
 SETTINGS = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
+def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
+    return SlotStore(accounting, config.capacity_bytes)
+
+
 @pytest.mark.parametrize("page_bytes", [128, 2048])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_random_use(option: str, page_bytes: int) -> None:
-    def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
-        return SlotStore(accounting, config.capacity_bytes)
-
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=page_bytes), settings=SETTINGS
     )
+
+
+class Drawn:
+    """What a machine draws, told in advance."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = list(values)
+
+    def draw(self, _: object) -> Any:
+        return self._values.pop(0)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_came_under_a_larger_capacity_may_stay(option: str) -> None:
+    """Behind its chunk a sequence holds less than the chunk took, and the capacity sinks to that.
+
+    It cannot come there again, but goes on when the other ends: ``NotNow`` is right.
+    """
+    for num_tokens in (10, 14, 18):
+        machine = StrategyMachine(option, store, page_bytes=128)
+        machine.build(data=Drawn("chunked", "bfloat16", 50, num_tokens, 0, 6, 1))
+        machine.admit(max_tokens=10, num_tokens=6)
+        machine.decode(num_steps=3)
+        machine.admit(max_tokens=10, num_tokens=1)
+        machine.resize(share=6, for_now=False)
+        machine.decode(num_steps=3)
+        machine.teardown()
 
 
 CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**20, page_bytes=128)

@@ -231,6 +231,16 @@ def test_a_limit_on_addresses_counts_what_is_only_reserved() -> None:
     assert ledger.bound == limit.source
 
 
+def test_addresses_are_left_where_headroom_leaves_less_memory() -> None:
+    """There are addresses for 8 GiB and memory for 9, of which 4 stay free for others."""
+    limit = MemoryBound(source="RLIMIT_AS (ulimit -v)", limit_bytes=30 * GIB, used_bytes=13 * GIB)
+    desk = machine_of(24 * GIB, 6 * GIB)
+    ledger = make_ledger(replace(desk, bounds=(limit, *desk.bounds)), needs_of())
+    assert ledger.room_bytes == (30 - 13 - 8 - 1) * GIB
+    assert ledger.kv_bytes == (24 - 6 - 4 - 8 - 1) * GIB
+    assert ledger.bound == "MemAvailable"
+
+
 # -- on any machine --------------------------------------------------------------------------------
 
 

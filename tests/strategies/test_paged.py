@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.spec import CrossAttention, FullAttention, LatentAttention, SlidingWindow
+from quire.spec import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    SlidingWindow,
+)
 from quire.strategies import Commit, Copy, Fits, Never, NotNow, Release
 from quire.strategies.paged import PagedAccounting
 from strategies.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
@@ -287,3 +293,66 @@ def test_whole_pages_count_for_what_can_never_fit() -> None:
     assert isinstance(verdict, Never)
     assert verdict.fitting_tokens == 32
     assert isinstance(cache.try_extend(1, 32), NotNow | Fits)
+
+
+# A chunk of eight tokens takes 128 bytes a token, the layer beside it 64: a page, or half of one.
+CHUNKED = spec_of(
+    FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"),
+    ChunkedAttention(num_kv_heads=2, head_dim=16, dtype="bfloat16", chunk=8),
+)
+
+
+def behind_a_chunk(*, scattered: bool) -> PagedAccounting:
+    """Sequence 0 has nine tokens, sequence 1 a few, and the capacity is what they hold.
+
+    Alone, eight tokens take 8 x 192 = 1536 bytes, nine 5 x 128 + 128 = 768.
+    """
+    cache = PagedAccounting(
+        CHUNKED.groups, config(capacity_bytes=2**13, block_size=1, page_bytes=128)
+    )
+    cache.add(0)
+    cache.add(1)
+    for num_tokens in range(1, 10):
+        assert isinstance(cache.try_extend(0, num_tokens), Fits)
+        if scattered or num_tokens == 9:
+            assert isinstance(cache.try_extend(1, num_tokens if scattered else 1), Fits)
+    return cache
+
+
+def test_who_came_far_under_a_larger_capacity_goes_on_when_others_end() -> None:
+    """It could not come there again; but it is there, and has passed what took so much."""
+    cache = behind_a_chunk(scattered=False)
+    assert cache.resize(0) == cache.held_bytes == 768 + 128  # one has room beside the ninth
+    assert isinstance(cache.could_hold(9), Never)
+    assert isinstance(cache.try_extend(0, 10), NotNow)
+    cache.free(1)
+    assert isinstance(cache.try_extend(0, 10), Fits)
+
+
+def test_who_came_far_and_lies_scattered_is_told_that_it_can_go_no_further() -> None:
+    """Its full layer holds half of nine pages: no other sequence's end, nor its own, helps it."""
+    cache = behind_a_chunk(scattered=True)
+    cache.free(1)
+    assert cache.resize(0) == cache.held_bytes == 9 * 128 + 128
+    cache.add(2)
+    verdict = cache.try_extend(0, 10)
+    assert isinstance(verdict, Never)
+    assert (verdict.need_bytes, verdict.capacity_bytes) == (9 * 128 + 2 * 128, 1280)
+    assert isinstance(cache.could_hold(verdict.fitting_tokens), Fits)
+    assert isinstance(cache.could_hold(10), Never)
+
+
+def test_who_lies_scattered_is_not_now_where_it_can_begin_again() -> None:
+    cache = behind_a_chunk(scattered=True)
+    cache.free(1)
+    cache.resize(0)
+    cache.resize(1536)
+    num_tokens = 9
+    while isinstance(verdict := cache.try_extend(0, num_tokens + 1), Fits):
+        num_tokens += 1
+    assert isinstance(verdict, NotNow)
+    assert verdict.holders == (0,)
+    cache.free(0)
+    cache.add(0)
+    for length in range(1, num_tokens + 2):
+        assert isinstance(cache.try_extend(0, length), Fits)

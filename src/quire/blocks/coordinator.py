@@ -23,6 +23,7 @@ from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
 from quire.blocks.tables import PASSED, BlockTables
 from quire.blocks.verdicts import FITS, Fits, NotNow
 from quire.spec import CrossAttention, Group, KeptWhole
+from quire.units import ceil_div
 
 
 class Coordinator:
@@ -135,6 +136,25 @@ class Coordinator:
         if verdict is FITS:
             self.tables.num_tokens[row] = max(num_tokens, int(self.tables.num_tokens[row]))
         return verdict
+
+    def bytes_without_others(self, seq_id: int, num_tokens: int) -> int:
+        """What a sequence would hold with room for so many tokens if all others had ended.
+
+        Its blocks stay where they are; new ones fill their pages first.
+        """
+        row, total = self.tables.rows[seq_id], 0
+        steps = self._steps(
+            np.array([row]), self.tables.num_tokens[[row]], np.array([num_tokens], np.int64)
+        )
+        for number, (step, size) in enumerate(zip(steps, self.pools.sizes, strict=True)):
+            start, end = int(step.starts[0]), int(step.ends[0])
+            kept = self.tables.ids[number][row, start : self.tables.ends[number, row]]
+            num_granules = max(
+                len(np.unique(kept // size.granule_blocks)),
+                ceil_div(end - start, size.granule_blocks),
+            )
+            total += num_granules * size.granule_blocks * size.block_bytes
+        return total
 
     def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int] | Counts) -> int:
         """Make room for each of these sequences, in order; how many of them have it now.

@@ -48,7 +48,7 @@ class NotNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Never:
-    """No room for this even in an empty cache: ``need_bytes > capacity_bytes``, or too long.
+    """No room for this even if all others ended: ``need_bytes > capacity_bytes``, or too long.
 
     As a verdict on one step: behind a window, smaller steps may still go further, because what a
     step adds is held at once.

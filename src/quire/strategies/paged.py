@@ -163,13 +163,21 @@ class PagedAccounting:
         )
         if verdict is FITS:
             return verdict
-        return self.never_fits(num_tokens, begin=begin, lookahead_tokens=lookahead) or verdict
+        never = self.never_fits(seq_id, num_tokens, begin=begin, lookahead_tokens=lookahead)
+        return never or verdict
 
-    def never_fits(self, num_tokens: int, *, begin: int, lookahead_tokens: int) -> Never | None:
-        """The verdict on a step from token ``begin`` on, if it is too much for an empty cache."""
+    def never_fits(
+        self, seq_id: int, num_tokens: int, *, begin: int, lookahead_tokens: int
+    ) -> Never | None:
+        """The verdict on a step from token ``begin`` on, if it is too much without others."""
         lookahead = min(lookahead_tokens, self._config.max_model_len - num_tokens)
-        alone_bytes = self._fresh_bytes(num_tokens + lookahead, begin)
-        if alone_bytes <= self.ceiling.capacity_bytes:
+        room, capacity_bytes = num_tokens + lookahead, self.ceiling.capacity_bytes
+        alone_bytes = self._fresh_bytes(room, begin)
+        if self._peaks[self.num_tokens(seq_id)] > capacity_bytes:
+            # It came so far under a larger capacity, and could not again: where its blocks lie
+            # scattered over pages, it must go on with them.
+            alone_bytes = max(alone_bytes, self.blocks.bytes_without_others(seq_id, room))
+        if alone_bytes <= capacity_bytes:
             return None
         return self._never(num_tokens, alone_bytes, lookahead)
 

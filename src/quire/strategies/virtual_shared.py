@@ -155,7 +155,7 @@ class SharedVirtualAccounting:
             if refusal is not None:
                 begin += external_tokens
                 never = self.pool.never_fits(
-                    num_tokens, begin=begin, lookahead_tokens=lookahead_tokens
+                    seq_id, num_tokens, begin=begin, lookahead_tokens=lookahead_tokens
                 )
                 return never or refusal
         verdict = self.pool.try_extend(
