@@ -359,13 +359,10 @@ class Scheduler:
 
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
-        due = [
-            s
-            for s in self._queues.running
-            if s.seq_id not in step.served
-            and not s.awaits_choice
-            and (at_most is None or self._grade(s) <= at_most)
-        ]
+        running, served = self._queues.running, step.served
+        if at_most is not None:
+            running = running[: self._queues.num_running_up_to(at_most)]
+        due = [s for s in running if s.seq_id not in served and not s.awaits_choice]
         if step.one_chunk:
             due = self.suspects.among(due, or_all=at_most is None)
         while step.budget and due:
