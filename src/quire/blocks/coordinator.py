@@ -413,4 +413,3 @@ class Coordinator:
             kept_bytes=kept_bytes,
             holders=self.tables.holders(),
         )
-
