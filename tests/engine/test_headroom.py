@@ -15,9 +15,10 @@ from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.admission import Admission
-from quire.engine.scheduling.company import joined
+from quire.engine.scheduling.company import Company, joined
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
+from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.strategies import CacheConfig
 from quire.strategies.paged import PagedAccounting
@@ -372,6 +373,26 @@ def chunks_of_a_crowd(seed: int) -> list[list[tuple[int, int, int]]]:
         scheduler.check()
     assert not scheduler.has_unfinished
     return steps
+
+
+def test_those_behind_a_newcomer_come_with_it() -> None:
+    """Of its two siblings it is known that they will share its prompt."""
+    limits = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512)
+    config = CacheConfig(max_model_len=256, max_num_seqs=8, capacity_bytes=2**20)
+    accounting = PagedAccounting(FULL, config)
+    scheduler = Scheduler(accounting, limits)
+    company = Company(limits, POLICIES["fcfs"], accounting)
+    params = [SamplingParams(max_tokens=20, n=n) for n in (1, 3)]
+    alone, leader = (
+        scheduler.add(Request(request_id=n, prompt_token_ids=tuple(range(30)), params=each))[0]
+        for n, each in enumerate(params)
+    )
+    both = company.to_come(alone, leader)
+    assert both.count.tolist() == [1, 1, 2]
+    held = 2 * 16 * FULL[0].bytes_per_token
+    assert both.held_bytes.tolist() == [held, held, held]
+    assert both.freed_bytes.tolist() == [held, held, 0]
+    assert both.longest.tolist() == [50, 50, 50]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -331,8 +331,6 @@ class Coordinator:
             after.append(int(blocks[-1]) if follows else -1)
         new = self.pools.allocate([len(columns) for columns in grown], after)
         for number, (start, columns) in enumerate(zip(starts, grown, strict=True)):
-            # A column more, which is never used: what is before a table's first one is PASSED.
-            self.tables.have_columns(number, columns.stop + 1)
             self.tables.place(number, row, columns.start, new[number])
             self.tables.ends[number, row] = columns.stop
             if len(start.source) and not taken[number]:
