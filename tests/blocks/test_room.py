@@ -194,6 +194,38 @@ def test_who_has_room_already_counts_in_the_place_where_a_step_of_many_ends() ->
     assert cache.blocks.try_extend_each([0, 1, 3], [4, 5, 4]) == 3
 
 
+KINDS = [FULL, sliding(1), sliding(5), chunked(8), STATE]
+
+
+@given(
+    specs=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    granule_blocks=st.sampled_from([1, 2]),
+)
+@settings(max_examples=60, deadline=None)
+def test_to_begin_alone_is_to_begin_in_a_step_of_many(
+    specs: list[LayerSpec], lengths: list[int], granule_blocks: int
+) -> None:
+    """A first step by itself, against the step of any rows: the same blocks, bytes and changes."""
+    alone, many = (
+        Cache(*specs, num_blocks=60, granule_blocks=granule_blocks).blocks for _ in range(2)
+    )
+    for seq_id, length in enumerate(lengths):
+        alone.add(seq_id)
+        many.add(seq_id)
+        assert (alone.try_extend(seq_id, length) is FITS) == many.try_extend_each(
+            [seq_id], [length]
+        )
+        assert alone.pools.held_bytes == many.pools.held_bytes
+        assert alone.pools.changes == many.pools.changes
+        for ours, theirs in zip(alone.tables.ids, many.tables.ids, strict=True):
+            width = min(ours.shape[1], theirs.shape[1])
+            assert (ours[:, :width] == theirs[:, :width]).all()
+        for name in ("starts", "ends", "num_tokens"):
+            assert (getattr(alone.tables, name) == getattr(many.tables, name)).all()
+        alone.check()
+
+
 # -- bytes set aside -----------------------------------------------------------------------------
 
 

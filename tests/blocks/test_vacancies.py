@@ -180,6 +180,14 @@ def test_a_window_and_a_state_go_on_too() -> None:
     assert neighbours(cache, range(3)) == 1
 
 
+def test_what_follows_a_hit_lies_right_behind_it() -> None:
+    cache = Cache(FULL, num_blocks=400)
+    cache.start(0, span(0, 3 * SIZE))
+    cache.free(0)
+    assert cache.start(1, [*span(0, 3 * SIZE), *span(100, 100 + 2 * SIZE)]) == 3 * SIZE
+    assert neighbours(cache, [1]) == 1
+
+
 def test_what_is_cached_is_not_taken_for_it() -> None:
     """The next block holds what is cached: it stays, as long as there is room elsewhere."""
     cache = Cache(FULL, num_blocks=12)

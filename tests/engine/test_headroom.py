@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from engine.test_progress import FULL, added, five, request, watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.company import joined
+from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.company import Company, joined
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
-from quire.engine.sequence import Request
+from quire.engine.scheduling.policy import POLICIES
+from quire.engine.sequence import Request, Sequence
 from quire.strategies import CacheConfig
 from quire.strategies.paged import PagedAccounting
 
@@ -338,3 +341,74 @@ def test_the_watermark_stays_free_beside_the_headroom(
     runs is gone before the newcomer has become long: it needs no more blocks than are left.
     """
     assert comes_beside_one(watermark_blocks, max_tokens) == (watermark_blocks <= 3)
+
+
+# -- several newcomers at once -------------------------------------------------------------------
+
+
+def _one_by_one(admission: Admission, newcomer: Sequence, outlook: Outlook) -> Any:
+    """The slow twin: each by itself, with its siblings."""
+    to_come = admission.company.to_come(newcomer)
+    return outlook.curves(to_come), float(to_come.held_bytes[0])
+
+
+def chunks_of_a_crowd(seed: int) -> list[list[tuple[int, int, int]]]:
+    """Which tokens each step computes of requests that come ten at a time, more than find room."""
+    draw = random.Random(seed)
+    config = CacheConfig(
+        max_model_len=256, max_num_seqs=64, capacity_bytes=1200 * FULL[0].bytes_per_token
+    )
+    limits = Limits(
+        max_model_len=256, max_num_seqs=64, max_num_batched_tokens=512, policy="priority"
+    )
+    known = Costs(prices=Prices(step_s=1.0, token_s=0.05))
+    scheduler = Scheduler(PagedAccounting(FULL, config), limits, costs=known)
+    steps = []
+    while len(steps) < 60 or (scheduler.has_unfinished and len(steps) < 1000):
+        for number in range(10 * (len(steps) % 10 == 0 and len(steps) < 60)):
+            length, most = draw.randint(1, 60), draw.randint(1, 120)
+            params = SamplingParams(max_tokens=most, n=draw.choice((1, 1, 2, 3)), ignore_eos=True)
+            first = 1000 * (10 * len(steps) + number)
+            scheduler.add(
+                Request(
+                    request_id=first,
+                    prompt_token_ids=tuple(range(first, first + length)),
+                    params=params,
+                    priority=draw.randint(0, 1),
+                )
+            )
+        plan = scheduler.plan()
+        steps.append([(c.sequence.seq_id, c.start, c.stop) for c in plan.chunks])
+        scheduler.update(plan, [Sampled(token_ids=(7,)) for _ in plan.draws])
+        scheduler.check()
+    assert not scheduler.has_unfinished
+    return steps
+
+
+def test_those_behind_a_newcomer_come_with_it() -> None:
+    """Of its two siblings it is known that they will share its prompt."""
+    limits = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512)
+    config = CacheConfig(max_model_len=256, max_num_seqs=8, capacity_bytes=2**20)
+    accounting = PagedAccounting(FULL, config)
+    scheduler = Scheduler(accounting, limits)
+    company = Company(limits, POLICIES["fcfs"], accounting)
+    params = [SamplingParams(max_tokens=20, n=n) for n in (1, 3)]
+    alone, leader = (
+        scheduler.add(Request(request_id=n, prompt_token_ids=tuple(range(30)), params=each))[0]
+        for n, each in enumerate(params)
+    )
+    both = company.to_come(alone, leader)
+    assert both.count.tolist() == [1, 1, 2]
+    held = 2 * 16 * FULL[0].bytes_per_token
+    assert both.held_bytes.tolist() == [held, held, held]
+    assert both.freed_bytes.tolist() == [held, held, 0]
+    assert both.longest.tolist() == [50, 50, 50]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_newcomers_that_are_worked_out_together_come_as_they_would_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = chunks_of_a_crowd(seed)
+    monkeypatch.setattr(Admission, "_ask", _one_by_one)
+    assert chunks_of_a_crowd(seed) == together

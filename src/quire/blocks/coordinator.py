@@ -19,7 +19,7 @@ from quire.blocks.prefix_cache import PrefixCache, TokenIds
 from quire.blocks.prefix_index import BlockKey, PrefixIndex
 from quire.blocks.prefix_keys import NO_KEYS, PrefixKeys
 from quire.blocks.runs import NO_IDS, Ids
-from quire.blocks.steps import Counts, GroupStep, check_trim, group_step
+from quire.blocks.steps import Counts, GroupStep, check_trim, first_columns, group_step
 from quire.blocks.tables import PASSED, BlockTables
 from quire.blocks.verdicts import FITS, Fits, NotNow
 from quire.spec import CrossAttention, Group, KeptWhole
@@ -120,21 +120,23 @@ class Coordinator:
         as the sequence's. ``kept_bytes`` of the free ones are for others.
         """
         row = self.tables.rows[seq_id]
+        held, end = int(self.tables.num_tokens[row]), num_tokens + lookahead_tokens
+        has_begun = self.tables.ends[0, row] > 0
         if external_tokens or (hit is not None and hit.num_tokens):
-            assert not self.tables.num_tokens[row], f"sequence {seq_id} has begun already"
-            hit = hit or no_hit(num_tokens, "", self._cache.tip(row))
-            begin, end = hit.num_tokens + external_tokens, num_tokens + lookahead_tokens
-            verdict = self._begin(row, hit, begin, end, kept_bytes)
-        else:
-            held = self.tables.num_tokens[[row]]
-            if num_tokens + lookahead_tokens <= held[0]:
-                return FITS
-            steps = self._steps(np.array([row]), held, np.array([num_tokens + lookahead_tokens]))
+            assert not has_begun, f"sequence {seq_id} has begun already"
+        elif end <= held:
+            return FITS
+        if has_begun:
+            rows = np.array([row])
+            steps = self._steps(rows, np.array([held]), np.array([end]))
             verdict = self._verdict([step.moves() for step in steps], kept_bytes)
             if verdict is FITS:
-                self._carry_out(np.array([row]), steps)
+                self._carry_out(rows, steps)
+        else:
+            hit = hit or no_hit(num_tokens, "", self._cache.tip(row))
+            verdict = self._begin(row, hit, hit.num_tokens + external_tokens, end, kept_bytes)
         if verdict is FITS:
-            self.tables.num_tokens[row] = max(num_tokens, int(self.tables.num_tokens[row]))
+            self.tables.num_tokens[row] = max(num_tokens, held)
         return verdict
 
     def bytes_without_others(self, seq_id: int, num_tokens: int) -> int:
@@ -292,29 +294,37 @@ class Coordinator:
     def _begin(
         self, row: int, hit: PrefixHit, begin: int, end: int, kept_bytes: int
     ) -> Fits | NotNow:
-        """A sequence's first step: after a hit, and perhaps tokens from outside."""
-        rows = np.array([row])
+        """A sequence's first step: perhaps after a hit, and tokens from outside.
+
+        Its tables only grow: no window has passed anything, and nothing shared is written.
+        """
         size = self.tables.block_size
         starts = [
             start_of(self.index, number, group, size, hit, begin)
             for number, group in enumerate(self.groups)
         ]
-        steps = self._steps(
-            rows,
-            np.array([begin]),
-            np.array([end]),
-            starts=np.array([[start.first] for start in starts]),
-            ends=np.array([[start.first + len(start.blocks)] for start in starts]),
-        )
-        verdict = self._verdict(_moves(steps, [start.blocks for start in starts]), kept_bytes)
+        grown = [
+            first_columns(group, size, start, begin, end)
+            for group, start in zip(self.groups, starts, strict=True)
+        ]
+        moves = [
+            Moves(released=NO_IDS, held=start.blocks, num_new=len(columns))
+            for start, columns in zip(starts, grown, strict=True)
+        ]
+        verdict = self._verdict(moves, kept_bytes)
         if verdict is not FITS:
             return verdict
         # A block that is used in part stays cached and is copied, if there is room for both;
         # otherwise the sequence takes it over. One that somebody holds stays anyway.
-        evicts = self.pools.evicts([step.num_new for step in steps])
-        taken = [False for _ in steps]
-        if evicts and any(len(start.source) for start in starts):
-            both = _moves(steps, [np.append(start.blocks, start.source) for start in starts])
+        evicts = any(len(start.source) for start in starts) and self.pools.evicts(
+            [move.num_new for move in moves]
+        )
+        taken = [False for _ in moves]
+        if evicts:
+            both = [
+                replace(m, held=np.append(s.blocks, s.source))
+                for m, s in zip(moves, starts, strict=True)
+            ]
             if self._verdict(both, kept_bytes) is not FITS:
                 taken = [self.pools.is_only_cached(n, s.source) for n, s in enumerate(starts)]
                 fewer = [
@@ -324,22 +334,27 @@ class Coordinator:
                 if verdict is not FITS:  # it lies in a page of its own, which is one too many
                     return verdict
         self._cache.adopt(row, hit)
+        after: list[int] = []  # of each group, the block that its new ones should lie behind
         for number, start in enumerate(starts):
-            self.pools.hold(number, start.blocks)
-            self.tables.place(number, row, start.first, start.blocks)
+            blocks, columns = start.blocks, grown[number]
+            self.tables.starts[number, row] = start.first if len(blocks) else columns.start
             self.tables.sound[number, row] = start.sound
+            self.pools.hold(number, blocks)
             if taken[number]:
                 self.pools.take_over(number, start.source)
-                self.tables.place(number, row, start.first + len(start.blocks), start.source)
-                steps[number] = steps[number].without_first()
+                blocks, grown[number] = np.append(blocks, start.source), columns[1:]
             elif evicts:
                 self.pools.hold(number, start.source)
-        self._carry_out(rows, steps)
-        for number, start in enumerate(starts):
+            if len(blocks):
+                self.tables.place(number, row, start.first, blocks)
+            follows = len(blocks) > 0 and start.first + len(blocks) == grown[number].start
+            after.append(int(blocks[-1]) if follows else -1)
+        new = self.pools.allocate([len(columns) for columns in grown], after)
+        for number, (start, columns) in enumerate(zip(starts, grown, strict=True)):
+            self.tables.place(number, row, columns.start, new[number])
+            self.tables.ends[number, row] = columns.stop
             if len(start.source) and not taken[number]:
-                end = start.first + len(start.blocks)
-                target = self.tables.ids[number][row, end : end + 1].astype(np.intp)
-                self.pools.copy(number, start.source, target, [start.num_slots])
+                self.pools.copy(number, start.source, new[number][:1], [start.num_slots])
                 if evicts:
                     self._release(number, row, start.source)
         return FITS
@@ -385,18 +400,9 @@ class Coordinator:
             if self.tables.changed is not None:
                 self.tables.note(step.changed_rows())
 
-    def _steps(
-        self,
-        rows: Ids,
-        begin: Counts,
-        end: Counts,
-        *,
-        starts: Counts | None = None,
-        ends: Counts | None = None,
-    ) -> list[GroupStep]:
-        """The step in each group; ``starts`` and ``ends`` [G, rows] if not as the tables are."""
-        starts = self.tables.starts[:, rows] if starts is None else starts
-        ends = self.tables.ends[:, rows] if ends is None else ends
+    def _steps(self, rows: Ids, begin: Counts, end: Counts) -> list[GroupStep]:
+        """The step in each group, of sequences that have begun or have no hit."""
+        starts, ends = self.tables.starts[:, rows], self.tables.ends[:, rows]
         return [
             group_step(
                 self.tables.ids[number],
@@ -425,7 +431,3 @@ class Coordinator:
             kept_bytes=kept_bytes,
             holders=self.tables.holders(),
         )
-
-
-def _moves(steps: list[GroupStep], adopted: list[Ids]) -> list[Moves]:
-    return [step.moves(blocks) for step, blocks in zip(steps, adopted, strict=True)]

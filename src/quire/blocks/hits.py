@@ -58,10 +58,15 @@ class Start:
     sound: int = 0  # columns from here on will be written whole, so that others may read them
 
 
+NOTHING = Start(first=0, blocks=NO_IDS, source=NO_IDS, num_slots=0)
+
+
 def start_of(
     index: PrefixIndex, number: int, group: Group, block_size: int, hit: PrefixHit, begin: int
 ) -> Start:
     """``begin``: the first token that the sequence will compute, at or after the end of the hit."""
+    if not begin:
+        return NOTHING
     column = index.blocks[number][hit.rows].astype(np.intp)
     if isinstance(group.spec, KeptWhole):
         # A state is used up by the next token, so the sequence works on a copy; a state that is
@@ -99,12 +104,11 @@ def longest_hit(
     Whole blocks, and the first tokens of one more: of the next on the path where ``limit`` cuts it,
     else of the child that begins most alike.
     """
-    rows, known = index.rows(nodes), len(nodes) * block_size
+    known, near = len(nodes) * block_size, None
     if rest and known < limit:
         near = index.nearest_child(nodes[-1] if nodes else root, rest)
-        if near is not None:
-            child, num_common = near
-            rows, known = np.append(rows, index.row(child)), known + num_common
+    if near is not None:
+        known += near[1]
     longest = min(known, limit)
     if not longest:
         return PrefixHit(
@@ -114,6 +118,7 @@ def longest_hit(
             rows=NO_IDS,
             tip=root,
         )
+    rows = index.rows(nodes if near is None else [*nodes, near[0]])
     fits, lacking = _fits(index, groups, block_size, rows, longest)
     num_tokens = longest if lacking is None else int(np.flatnonzero(fits)[-1]) * block_size
     shortfall: Shortfall = ""

@@ -104,14 +104,20 @@ class BlockPool:
 
     # -- verbs -----------------------------------------------------------------------------------
 
-    def take(self, count: int, after: Ids | None = None) -> tuple[Ids, Ids]:
+    def take(self, count: int, after: Ids | int | None = None) -> tuple[Ids, Ids]:
         """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit.
 
-        ``after``: of each, which block it should lie behind; see ``Vacancies.take``. If a granule
-        has several blocks, filling granules comes first and decides alone.
+        ``after``: of each, which block it should lie behind; see ``Vacancies.take``. A number: all
+        of them behind this block, side by side; -1 for any place. If a granule has several blocks,
+        filling granules comes first and decides alone.
         """
         if self.granule_blocks == 1:
-            blocks = self.closed.pop(count) if after is None else self.closed.take(after)
+            if after is None:
+                blocks = self.closed.pop(count)
+            elif isinstance(after, int):
+                blocks = self.closed.take_run(after, count)
+            else:
+                blocks = self.closed.take(after)
             opened = blocks
         else:
             in_gaps = self._take_gaps(min(count, self._num_gaps))

@@ -123,12 +123,12 @@ class Pools:
     # -- verbs -----------------------------------------------------------------------------------
 
     def allocate(
-        self, num_new: Sequence[int], after: Sequence[Ids | None] | None = None
+        self, num_new: Sequence[int], after: Sequence[Ids | int | None] | None = None
     ) -> list[Ids]:
         """Take so many blocks of each group, one holder each, evicting as needed.
 
-        The caller knows that they fit, and may say which blocks they should lie behind. Granules
-        that go from one block to another keep their pages.
+        The caller knows that they fit, and may say which blocks they should lie behind, as
+        ``BlockPool.take`` has it. Granules that go from one block to another keep their pages.
         """
         self._clock += sum(num_new)
         closed = self._make_room(num_new)

@@ -5,11 +5,12 @@ the first new token cannot read, a shared block that is about to be written is c
 grow. Nothing is changed here; the coordinator asks whether it fits, and then carries it out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.blocks.hits import Start
 from quire.blocks.pool import NO_NODE, BlockPool
 from quire.blocks.pools import Moves
 from quire.blocks.runs import NO_IDS, Ids
@@ -22,6 +23,7 @@ from quire.spec import (
     RecurrentState,
     SlidingWindow,
 )
+from quire.units import ceil_div
 
 _NO_PLACES = (NO_IDS, NO_IDS)
 Counts = npt.NDArray[np.int64]
@@ -70,17 +72,21 @@ class GroupStep:
             after = np.concatenate([self.copied_blocks, after])
         return after
 
-    def without_first(self) -> "GroupStep":
-        """The same, but for the first block that it would take."""
-        return replace(self, grown=(self.grown[0][1:], self.grown[1][1:]))
+    def moves(self) -> Moves:
+        """What becomes of the pool's blocks."""
+        return Moves(released=self._released(), held=NO_IDS, num_new=self.num_new)
 
-    def moves(self, adopted: Ids = NO_IDS) -> Moves:
-        """What becomes of the pool's blocks; ``adopted`` are those of a hit."""
-        return Moves(
-            released=self._released(),
-            held=adopted,
-            num_new=self.num_new,
-        )
+
+def first_columns(group: Group, block_size: int, start: Start, begin: int, end: int) -> range:
+    """Columns that get a new block when a sequence begins at token ``begin``, to room for ``end``.
+
+    What it takes over is its ``start``.
+    """
+    first = start.first + len(start.blocks)
+    if isinstance(group.spec, KeptWhole):
+        return range(first, group.spec.num_places if end else first)
+    first = max(first, group.live_start(begin) // block_size)
+    return range(first, max(first, ceil_div(end, block_size)))
 
 
 def group_step(

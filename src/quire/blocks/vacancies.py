@@ -95,6 +95,33 @@ class Vacancies:
         ids[~vacant] = self._begin(len(ids) - num_vacant)
         return ids
 
+    def take_run(self, after: int, count: int) -> Ids:
+        """Take so many for one sequence, in as few runs as can be had.
+
+        The first is the id ``after`` this one if that is vacant; it may be negative. There are as
+        many.
+        """
+        found: list[Ids] = []
+        if after >= 0:
+            used = (~self._vacant_after[after : after + count]).nonzero()[0]
+            stop = after + 1 + (int(used[0]) if len(used) else count)
+            found.append(self._use(np.arange(after + 1, stop)))
+            count -= len(found[-1])
+        while count and self._can_begin():
+            enough, longest = 1, int(self._lengths[0])
+            if longest >= count:
+                ids = int(self._starts[0]) + np.arange(longest)
+            else:
+                ends = np.cumsum(self._lengths[:count])
+                enough = int(np.searchsorted(ends, count)) + 1
+                ends, lengths = ends[:enough], self._lengths[:enough]
+                starts = self._starts[:enough] - ends + lengths
+                ids = np.repeat(starts, lengths) + np.arange(ends[-1])
+            self._starts, self._lengths = self._starts[enough:], self._lengths[enough:]
+            found.append(self._use(ids[self.are_in(ids)][:count]))
+            count -= len(found[-1])
+        return _joined([*found, self.pop(count)] if count else found)
+
     def check(self) -> None:
         vacant = self._vacant.nonzero()[0]
         assert len(vacant) == self._len, "the vacant ids are miscounted"
@@ -116,9 +143,6 @@ class Vacancies:
     def _take_runs(self, after: Ids, num_vacant: int) -> Ids:
         """Where some take several: one run after the other, behind those that take one."""
         begins = (after >= 0).nonzero()[0]
-        if not len(begins):  # one new sequence, as when a prompt begins
-            few = self._len < self._share
-            return self.pop(len(after)) if few else self._take_run(-1, len(after))
         if after[0] < 0:
             begins = np.concatenate(([0], begins))
         counts = np.concatenate((begins[1:], [len(after)])) - begins
@@ -132,31 +156,8 @@ class Vacancies:
             ids[alone] = self.take(after[alone])
         runs = zip(begins[~single].tolist(), counts[~single].tolist(), strict=True)
         for begin, count in runs:
-            ids[begin : begin + count] = self._take_run(int(after[begin]), count)
+            ids[begin : begin + count] = self.take_run(int(after[begin]), count)
         return ids
-
-    def _take_run(self, after: int, count: int) -> Ids:
-        """Take so many for one sequence, in as few runs as can be had."""
-        found: list[Ids] = []
-        if after >= 0:
-            used = (~self._vacant_after[after : after + count]).nonzero()[0]
-            stop = after + 1 + (int(used[0]) if len(used) else count)
-            found.append(self._use(np.arange(after + 1, stop)))
-            count -= len(found[-1])
-        while count and self._can_begin():
-            enough, longest = 1, int(self._lengths[0])
-            if longest >= count:
-                ids = int(self._starts[0]) + np.arange(longest)
-            else:
-                ends = np.cumsum(self._lengths[:count])
-                enough = int(np.searchsorted(ends, count)) + 1
-                ends, lengths = ends[:enough], self._lengths[:enough]
-                starts = self._starts[:enough] - ends + lengths
-                ids = np.repeat(starts, lengths) + np.arange(ends[-1])
-            self._starts, self._lengths = self._starts[enough:], self._lengths[enough:]
-            found.append(self._use(ids[self.are_in(ids)][:count]))
-            count -= len(found[-1])
-        return _joined([*found, self.pop(count)] if count else found)
 
     def _can_begin(self) -> bool:
         """Whether there are places for new runs. They are looked up if that is due."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.limits import Limits
@@ -67,8 +68,8 @@ class Scheduler:
         self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
         self._grade = policy.grade
-        self._admission = Admission(limits, policy, accounting, self.costs)
-        self._queues = Queues(policy, self._admission.company)
+        self._queues = Queues(policy, Company(limits, policy, accounting))
+        self._admission = Admission(limits, policy, self._queues, self.costs)
         self._room = Room(accounting, self.swap, limits, self.statistics)
         self.suspects = Suspects()
         self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
@@ -358,13 +359,10 @@ class Scheduler:
 
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
-        due = [
-            s
-            for s in self._queues.running
-            if s.seq_id not in step.served
-            and not s.awaits_choice
-            and (at_most is None or self._grade(s) <= at_most)
-        ]
+        running, served = self._queues.running, step.served
+        if at_most is not None:
+            running = running[: self._queues.num_running_up_to(at_most)]
+        due = [s for s in running if s.seq_id not in served and not s.awaits_choice]
         if step.one_chunk:
             due = self.suspects.among(due, or_all=at_most is None)
         while step.budget and due:

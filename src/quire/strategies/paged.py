@@ -144,14 +144,13 @@ class PagedAccounting:
         promised_tokens: int = 0,
         kept_bytes: int = 0,
     ) -> Verdict:
-        held = self.num_tokens(seq_id)
         if num_tokens > self._config.max_model_len:
             return self._never(num_tokens, self._fresh_bytes(num_tokens))
         lookahead = min(lookahead_tokens, self._config.max_model_len - num_tokens)
-        begin = (held if hit is None else hit.num_tokens) + external_tokens
-        alone_bytes = self._fresh_bytes(num_tokens + lookahead, begin)
+        begin = (self.num_tokens(seq_id) if hit is None else hit.num_tokens) + external_tokens
         if promised_tokens > num_tokens:
             promised = min(promised_tokens, self._config.max_model_len)
+            alone_bytes = self._fresh_bytes(num_tokens + lookahead, begin)
             kept_bytes += max(0, int(self._peaks[promised]) - alone_bytes)
         verdict = self.blocks.try_extend(
             seq_id,

@@ -10,27 +10,25 @@ What all of them will need is worked out at most once a plan, and each that come
 
 import numpy as np
 
-from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.policy import Policy
+from quire.engine.scheduling.queues import Queues
 from quire.engine.sequence import FinishReason, Sequence
-from quire.strategies import Accounting
 
 # Of what a sequence had that made room. Some is still cached when it comes back, and it makes room
 # later than is said with caution: a half is best of what was tried, from 0.3 to 1.
 _LOST_PART = 0.5
+_MOST_AT_ONCE = 64  # newcomers
 
 
 class Admission:
     """Asks what is free for how much is to come. The watermark stays free in any case."""
 
-    def __init__(
-        self, limits: Limits, policy: Policy, accounting: Accounting, costs: Costs
-    ) -> None:
-        self.company = Company(limits, policy, accounting)
-        self._costs = costs
+    def __init__(self, limits: Limits, policy: Policy, queues: Queues, costs: Costs) -> None:
+        self.company = queues.company
+        self._queues, self._costs = queues, costs
         self._lengths = OutputLengths()
         self._limits, self._grade = limits, policy.grade
         # In this plan: what is to come of those that run; of grades up to one, when so many had
@@ -40,8 +38,8 @@ class Admission:
         self._more_at_worst = 0.0
         self._num_expected = 0  # sequences in that outlook
         self._own_part = 1.0  # of what a sequence holds: the rest it shares
-        # Whoever was asked for last, in which outlook, and the answer.
-        self._asked: tuple[Sequence, Outlook, Curves, float] | None = None
+        # What newcomers will take besides what each holds when it has come, and that.
+        self._asked: dict[Sequence, tuple[Curves, float]] = {}
         self._held_back: list[Sequence] = []  # in this plan …
         self._held_back_bytes = 0  # … what they will need when they come …
         self._held_back_most_bytes = 0  # … and what they can come to hold
@@ -52,7 +50,8 @@ class Admission:
 
     def begin_plan(self) -> None:
         self.company.note_step()
-        self._outlook = self._asked = None
+        self._outlook = None
+        self._asked.clear()
         self._held_back.clear()
         self._held_back_bytes = self._held_back_most_bytes = 0
 
@@ -113,16 +112,18 @@ class Admission:
             return 0
         curves, newcomer_bytes = self._ask(newcomer, outlook)
         growth = outlook.need_bytes(curves)
+        peak = float(growth.max())
         if share is None:
             share, taken_bytes = 1.0, held_bytes + newcomer_bytes + self._held_back_bytes
-            short = growth > most - taken_bytes + spare_bytes
-            if short.any():
+            room_bytes = most - taken_bytes + spare_bytes
+            if peak > room_bytes:
                 # If all found room in the end, it would come. As it is, so many will on average.
-                part = min(1.0, most / max(1.0, taken_bytes + float(growth.max())))
+                part = min(1.0, most / max(1.0, taken_bytes + peak))
                 num_later = part * (self._num_expected + 1 + len(newcomer.siblings))
-                if self._pays(newcomer, int(outlook.moments[short.argmax()]), num_later):
+                num_steps = int(outlook.moments[(growth > room_bytes).argmax()])
+                if self._pays(newcomer, num_steps, num_later):
                     return 0
-        return int(share * growth.max()) - spare_bytes
+        return int(share * peak) - spare_bytes
 
     def _pays(self, newcomer: Sequence, num_steps: int, num_later: float) -> bool:
         """Whether to come is worth it for one beside whom room will be short in so many steps.
@@ -137,12 +138,24 @@ class Admission:
         return gained_s > _LOST_PART * self._costs.recompute_s(num_tokens)
 
     def _ask(self, newcomer: Sequence, outlook: Outlook) -> tuple[Curves, float]:
-        """What a newcomer will take besides what it holds when it has come, and that."""
-        if self._asked is None or self._asked[:2] != (newcomer, outlook):
-            prospects = self.company.to_come(newcomer)
-            held_bytes = float(prospects.held_bytes[0])
-            self._asked = newcomer, outlook, outlook.curves(prospects), held_bytes
-        return self._asked[2:]
+        """What a newcomer will take besides what it holds when it has come, and that.
+
+        Those behind it are worked out with it, as many as were asked for so far: many cost little
+        more than one.
+        """
+        if newcomer not in self._asked:
+            count = min(1 + len(self._asked), _MOST_AT_ONCE)
+            several = list(dict.fromkeys([newcomer, *self._queues.next_ones(count)]))
+            prospects = self.company.to_come(*several)
+            expected, variance = outlook.curves_of_each(prospects)
+            leaders = (place for place, each in enumerate(several) if each.siblings)
+            for follower, leader in enumerate(leaders, len(several)):
+                expected[leader] += expected[follower]
+                variance[leader] += variance[follower]
+            held_bytes = prospects.held_bytes[: len(several)].tolist()
+            for place, each in enumerate(several):
+                self._asked[each] = (expected[place], variance[place]), held_bytes[place]
+        return self._asked[newcomer]
 
     def _look_ahead(self, grade: int) -> Outlook | None:
         """Of those that run with this grade or a better one; None: there are none."""
@@ -151,6 +164,7 @@ class Admission:
             running = self.company.prospects(grade)
             if not len(running.count):
                 return None
+            self._asked.clear()
             there = running.only(running.has_room)
             self._outlook, self._outlook_of = (
                 Outlook(

@@ -127,26 +127,32 @@ class Company:
             running = joined(running, followers)
         return _about_alike(running) if len(running.count) > _FEW else running
 
-    def to_come(self, newcomer: Sequence) -> Prospects:
-        """Of one that waits, and of the siblings behind it."""
-        tokens, most = newcomer.num_tokens, _most_output(newcomer, self._limits)
-        longest = newcomer.num_prompt_tokens + most
-        held = self.accounting.bytes_alone(np.array([tokens]), np.array([longest])).astype(
-            np.float64
-        )
+    def to_come(self, *newcomers: Sequence) -> Prospects:
+        """Of some that wait, one after the other; then of the siblings behind those that have any,
+        in the same order.
+        """
+        prompt, tokens, most, siblings = np.array(
+            [
+                (s.num_prompt_tokens, s.num_tokens, _most_output(s, self._limits), len(s.siblings))
+                for s in newcomers
+            ]
+        ).T
+        held = self.accounting.bytes_alone(tokens, prompt + most).astype(np.float64)
         alone = Prospects(
-            count=np.ones(1, np.int64),
-            num_tokens=np.array([tokens]),
-            num_output=np.array([newcomer.num_output_tokens]),
-            most_output=np.array([most]),
-            sure=np.array([_ends_by_length(newcomer)]),
-            has_room=np.zeros(1, bool),
+            count=np.ones_like(tokens),
+            num_tokens=tokens,
+            num_output=tokens - prompt,
+            most_output=most,
+            sure=np.array([_ends_by_length(newcomer) for newcomer in newcomers]),
+            has_room=np.zeros(len(tokens), bool),
             held_bytes=held,
             freed_bytes=held,
         )
-        if not newcomer.siblings:
+        followed = siblings.nonzero()[0]
+        if not len(followed):
             return alone
-        return joined(alone, _followers(alone, np.array([len(newcomer.siblings)]), self.accounting))
+        followers = _followers(alone.only(followed), siblings[followed], self.accounting)
+        return joined(alone, followers)
 
     def check(self, running: list[Sequence]) -> None:
         """Raises: AssertionError if these are not they, or a number of theirs is off."""

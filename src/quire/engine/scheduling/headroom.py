@@ -136,6 +136,11 @@ class Outlook:
 
     def curves(self, prospects: Prospects) -> Curves:
         """f64[T] each: the bytes that are expected beyond those held now, and their variance."""
+        expected, variance = self.curves_of_each(prospects)
+        return expected.sum(axis=0), variance.sum(axis=0)
+
+    def curves_of_each(self, prospects: Prospects) -> Curves:
+        """The same of each entry: f64[S, T]."""
         output, left = prospects.num_output[:, None], prospects.num_left[:, None]  # [S, 1]
         there = self._survival(output + self.moments) / self._survival(output)
         there[prospects.sure] = 1.0
@@ -145,8 +150,7 @@ class Outlook:
         freed = prospects.freed_bytes[:, None]
         size = self._bytes_at(tokens, prospects) - prospects.held_bytes[:, None] + freed
         count = prospects.count[:, None]
-        expected = (count * (there * size - freed)).sum(axis=0)
-        return expected, (count * there * (1 - there) * size**2).sum(axis=0)
+        return count * (there * size - freed), count * there * (1 - there) * size**2
 
 
 def _moments(num_left: Counts, horizon: int) -> Counts:

@@ -58,8 +58,14 @@ class Queues:
         """But for those behind their leaders."""
         return [*self.running, *self.waiting, *self.undecided]
 
+    def next_ones(self, count: int) -> list[Sequence]:
+        """The first of those that wait for room, and are not held back."""
+        return self.waiting[self.num_held_back : self.num_held_back + count]
+
     def num_running_up_to(self, grade: int) -> int:
         """How many run that would not make room for a newcomer of this grade: the first ones."""
+        if not self.running or self._grade(self.running[-1]) <= grade:
+            return len(self.running)
         return bisect_right(self.running, grade, key=self._grade)
 
     def by_reason(self) -> dict[str, int]:
@@ -92,23 +98,23 @@ class Queues:
 
     def wait(self, sequence: Sequence) -> None:
         self._known[sequence.seq_id] = sequence
-        queue = self.undecided if sequence.awaits_choice else self.waiting
-        insort(queue, sequence, key=self._rank)
+        self._put(self.undecided if sequence.awaits_choice else self.waiting, sequence)
 
     def chosen(self, sequence: Sequence) -> None:
         """Its next token has been chosen: it may go on, and if it has no room it waits for that."""
         held_nothing = self._take_from(self.undecided, sequence)
         sequence.awaits_choice = False
         if held_nothing:
-            insort(self.waiting, sequence, key=self._rank)
+            self._put(self.waiting, sequence)
 
     def run(self, sequence: Sequence) -> None:
-        insort(self.running, sequence, key=self._rank)
+        self._put(self.running, sequence)
         self.company.join(sequence)
 
     def come(self, sequence: Sequence) -> None:
-        """One that waited for room has it now, and runs."""
-        assert self._take_from(self.waiting, sequence)
+        """The first that waited for room has it now, and runs."""
+        assert self.waiting[self.num_held_back] is sequence, "another one waits before it"
+        del self.waiting[self.num_held_back]
         self.run(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -166,6 +172,12 @@ class Queues:
         assert all(s.awaits_choice for s in self.undecided), "it waits for no choice"
         for sequence in (*self.waiting, *self.undecided):
             assert not accounting.num_tokens(sequence.seq_id), "a waiting sequence holds room"
+
+    def _put(self, queue: list[Sequence], sequence: Sequence) -> None:
+        if queue and self._rank(queue[-1]) > self._rank(sequence):
+            insort(queue, sequence, key=self._rank)
+        else:  # as most do who come
+            queue.append(sequence)
 
     def _place(self, queue: list[Sequence], sequence: Sequence) -> int | None:
         place = bisect_left(queue, self._rank(sequence), key=self._rank)
