@@ -28,8 +28,14 @@ from quire.strategies import (
 SETTINGS = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("page_bytes", [128, 2048])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "page_bytes"),
+    [
+        pytest.param(option, size, marks=[] if (number + turn) % 2 else pytest.mark.full)
+        for number, option in enumerate(OPTIONS)
+        for turn, size in enumerate((128, 2048))
+    ],
+)
 def test_random_use(option: str, page_bytes: int) -> None:
     def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
         return SlotStore(accounting, config.capacity_bytes)
