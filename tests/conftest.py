@@ -1,5 +1,6 @@
 """How every test runs: one thread, offline, seeded, and in CI with the same examples each time."""
 
+import gc
 import logging
 import os
 import random
@@ -13,7 +14,12 @@ from contextlib import nullcontext
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Machine code of this session: nothing is found that another one compiled, and nothing is left.
-os.environ["QUIRE_CACHE_DIR"] = tempfile.mkdtemp(prefix="quire-kernels-")
+# The processes that share the tests out share it, so that each kernel is compiled once.
+os.environ["QUIRE_CACHE_DIR"] = (
+    os.environ["QUIRE_CACHE_DIR"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else tempfile.mkdtemp(prefix="quire-kernels-")
+)
 
 import numpy as np
 import pytest
@@ -58,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: a collection of garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _waited_for(request: pytest.FixtureRequest) -> Iterator[None]:
     """``device(default=True)``: what a test makes without saying where, it makes there."""
@@ -88,4 +100,6 @@ def _logging_as_found() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
+    gc.unfreeze()  # so that a library that counts what is left finds nothing
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)

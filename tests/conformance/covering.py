@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 Row = dict[str, Any]
 
 
@@ -35,6 +37,16 @@ def spread(factors: Mapping[str, Sequence[Any]], fixed: Sequence[str]) -> list[R
     """Every combination of the ``fixed`` factors once, with as many other pairs as that allows."""
     count = len(list(product(*(factors[name] for name in fixed))))
     return cover(factors, fixed=fixed)[:count]
+
+
+def by_pairs(**factors: Sequence[Any]) -> list[Any]:
+    """Every combination, for ``parametrize``: those of ``cover`` run, the others are ``full``."""
+    covered = cover(factors)
+    rows = [dict(zip(factors, levels, strict=True)) for levels in product(*factors.values())]
+    return [
+        pytest.param(*row.values(), marks=[] if row in covered else pytest.mark.full)
+        for row in rows
+    ]
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:

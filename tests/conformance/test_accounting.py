@@ -33,8 +33,14 @@ def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
     return SlotStore(accounting, config.capacity_bytes)
 
 
-@pytest.mark.parametrize("page_bytes", [128, 2048])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "page_bytes"),
+    [
+        pytest.param(option, size, marks=[] if (number + turn) % 2 else pytest.mark.full)
+        for number, option in enumerate(OPTIONS)
+        for turn, size in enumerate((128, 2048))
+    ],
+)
 def test_random_use(option: str, page_bytes: int) -> None:
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=page_bytes), settings=SETTINGS

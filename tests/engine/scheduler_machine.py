@@ -91,7 +91,6 @@ class Watch:
             swap=SwapSpace(swap_bytes),
             costs=Costs(prices=prices),
         )
-        self.shared_tokens = min(shared_tokens, 4)  # at least those, from a block on
         self.num_held_back = 0  # waits of all sequences
         self.saved: dict[int, tuple[int, list[int]]] = {}  # tokens, and from which on, by group
         self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
@@ -272,9 +271,11 @@ class Watch:
             assert self.skips
             assert not self.holds(sequence)
             assert sequence.request.keys == other.request.keys
-            begin, stop = chunk.start - chunk.num_restored, chunk.stop - len(chunk.drafts)
-            stop = min(stop, begin + self.shared_tokens)
-            assert sequence.token_ids[:stop] == other.token_ids[:stop], "it waits for another text"
+            block = self.accounting.next_block(other.seq_id, other.token_ids)
+            assert block is not None
+            _, end = block  # of the first block that is filled: the next one may differ
+            assert end <= chunk.stop - len(chunk.drafts), "it waits for what is not filled"
+            assert sequence.token_ids[:end] == other.token_ids[:end], "it waits for another text"
             assert sequence.num_waits_in_vain <= 3
         self.num_held_back += len(self.scheduler.held_back)
 

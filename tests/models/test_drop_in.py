@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from conformance.covering import by_pairs
 from quire.errors import (
     ConfigError,
     MemoryUnavailable,
@@ -96,9 +97,9 @@ def reference(name: str, mode: str) -> Tensor:
     return MODES[mode](model, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("strategy", STORED)
+@pytest.mark.parametrize(
+    ("strategy", "name", "mode"), by_pairs(strategy=STORED, name=[*CONFIGS], mode=[*MODES])
+)
 def test_the_same_tokens(strategy: str, name: str, mode: str) -> None:
     model = model_named(name)
     provider = CheckedMemory(HostMemory())

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from memory.cuda.streams import Streams
 from pretend.late import Lateness
 from pretend.streams import names_of_streams
-from pretend.tensor import UNDERNEATH, PretendTensor, compute
+from pretend.tensor import UNDERNEATH, PretendTensor, compute, leaves_of, with_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Graph:
 
     def tensors(self) -> list[Tensor]:
         """All that it reads or writes and did not make."""
-        found = [x for x in tree_leaves(self.notes) if isinstance(x, Tensor)]
+        found = [x for x in leaves_of(self.notes) if isinstance(x, Tensor)]
         return [x for x in found if not self.made(x)]
 
     def replay(self) -> None:
@@ -75,7 +74,7 @@ class Graph:
                 again = func(*args, **kwargs)
                 if out is None:
                     continue
-                for held, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                for held, new in zip(leaves_of(out), leaves_of(again), strict=True):
                     if isinstance(held, Tensor) and held is not new:
                         held.copy_(new)
 
@@ -120,10 +119,10 @@ class Gpu:
         Raises: RuntimeError for a tensor of the host, or of a device that is not the current one.
         """
         here = torch.device("cuda", self.current)
-        for x in tree_leaves(args):
+        for x in leaves_of(args):
             if isinstance(x, Tensor) and not (isinstance(x, PretendTensor) and x.device == here):
                 raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        inner = tree_map_only(PretendTensor, lambda x: x.inner, args)
+        inner = with_each(PretendTensor, lambda x: x.inner, args)
         self.launch(function.__name__)
         if self.noting is not None:
             self.noting.note(function, inner, {}, None)
@@ -246,7 +245,7 @@ class _Functions(TorchFunctionMode):
 
     def _numbered(self, value: Any) -> Any:
         """``cuda`` → ``cuda:0``: without CUDA, torch cannot ask which one is current."""
-        if isinstance(value, torch.device | str) and str(value) == "cuda":
+        if isinstance(value, (torch.device, str)) and str(value) == "cuda":
             return torch.device("cuda", self._gpu.current)
         return value
 

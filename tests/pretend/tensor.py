@@ -7,11 +7,11 @@ memory of the graph's own it is computed too, so that an index is one.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from pretend.runtime import Gpu
@@ -27,7 +27,33 @@ _WAITS = {
 }
 _COUNTED = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+_NESTS = (tuple, list)
 _UNKNOWN = {aten.set_, aten.resize_, aten.transpose_, aten.squeeze_, aten.unsqueeze_}
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """All that lies in tuples, lists and dicts, one inside the other."""
+    found, rest = [], [tree]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, _NESTS):
+            rest.extend(reversed(each))
+        elif isinstance(each, dict):
+            rest.extend(reversed(each.values()))
+        else:
+            found.append(each)
+    return found
+
+
+def with_each(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tuples, lists and dicts, with what ``change`` makes of each leaf of a kind."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, _NESTS):
+        return type(tree)([with_each(kind, change, each) for each in tree])
+    if isinstance(tree, dict):
+        return {key: with_each(kind, change, each) for key, each in tree.items()}
+    return tree
 
 
 class PretendTensor(Tensor):
@@ -65,7 +91,7 @@ class PretendTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(not issubclass(kind, PretendTensor) for kind in types):
             return NotImplemented  # such as a DTensor: it comes back with what lies in it
-        gpu = next(x.gpu for x in tree_leaves((args, kwargs)) if isinstance(x, PretendTensor))
+        gpu = next(x.gpu for x in leaves_of((args, kwargs)) if isinstance(x, PretendTensor))
         return compute(gpu, func, args, kwargs or {})
 
     def data_ptr(self) -> int:
@@ -90,7 +116,7 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func.decompose(*args, **kwargs)
     if packet is aten._has_compatible_shallow_copy_type:
         return args[0].device == args[1].device
-    leaves = tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     pretended = [x for x in leaves if isinstance(x, PretendTensor)]
     if packet in (aten._to_copy, aten.copy_):
         moved = _move(gpu, func, args, kwargs)
@@ -114,7 +140,7 @@ def compute(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or (func in _COUNTED and kwargs.get("output_size") is None)
     ):
         gpu.wait(str(packet))
-    return _run(gpu, func, args, kwargs, device)
+    return _run(gpu, func, args, kwargs, pretended, device)
 
 
 def named(device: torch.device | str) -> torch.device:
@@ -124,11 +150,18 @@ def named(device: torch.device | str) -> torch.device:
     return torch.device("cuda", device.index or 0) if is_ours else device
 
 
-def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+def _run(
+    gpu: Gpu,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    pretended: list[PretendTensor],
+    device: torch.device,
+) -> Any:
     """Computed inside, and noted if it is a kernel."""
-    outer = {id(x.inner): x for x in tree_leaves((args, kwargs)) if isinstance(x, PretendTensor)}
+    outer = {id(x.inner): x for x in pretended}
     storages = {x.inner.untyped_storage()._cdata for x in outer.values()}
-    args, kwargs = tree_map_only(PretendTensor, lambda x: x.inner, (args, kwargs))
+    args, kwargs = with_each(PretendTensor, lambda x: x.inner, (args, kwargs))
     if func is aten.histc.default and not args[0].is_floating_point():
         func = _histc  # which the CPU lacks
     graph, writes = gpu.noting, func is not _histc and func._schema.is_mutable
@@ -137,7 +170,7 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
         out = written[0] if len(func._schema.returns) else None
     else:
         out = func(*args, **kwargs)
-    new = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in outer]
+    new = [x for x in leaves_of(out) if isinstance(x, Tensor) and id(x) not in outer]
     new = [x for x in new if x.untyped_storage()._cdata not in storages]
     if graph is not None:
         graph.keep(new)
@@ -152,13 +185,13 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any, device: torch.device) -> A
             return x
         return PretendTensor(x, gpu, device) if held is None else held
 
-    return tree_map_only(Tensor, wrapped, out)
+    return with_each(Tensor, wrapped, out)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     pairs = zip(func._schema.arguments, args, strict=False)
     found = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([*found, *(v for k, v in kwargs.items() if k == "out")])
+    return leaves_of([*found, *(v for k, v in kwargs.items() if k == "out")])
 
 
 def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:

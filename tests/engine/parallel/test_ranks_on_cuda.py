@@ -58,10 +58,9 @@ def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) ->
 @pytest.mark.parametrize(
     "cache",
     [
-        "growing",
         "paged",
         "virtual, shared",
-        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "virtual")),
+        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "growing", "virtual")),
     ],
 )
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
@@ -92,10 +91,11 @@ def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
 
 
 def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     want = expected(folder, "llama", params)
     # A token is 512 bytes in each rank: 6 blocks are too few for all.
     with folder.ranked("llama", kv_cache_memory_bytes=48 * 1024, swap_space="1MiB") as llm:
+        llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
         assert texts(llm.generate(PROMPTS, params, observe=Watch(llm))) == want
         assert llm.engine.scheduler.stats.num_swaps > 0
 
