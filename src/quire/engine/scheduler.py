@@ -360,6 +360,8 @@ class Scheduler:
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
         running, served = self._queues.running, step.served
+        if len(served) == len(running):  # all of them: who has a chunk makes room for nobody
+            return
         if at_most is not None:
             running = running[: self._queues.num_running_up_to(at_most)]
         due = [s for s in running if s.seq_id not in served and not s.awaits_choice]

@@ -36,7 +36,10 @@ class InBatchPrefixes:
 
         0 if it is not to wait. If it is, that is noted.
         """
-        if attempt.hit is None or attempt.num_restored or not step.takes_in_text:
+        if not step.takes_in_text:
+            self._num_seen = len(step.chunks)  # of one token each: nothing to see in them
+            return 0
+        if attempt.hit is None or attempt.num_restored:
             return 0
         self._see(step)
         accounting, num_found = self._room.accounting, attempt.hit.num_tokens
