@@ -29,7 +29,7 @@ demo: $(READY) ## the shipped model's text and memory with each of the four stra
 test: $(READY) ## run the tests, in as many processes as there are cores
 	@$(BIN)/pytest -n logical --dist loadfile
 
-test-all: $(READY) ## the tests, and the whole grid of attention: minutes for each instruction set
+test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
 	@$(BIN)/pytest -n logical --dist loadfile -m ""
 
 test-gpu: $(if $(VENV),$(READY)) ## the tests that a GPU can run (installing nothing: make test-gpu VENV= PYTHON=python3)
