@@ -47,11 +47,10 @@ class KVCache:
         After ``close`` there is nothing to be done.
         """
         if self.refusal is None:
-            changes = self.accounting.drain()
-            if self._is_closed:
-                return
             try:
-                self.storage.apply(changes)
+                changes = self.accounting.drain()
+                if not self._is_closed:
+                    self.storage.apply(changes)
             except Exception as error:  # what it was, is lost
                 self.refusal = error
 
