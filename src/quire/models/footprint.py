@@ -4,6 +4,7 @@ Weights are counted by storage, so tied ones count once. ``outline`` makes the m
 device, where a tensor has a shape and no memory: a config.json is all it needs.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ from quire.spec import ModelSpec
 
 def footprint(model: PreTrainedModel) -> Footprint:
     """Of a model in memory, or on the meta device: what lies where the model computes."""
-    weights_bytes, counted_bytes = weights_of(model)
+    parameters = [*model.parameters()]  # walked once: half a millisecond in a model of 0.1 B
+    weights_bytes, counted_bytes = _weighed(device_of(model), (*parameters, *model.buffers()))
     config = model.config.get_text_config()
     hidden, vocab, experts = (
         getattr(config, name, None) or 1
         for name in ("hidden_size", "vocab_size", "num_experts_per_tok")
     )
-    weights = [p for p in model.parameters() if p.ndim >= 2 and vocab not in p.shape[-2:]]
+    weights = [p for p in parameters if p.ndim >= 2 and vocab not in p.shape[-2:]]
     return Footprint(
         weights_bytes=weights_bytes,
         counted_bytes=counted_bytes,
@@ -39,7 +41,10 @@ def footprint(model: PreTrainedModel) -> Footprint:
 
 def weights_of(model: PreTrainedModel) -> tuple[int, int]:
     """Bytes of what lies where the model computes; and of these, what counts as used memory."""
-    device, every = device_of(model), (*model.parameters(), *model.buffers())
+    return _weighed(device_of(model), (*model.parameters(), *model.buffers()))
+
+
+def _weighed(device: torch.device, every: Iterable[Tensor]) -> tuple[int, int]:
     own = (part.untyped_storage() for t in every if t.device == device for part in _parts(t))
     # Those on the meta device have no address to tell them apart by.
     storages = {storage._cdata: storage for storage in own}
