@@ -227,6 +227,7 @@ class Rows:
         self._beam_table: Tensor | None = None
         self._slots: dict[tuple[int, int, int], Tensor] = {}  # of this step, by group and tokens
         self._batches: dict[tuple[int, int, int], AttentionBatch] = {}  # likewise
+        self._alike: dict[tuple[object, ...], AttentionBatch] = {}  # by where their blocks lie
         self._places: list[ReferenceType[Place]] = []  # of this step, given away
 
     def __len__(self) -> int:
@@ -504,24 +505,21 @@ class Rows:
         self._places.clear()
         self._slots.clear()
         self._batches.clear()
+        self._alike.clear()
 
     def _batch(self, group: int, begin: int, stop: int) -> AttentionBatch:
         """A group's queries of tokens [begin, stop), found once a step."""
         key = (group, begin, stop)
         if key not in self._batches:
-            chunks = [(seq_id, begin, stop) for seq_id in self._ids]
             with self._family.lock:
-                made = make_batch(self._accounting, group, chunks)
-            # Groups of which each is one layer lie alike, most often: what a backend works out
-            # for one of them serves the others.
-            alike = next(reversed(self._batches.values()), made)
-            if (
-                alike.block_size == made.block_size
-                and torch.equal(alike.tables, made.tables)
-                and torch.equal(alike.slots, made.slots)
-            ):
-                made = alike
-            self._batches[key] = made
+                # Slots follow from tables. Groups of which each is one layer lie alike, most often:
+                # what a backend works out for one of them serves the others.
+                tables = (self._accounting.table(group, i).tobytes() for i in self._ids)
+                layout = (begin, stop, self._accounting.block_size(group), *tables)
+                if layout not in self._alike:
+                    chunks = [(seq_id, begin, stop) for seq_id in self._ids]
+                    self._alike[layout] = make_batch(self._accounting, group, chunks)
+            self._batches[key] = self._alike[layout]
         return self._batches[key]
 
     def _own_slots(self, group: int, start: int, stop: int) -> Tensor:
