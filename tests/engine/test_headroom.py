@@ -15,6 +15,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.admission import Admission
+from quire.engine.scheduling import company as company_module
 from quire.engine.scheduling.company import Company, joined
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
@@ -403,6 +404,32 @@ def test_those_behind_a_newcomer_come_with_it() -> None:
     assert both.held_bytes.tolist() == [held, held, held]
     assert both.freed_bytes.tolist() == [held, held, 0]
     assert both.longest.tolist() == [50, 50, 50]
+
+
+def test_none_is_taken_for_longer_than_it_can_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among very many, whose lengths are looked at seldom, one takes in its prompt step by step."""
+    monkeypatch.setattr(company_module, "_LOOKED_AT", 1)
+    limits = Limits(max_model_len=64, max_num_seqs=9, max_num_batched_tokens=512)
+    config = CacheConfig(max_model_len=64, max_num_seqs=9, capacity_bytes=2**20)
+    accounting = PagedAccounting(FULL, config)
+    company = Company(limits, POLICIES["fcfs"], accounting)
+    params = SamplingParams(max_tokens=8)
+    for number, num_prompt_tokens in enumerate([4] * 8 + [62]):
+        prompt = tuple(range(num_prompt_tokens))
+        of = Request(request_id=number, prompt_token_ids=prompt, params=params)
+        last = Sequence(of, seq_id=number, index=0, arrived_s=0.0)
+        accounting.add(number)
+        accounting.try_extend(number, num_prompt_tokens)
+        company.join(last)
+    for num_computed in (16, 32, 48, 62):
+        last.num_computed_tokens = num_computed
+        company.note_step()
+        company.prospects(0)
+    last.token_ids.append(5)  # its first one
+    company.note_step()
+    several = company.prospects(0)
+    assert several.num_tokens.max() <= 64
+    assert (several.num_tokens <= several.longest).all()
 
 
 @pytest.mark.parametrize("seed", range(3))

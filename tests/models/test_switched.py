@@ -1,6 +1,7 @@
 """What a model's owner switches in a live engine holds from the next step on, in all it keeps."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from types import MethodType
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from quire import LLM, SamplingParams
 from quire.layers.watch import Watch
+from quire.models.loader import adopt
 from quire.models.recorded import recordings as recordings_module
 from tiny import tiny_model, tokens
 
@@ -278,6 +281,57 @@ def test_each_change_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> No
     CHANGES[change](part, monkeypatch)
     assert not watch.holds()
     assert Watch(part).holds()
+
+
+class Heir(Part):
+    """Has its forward from another class."""
+
+    gain = 1.0
+
+
+@pytest.mark.parametrize("name", ["forward", "gain"])
+def test_a_class_that_inherits_its_forward_is_watched_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(Heir())
+    assert watch.holds()
+    monkeypatch.setattr(Heir, name, lambda self, x: x, raising=name in vars(Heir))
+    assert not watch.holds()
+
+
+def test_what_contains_itself_is_named() -> None:
+    part, own = Part(), [1]
+    own.append(own)  # type: ignore[arg-type]
+    part.own = own  # type: ignore[assignment]
+    watch = Watch(part)
+    assert list(watch.unseen) == ["a list that contains itself"]
+    assert watch.holds()
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_hooks_of_all_modules_hear_every_step(is_private: bool) -> None:
+    """They are set beside a model, not in it: also beside one that nothing outside has."""
+    model = replace(adopt(tiny_model("qwen3")), is_private=is_private)
+    heard: list[str] = []
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        heard.append(type(module).__name__)
+
+    with LLM(model, **SIZES) as llm:
+        before = texts(llm)
+        assert made(llm)
+        handle = torch_modules.register_module_forward_hook(hook)
+        try:
+            assert texts(llm) == before
+        finally:
+            handle.remove()
+        # In each of a prompt's step and three more.
+        assert heard.count("Qwen3ForCausalLM") >= GREEDY.max_tokens
+        assert heard.count("SiLU") + heard.count("SiLUActivation") >= GREEDY.max_tokens
+        heard.clear()
+        assert texts(llm) == before
+        assert made(llm)
+        assert not heard
 
 
 def test_what_is_set_again_is_no_change() -> None:

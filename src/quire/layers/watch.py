@@ -12,6 +12,7 @@ followed is named in ``unseen``: objects of another language, or more than can b
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import Enum
 from functools import partial
@@ -56,6 +57,7 @@ class Watch:
         self.unseen: dict[str, None] = {}  # what could not be followed, each kind once
         self.is_heard = False  # its owner listens to a module, or does what it does in its place
         self._apart = apart
+        self._within: set[int] = set()  # the ids of containers that are being copied
         self._met: dict[int, object] = {}  # by id: no other object has it as long as this one lives
         self._waiting: list[object] = []
         self._files: dict[int, dict[str, Any]] = {}
@@ -159,8 +161,13 @@ class Watch:
         self._class(type(module))
 
     def _class(self, kind: type) -> None:
+        """By its own names and those of its file, and likewise the bases that have a forward."""
+        inherits = True  # its forward: one that is added to the class would be called instead
         for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
             names = getattr(inspect.unwrap(vars(each).get("forward", len)), "__globals__", None)
+            if names is None and inherits:
+                names = vars(sys.modules.get(each.__module__, torch))
+            inherits &= "forward" not in vars(each)
             if names is None or id(each) in self._met:
                 continue
             self._met[id(each)] = each
@@ -223,14 +230,25 @@ class Watch:
         if len(value) > _MOST_ENTRIES:
             self._cannot_see(f"a {type(value).__name__} of {len(value):,} entries")
             return value
-        if isinstance(value, dict):
-            return {name: self._copy(each, value, name) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            copies = [self._copy(each, value, number) for number, each in enumerate(value)]
-            return copies if isinstance(value, list) else tuple(copies)
+        if isinstance(value, dict | list | tuple):
+            return self._copy_of(value)
         if not all(isinstance(each, (*_PLAIN, *_LEAVES)) for each in value):
             self._cannot_see("a set of something else than plain values")
         return set(value)
+
+    def _copy_of(self, container: Any) -> Any:
+        """Entry by entry."""
+        if id(container) in self._within:
+            self._cannot_see(f"a {type(container).__name__} that contains itself")
+            return container
+        self._within.add(id(container))
+        try:
+            if isinstance(container, dict):
+                return {n: self._copy(each, container, n) for n, each in container.items()}
+            copies = [self._copy(each, container, n) for n, each in enumerate(container)]
+            return copies if isinstance(container, list) else tuple(copies)
+        finally:
+            self._within.remove(id(container))
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ class ModelWatch:
         """``is_private``: nothing outside of the engine has it, and there is nothing to look at."""
         self.model = model
         self._is_private = is_private
+        self._hooks_of_all = _hooks_of_all()
         self._watch: Watch | None = None
         self._places: list[int] = []
         self._changed_by_passes: frozenset[Place] = frozenset()
@@ -30,6 +32,10 @@ class ModelWatch:
 
     def look(self) -> bool:
         """Before a pass: whether the model is what it was after the last one."""
+        if self._hooks_of_all != (hooks := _hooks_of_all()):
+            self._hooks_of_all = hooks
+            self.version += 1
+            return False
         if self._is_private:
             return True
         if self._watch is None:
@@ -40,6 +46,11 @@ class ModelWatch:
         self._changed_by_passes = self._apart = frozenset()
         self._begin()
         return False
+
+    @property
+    def all_are_heard(self) -> bool:
+        """Whether there are hooks of all modules, of this model and of others."""
+        return any(self._hooks_of_all)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -58,7 +69,7 @@ class ModelWatch:
         if self._watch is None:
             self._begin()
         assert self._watch is not None
-        if self._watch.is_heard or _has_global_hooks():
+        if self._watch.is_heard or self.all_are_heard:
             return "its owner listens to what it does"
         if self._watch.unseen:
             return f"it keeps what cannot be watched: {', '.join(self._watch.unseen)}"
@@ -75,5 +86,5 @@ class ModelWatch:
         self.version += 1
 
 
-def _has_global_hooks() -> bool:
-    return bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
+def _hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
+    return dict(torch_modules._global_forward_hooks), dict(torch_modules._global_forward_pre_hooks)

@@ -97,7 +97,8 @@ class Company:
         """Of those that run with this grade or a better one, or of those with a ``worse`` one."""
         self._look()
         numbers = self._numbers[:, : len(self._members)]
-        tokens = numbers[5] + self._num_steps
+        # One whose prompt takes several steps, or that a step leaves out, has not become longer.
+        tokens = np.minimum(numbers[5] + self._num_steps, numbers[0] + numbers[1])
         room, siblings = tokens.copy(), np.zeros_like(tokens)
         for sequence in self._beginning:
             place = self._places[sequence.seq_id]

@@ -110,10 +110,13 @@ class Place:
         return out.view(num_rows, num_queries, heads, -1).transpose(1, 2)
 
     def _masked(self, mask: Tensor | None) -> AttentionBatch | None:
-        """The step as a mask shows it, found once for all layers; None if it is of another form."""
+        """The step as a mask shows it, found once for all layers of a kind.
+
+        None if it is of another form.
+        """
         if mask is None:
             return self._batch
-        memo, key = self._batch.memo, ("mask", id(mask), self._start)
+        memo, key = self._batch.memo, ("mask", id(mask), self._start, self._spec)
         if key not in memo:
             padding = _padding(mask, self._spec, self._batch, self._start)
             found = self._batch
