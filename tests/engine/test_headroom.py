@@ -14,8 +14,8 @@ from engine.test_progress import FULL, added, five, request, watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.admission import Admission
 from quire.engine.scheduling import company as company_module
+from quire.engine.scheduling.admission import Admission
 from quire.engine.scheduling.company import Company, joined
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival

@@ -264,7 +264,7 @@ class Coordinator:
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         """Set the ceiling, or the capacity with it; where it is then, never below what is held.
 
-        What is only cached goes, pages of which nobody holds a block, the least recently used
+        What is only cached goes, pages of which no block is held, the least recently used
         first; what is held never does.
         """
         self.pools.evict(capacity_bytes)
@@ -272,7 +272,7 @@ class Coordinator:
         return self.pools.ceiling.move(capacity_bytes, committed, for_now=for_now)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that is cached; False, and nothing is done, while anybody holds a block."""
+        """Forget all that is cached; False, and nothing is done, while a block is held."""
         if self.pools.held_bytes:
             return False
         self.pools.evict(0)
@@ -315,7 +315,7 @@ class Coordinator:
         if verdict is not FITS:
             return verdict
         # A block that is used in part stays cached and is copied, if there is room for both;
-        # otherwise the sequence takes it over. One that somebody holds stays anyway.
+        # otherwise the sequence takes it over. One that is held stays anyway.
         evicts = any(len(start.source) for start in starts) and self.pools.evicts(
             [move.num_new for move in moves]
         )

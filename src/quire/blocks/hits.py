@@ -17,7 +17,7 @@ from quire.units import ceil_div
 
 Shortfall = Literal[
     "",  # none: it is as long as it may be
-    "unknown",  # nobody has computed what follows, or it is long gone
+    "unknown",  # what follows has not been computed, or is long gone
     "salt",  # nothing is cached under this salt
     "evicted",  # a block of full attention is gone
     "window",  # a window's blocks there are gone, while what follows may be cached

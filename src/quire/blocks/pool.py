@@ -1,6 +1,6 @@
 """The blocks of one group: who holds them, which are only cached, and which are empty.
 
-A block is *held* by sequences (``refs`` counts them), *cached* when nobody holds it but the prefix
+A block is *held* by sequences (``refs`` counts them), *cached* when none does but the prefix
 index still finds its content, or *empty*. A free block, cached or empty, is not the same as an
 unused page: pages are committed for a *granule* (the fewest blocks that fill whole pages) and given
 back when all blocks of the granule are empty.
@@ -88,7 +88,7 @@ class BlockPool:
         return ceil_div(max(0, count - self._num_gaps), self.granule_blocks)
 
     def cached_granules(self) -> tuple[Ids, Times]:
-        """Granules with pages in which nobody holds a block, the first to go first.
+        """Granules with pages of which no block is held, the first to go first.
 
         Returns: them, and when the last of its blocks to go was used last.
         """
@@ -184,7 +184,7 @@ class BlockPool:
         return blocks, self._out_of_cache(blocks)
 
     def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:
-        """Take what is in these, which nobody holds, out of the cache. Returns: as ``evict``."""
+        """Take what is in these, which are not held, out of the cache. Returns: as ``evict``."""
         blocks = granules
         if self.granule_blocks > 1:
             blocks, _ = self.evictable.order()
@@ -269,7 +269,7 @@ class BlockPool:
 
     def _take_gaps(self, count: int) -> Ids:
         found: list[int] = []
-        # Where somebody holds a block the page stays anyway: those gaps first.
+        # Where a block is held the page stays anyway: those gaps first.
         for granule in sorted(reversed(self._gaps), key=lambda granule: not self._held_in[granule]):
             first = granule * self.granule_blocks
             inside = slice(first, first + self.granule_blocks)

@@ -101,7 +101,7 @@ class Pools:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of blocks that nobody holds and the index still finds."""
+        """Bytes of blocks that no sequence holds and the index still finds."""
         sizes = zip(self._pools, self.sizes, strict=True)
         return sum(pool.num_cached * size.block_bytes for pool, size in sizes)
 
@@ -117,7 +117,7 @@ class Pools:
         return self._lacking_bytes(num_new) > 0
 
     def is_only_cached(self, group: int, block: Ids) -> bool:
-        """Whether this is a block, and nobody holds it."""
+        """Whether this is a block, and no sequence holds it."""
         return len(block) > 0 and not self._pools[group].refs[block[0]]
 
     # -- verbs -----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Pools:
         self.changes.extend(Copy(group, a * size, b * size, n) for a, b, n in pairs if n)
 
     def forget(self, group: int, blocks: Ids) -> None:
-        """The index is to know these blocks no more, whoever holds them."""
+        """The index is to know these blocks no more, held or not."""
         if len(blocks):
             pool = self._pools[group]
             self._index.detach(group, pool.nodes[blocks].astype(np.intp))
@@ -184,9 +184,9 @@ class Pools:
         self._pools[group].take_over(blocks)
 
     def evict(self, num_bytes: int) -> None:
-        """Evict until at most ``num_bytes`` are committed, or somebody holds a block of each page.
+        """Evict until at most ``num_bytes`` are committed, or a block of each page is held.
 
-        Pages go whole: what is cached beside a block that somebody holds is evicted for nothing.
+        Pages go whole: what is cached beside a block that is held is evicted for nothing.
         """
         excess = self.committed_bytes - num_bytes
         if excess <= 0:

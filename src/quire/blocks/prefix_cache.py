@@ -237,7 +237,7 @@ class PrefixCache:
         self._pools[number].nodes[blocks] = nodes
 
     def _share(self, row: int, column: int, node: int) -> None:
-        """A block that somebody has filled before: one of the two is enough, if it may be."""
+        """A block that was filled before: one of the two is enough, if it may be."""
         for number in self._in_blocks:
             table = self._tables.ids[number]
             own, theirs = int(table[row, column]), int(self._index.blocks[number][node])

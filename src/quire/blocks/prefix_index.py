@@ -41,7 +41,7 @@ class PrefixIndex:
     """The nodes. A node's id is its row, and above that how many nodes there were before it."""
 
     def __init__(self, num_groups: int, block_size: int, *, keep_events: bool = False) -> None:
-        self.events: list[BlockEvent] = []  # in order, if kept; whoever reads them clears the list
+        self.events: list[BlockEvent] = []  # in order, if kept; the reader clears the list
         self._keep_events = keep_events
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
         self._ids: dict[BlockKey, int] = {}
@@ -66,7 +66,7 @@ class PrefixIndex:
     # -- finding ---------------------------------------------------------------------------------
 
     def root(self, extra: Extra = ()) -> int:
-        """The node before the first token. Whoever asks needs it until ``let_go``."""
+        """The node before the first token. The caller needs it until ``let_go``."""
         node = self._child((_NO_PARENT, b"", extra))
         self._need[node & _ROW] += 1
         return node
@@ -285,7 +285,7 @@ class PrefixIndex:
             needs[row] -= 1
 
     def note_cleared(self) -> None:
-        """Everything has been detached at once, and whoever reads events may want to know."""
+        """Everything has been detached at once, which readers of events may want to know."""
         if self._keep_events:
             self.events.append(AllBlocksCleared())
 

@@ -36,7 +36,7 @@ class BlockTables:
         self.priorities = np.zeros(_FIRST_ROWS, np.int8)
         self.tails = np.zeros((_FIRST_ROWS, block_size), np.int32)  # token ids of the last block
         self.rows: dict[int, int] = {}  # sequence → row
-        self.changed: set[int] | None = None  # rows with other blocks than before, if anybody asks
+        self.changed: set[int] | None = None  # rows with other blocks, if a strategy asks
         # Whether a row may list another block of the same content in a column.
         self.may_swap: MaySwap = _may_always
         self._free = list(range(_FIRST_ROWS))[::-1]

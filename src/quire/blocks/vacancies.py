@@ -1,4 +1,4 @@
-"""Which ids of a pool nobody uses, and which of them to take so that neighbours stay together.
+"""Which ids of a pool are vacant, and which of them to take so that neighbours stay together.
 
 A table's blocks are read one after the other, and faster where they lie side by side: a sequence
 that grows is given the id after its last one if that is vacant. So that it often is, a new run
@@ -43,7 +43,7 @@ class Vacancies:
         return vacant
 
     def put(self, ids: Ids) -> None:
-        """Nobody uses these any more."""
+        """These are vacant again."""
         stop = self._top + len(ids)
         if stop > len(self._stack):
             self._sweep()
@@ -172,7 +172,7 @@ class Vacancies:
         ids = self._vacant.nonzero()[0]
         begins = ((np.diff(ids, prepend=-2) != 1) | (ids % _EXTENT == 0)).nonzero()[0]
         starts, lengths = ids[begins], np.diff(begins, append=len(ids))
-        # Right before the rest of an extent somebody may be growing.
+        # Right before the rest of an extent a sequence may be growing.
         shift = np.where(starts % _EXTENT, lengths // 2, 0)
         order = np.argsort(shift - lengths, kind="stable")
         order = order[lengths[order] - shift[order] > 1]

@@ -12,7 +12,7 @@ from quire.units import format_bytes, format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """There is room; whoever asked to take it has it."""
+    """There is room; a caller that asked to take it has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class NotNow:
     """
 
     need_bytes: int  # by which the held bytes would rise
-    free_bytes: int  # held by nobody; what is only cached counts as free
+    free_bytes: int  # that no sequence holds; what is only cached counts as free
     holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
     kept_bytes: int = 0  # of the free ones, set aside for others
     option: str = "kv_cache_memory_bytes"  # what to raise

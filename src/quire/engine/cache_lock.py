@@ -11,14 +11,15 @@ Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 @final
 class CacheLock:
-    """Held during a step, and while anybody else uses the cache; a thread may take it again.
+    """Held during a step, and during any other use of the cache; a thread may take it again.
 
-    ``around`` is entered by whoever has it: on a GPU, all that is launched has to be in one order.
+    ``around`` is entered by the thread that has it: on a GPU, all that is launched has to be in
+    one order.
     """
 
     def __init__(self, around: Around = nullcontext) -> None:
         self._lock, self._around = threading.RLock(), around
-        self._entered: list[AbstractContextManager[object]] = []  # by whoever has it
+        self._entered: list[AbstractContextManager[object]] = []  # by the thread that has it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not self._lock.acquire(blocking, timeout):

@@ -1,6 +1,6 @@
 """The cache's ceiling, moved as the machine's memory comes and goes.
 
-How far, is the governor's decision. What goes for it, goes in order: pages that nobody needs and
+How far, is the governor's decision. What goes for it, goes in order: pages that no block needs and
 blocks that are only cached; then newcomers find no room; then running sequences are preempted, the
 youngest first. The oldest keeps what it has and gets what it needs (``Scheduler``).
 
@@ -8,7 +8,7 @@ Where that is not enough, and the system kills a process that finds no memory, t
 as many tokens as there is room for in what is left, but for a part that others may take meanwhile.
 Where not even one token's step fits, no step is begun; if that lasts, the engine ends in words.
 
-The machine is looked at between two steps by whoever steps, and while nobody does by a thread.
+The thread that steps looks at the machine between two steps; while none steps, another thread does.
 """
 
 import logging
@@ -52,7 +52,7 @@ class Elasticity:
 
 
 class Elastic:
-    """Of one engine. ``lock`` is held during a step, and while anybody else uses the cache."""
+    """Of one engine. ``lock`` is held during a step, and during any other use of the cache."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Elastic:
     def resize(self, capacity_bytes: int) -> None:
         """Change the capacity itself: now, or before the next step if one is under way."""
         self._asked_bytes = capacity_bytes
-        while self._asked_bytes is not None:  # whoever steps may be quicker
+        while self._asked_bytes is not None:  # the thread that steps may be quicker
             if self.lock.acquire(timeout=0.05):
                 try:
                     self._obey()
@@ -164,7 +164,7 @@ class Elastic:
                     self.lock.release()
 
     def watch(self) -> None:
-        """Look at the machine also while nobody steps, from now on."""
+        """Look at the machine also while no thread steps, from now on."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_watch,
@@ -181,7 +181,7 @@ class Elastic:
             self._thread.join()
 
     def _read(self) -> MemoryReading | None:
-        """What there is; None where nobody says, and the log hears of that once."""
+        """What there is; None where the system does not say, and the log hears of that once."""
         was_silent = self._is_silent
         try:
             memory = self._gauge.read()
@@ -292,13 +292,13 @@ class Elastic:
 
 
 def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
-    """Until it is closed, or nobody has it any more."""
+    """Until it is closed, or nothing refers to it any more."""
     while not stop.wait(_INTERVAL_S):
         elastic = elastic_ref()
         if elastic is None:
             return
         try:
-            # While somebody steps, whoever it is looks at the machine too.
+            # A thread that steps looks at the machine itself.
             if elastic.lock.acquire(blocking=False):
                 try:
                     elastic.settle()

@@ -16,11 +16,11 @@ from quire.units import format_bytes
 log = logging.getLogger(__name__)
 
 _NOTHING = StepPlan.of([])
-_FINAL = (MemoryUnavailable, RankLost)  # nobody can begin anew
+_FINAL = (MemoryUnavailable, RankLost)  # no sequence can begin anew
 
 
 def _unwatched(plan: StepPlan) -> None:
-    """Nobody looks."""
+    """No reader looks at a plan."""
 
 
 class Engine:

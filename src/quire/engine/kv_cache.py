@@ -1,6 +1,6 @@
 """One accounting and its storage: the pair that decides and that carries out.
 
-Whoever needs both holds this, so that the pair can be replaced where storage could not follow.
+What needs both holds this, so that the pair can be replaced where storage could not follow.
 """
 
 from collections.abc import Callable

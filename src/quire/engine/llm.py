@@ -79,7 +79,7 @@ class LLM:
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))
         loaded = loaded_model(model, tokenizer, self.config)
-        # The processes of a model that was loaded elsewhere are whoever's who loaded it.
+        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
         self._ranks = None if isinstance(model, LoadedModel) else loaded.ranks
         try:
             parts = build(self.config, loaded, provider=provider, gauge=gauge)

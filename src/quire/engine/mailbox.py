@@ -1,4 +1,4 @@
-"""Pieces of text on their way from the thread that steps to whoever reads them in an event loop.
+"""Pieces of text on their way from the thread that steps to their readers in an event loop.
 
 A reader who is behind finds what has come meanwhile as one piece for each continuation, so what
 waits is bounded, and the thread that steps never does.
@@ -17,7 +17,7 @@ from quire.engine.sequence import TokenLogprobs
 
 @final
 class Pending:
-    """Pieces of one continuation that nobody has read yet, as one."""
+    """Pieces of one continuation that have not been read yet, as one."""
 
     def __init__(self) -> None:
         self._text = StringIO()

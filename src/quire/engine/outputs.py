@@ -1,4 +1,4 @@
-"""From tokens to text, for whoever asked: pieces while a prompt runs, and the whole at the end."""
+"""From tokens to text, for the caller: pieces while a prompt runs, and the whole at the end."""
 
 import logging
 from collections.abc import Callable, Iterable

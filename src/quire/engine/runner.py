@@ -191,7 +191,7 @@ class ModelRunner:
         given: HostInputs,
         complete: Callable[[Step], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
-        """One forward pass, whoever decided on it: logits, and the layers that did not report."""
+        """One forward pass, on any rank's decision: logits, and the layers that did not report."""
         with on_device(self.device):
             inputs = given.on(self.device, batches)
             step = self._step(self._backend, batches, inputs)

@@ -238,7 +238,7 @@ class Scheduler:
     def preempt_youngest(self, *, spare_oldest: bool) -> bool:
         """Take a running sequence's room away between two steps; False if there is none to take.
 
-        With ``spare_oldest`` one goes on, so that somebody always does. Nothing is saved of it:
+        With ``spare_oldest`` one sequence goes on, so that one always does. Nothing is saved of it:
         that would take memory, where it is memory that is lacking.
         """
         running = self._queues.running
@@ -261,7 +261,7 @@ class Scheduler:
             self.swap.release(sequence)
 
     def restart(self, accounting: Accounting) -> None:
-        """Everybody begins anew, in an empty cache; what is swapped out stays there."""
+        """Every sequence begins anew, in an empty cache; what is swapped out stays there."""
         self._room.accounting = accounting
         for save in self._preemption.drain():
             self.swap.release(save.sequence)
@@ -346,7 +346,7 @@ class Scheduler:
                 # First those who would not make room for it.
                 self._serve(step, at_most=grade)
                 served = grade
-                # Room that somebody was just preempted for is not a newcomer's.
+                # Room for which a sequence was just preempted is not a newcomer's.
                 if self.num_preemptions > lost:
                     return "kv_memory"
                 continue  # one that ended meanwhile may have left an heir
@@ -360,7 +360,7 @@ class Scheduler:
     def _serve(self, step: Step, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
         running, served = self._queues.running, step.served
-        if len(served) == len(running):  # all of them: who has a chunk makes room for nobody
+        if len(served) == len(running):  # all of them: one with a chunk makes no room
             return
         if at_most is not None:
             running = running[: self._queues.num_running_up_to(at_most)]
@@ -375,7 +375,7 @@ class Scheduler:
             step.add(chunks[:fitting])
             if fitting == len(chunks):
                 break
-            step.withdraw_drafts(self._accounting)  # before anybody makes room for what is certain
+            step.withdraw_drafts(self._accounting)  # before one makes room for what is certain
             self._extend(step, due[fitting])
             due = [s for s in due[fitting + 1 :] if s.seq_id not in self._made_room]
 
@@ -398,7 +398,7 @@ class Scheduler:
                 self._end_for_lack_of_room(sequence, answer)
                 return
             alone, place = len(running) == 1, self._queues.place(sequence)
-            # The first one makes room for nobody, so that somebody always gets on.
+            # The first one makes no room for others, so that one always gets on.
             victim = self._preemption.victim(running if alone else running[max(1, place) :])
             # Alone and yet without room: growing in place takes more than there is, as a copy
             # into a larger buffer does. Begun anew in one piece it fits, or else never will.
@@ -466,9 +466,9 @@ class Scheduler:
         return self._admission.company.num_left, free_bytes + self._preemption.spare_bytes
 
     def _give_way(self) -> bool:
-        """Nobody can be computed: those who await a choice make room for one that they wait for.
+        """No sequence can be computed: those that await a choice make room for one that waits.
 
-        False if nobody does both, wait and await nothing.
+        False if there are not both: some that await a choice, and one that waits for room.
         """
         if not (self._queues.running and self._queues.waiting):
             return False

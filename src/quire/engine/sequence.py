@@ -63,9 +63,9 @@ class Sequence:
     num_preemptions: int = 0
     num_saved_tokens: int = 0  # of those computed then, that swap holds
     most_computed_tokens: int = 0  # ever, as far as it has come
-    came_back: bool = False  # after a preemption, and since then nobody has made room
+    came_back: bool = False  # after a preemption, and since then no sequence has made room
     awaits_choice: bool = False  # all is computed, and a search is to choose the next token
-    needs_room_at_once: bool = False  # it was preempted with nobody else there to make room
+    needs_room_at_once: bool = False  # it was preempted with no other there to make room
     began_again_at: int = 0  # tokens that it had when that did not help and it went on in chunks
     most_found_tokens: int = -1  # of its prefix, when it last waited for others to compute more …
     num_waits_in_vain: int = 0  # … and how often it has since, and found none

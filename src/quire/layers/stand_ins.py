@@ -2,7 +2,7 @@
 
 A part is a ``torch.nn`` module of any class. Which of the known forms it has is not read from its
 name: each is tried on random inputs, and the one that gives what the part itself gives is taken.
-Whoever puts it in place asks before every pass whether the part is still what it was then.
+Before every pass it is asked whether the part is still what it was then.
 """
 
 from collections.abc import Callable, Collection

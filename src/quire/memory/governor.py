@@ -8,8 +8,8 @@ slack, and only slack is grown into. Others may take a quarter of the headroom b
 answered, so that no single reading decides. Then there is *pressure*: what the headroom lacks goes
 at once, and nothing grows for a while. In ``shared`` mode all that is only cached goes then, since
 no sequence waits for it; and the ceiling is drawn to a multiple of the slack, wherever it stands.
-All who follow that rule end up with the same share, whoever came first, and leave some slack, so
-that they put no pressure on each other.
+All who follow that rule end up with the same share, in whatever order they came, and leave some
+slack, so that they put no pressure on each other.
 
 Where the system kills a process that finds no memory, what the next step takes stays free too. It
 may be taken out of the headroom, but not out of what others have.
@@ -53,7 +53,7 @@ class Decision:
 
     ceiling_bytes: int
     event: Literal["", "pressure", "idle"] = ""  # pressure: running sequences make room too
-    drop_cached: bool = False  # all that nobody holds
+    drop_cached: bool = False  # all that no sequence holds
     reason: str
 
 
@@ -94,7 +94,7 @@ class Governor:
         stalled = now.stalled_s - self._stalled_s > _STALLED * elapsed_s > 0
         self._last_s, self._stalled_s = now.now_s, now.stalled_s
         slack = now.available_bytes - kept
-        least = min(now.capacity_bytes, headroom // 64)  # giving it back would help nobody
+        least = min(now.capacity_bytes, headroom // 64)  # giving it back would help no other
         if slack < 0 and (stalled or self.lacks(now)) and now.committed_bytes > least:
             self._grows_from_s = now.now_s + _HOLD_S
             self._share = max(least, min(now.ceiling_bytes, now.committed_bytes + slack))

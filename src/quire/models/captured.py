@@ -2,7 +2,7 @@
 
 A step of decoding, one token a sequence, does the same each time, on other numbers. So it is
 captured once for each of a few sizes, over memory that stays, and replayed: the step's numbers are
-copied there and rows that nobody has are padding, which keeps nothing and reads nothing. What comes
+copied there and rows without a sequence are padding, which keeps and reads nothing. What comes
 out lies in one place for all sizes, until the next replay.
 
 A graph knows addresses. It goes when the model has changed or the cache was begun anew, and is
@@ -240,8 +240,8 @@ class CapturedDecodes:
     def _require_alike(self, captured: Captured) -> None:
         """Raises: RuntimeError for a graph into which this step's numbers do not come.
 
-        They are those of nobody: no page need be committed. Rows that read some are replayed by
-        whoever tries the model (``ModelRunner.capture``).
+        They are of no sequence: no page need be committed. Rows that read some are replayed by the
+        trial of the model (``ModelRunner.capture``).
         """
         size = len(captured.logits)
         batches, nothing = self._nobody(size)
@@ -311,7 +311,7 @@ def _padded_inputs(given: HostInputs, size: int) -> HostInputs:
 
 
 def _padded(batch: AttentionBatch, size: int) -> AttentionBatch:
-    """With sequences of nobody, each of which has one query."""
+    """With empty sequences, each of which has one query."""
     num_seqs = batch.num_seqs
     if num_seqs == size:
         return batch

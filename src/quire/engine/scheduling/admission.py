@@ -69,7 +69,7 @@ class Admission:
         self.note_came(newcomer)
 
     def note_came(self, newcomer: Sequence) -> None:
-        """It is one of those who run, for whoever comes after it in this plan."""
+        """It is one of those that run, for the newcomers after it in this plan."""
         if self._outlook is not None:
             curves, held_bytes = self._ask(newcomer, self._outlook)
             self._outlook.add(curves)

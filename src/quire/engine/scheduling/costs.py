@@ -40,7 +40,7 @@ class Costs:
         self._is_given, self._known = prices is not None, prices
         self._num_steps = 0  # that were noted …
         self._fits_at = 0  # … and how many it takes until prices are worked out anew
-        self._takes_text = False  # a step has: before, nobody knows what a token takes
+        self._takes_text = False  # a step has: before, it is not known what a token takes
         # Of steps with a step, its tokens and its entries as parts of its seconds: f64[bits, 3].
         self._moments = np.zeros((_LONGEST_BITS, 3, 3))
         self._parts = np.zeros((_LONGEST_BITS, 3))

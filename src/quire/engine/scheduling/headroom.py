@@ -1,6 +1,6 @@
 """How much the running sequences will still grow, learned from the outputs that have ended.
 
-A newcomer is admitted only if, as far as can be told, everybody can run to the end beside it. So
+A newcomer is admitted only if, as far as can be told, all can run to the end beside it. So
 the question is how many bytes all of them together will hold at their peak: some grow while others
 end. How long an output becomes is told by those before it (Kaplan and Meier's estimate: what was
 cut off at its limit, or still runs, counts as *at least* so long), given how long it is already.
@@ -88,7 +88,7 @@ class Prospects:
     sure: npt.NDArray[np.bool_]  # nothing but that limit ends it
     has_room: npt.NDArray[np.bool_]  # it runs; the others are still to come
     held_bytes: Shares  # f64: what it holds now, by itself, or when it has come …
-    freed_bytes: Shares  # f64: … and what of that goes back if it ends, since nobody shares it
+    freed_bytes: Shares  # f64: … and what of that goes back if it ends, since no other shares it
 
     @property
     def longest(self) -> Counts:

@@ -1,4 +1,4 @@
-"""Who waits and who runs, in the order of the policy, and who waits for somebody else's prompt."""
+"""Which sequences wait and which run, in the order of the policy, and which wait for a prompt."""
 
 from bisect import bisect_left, bisect_right, insort
 from typing import Literal, get_args
@@ -79,9 +79,9 @@ class Queues:
         return counts
 
     def all_wait(self, accounting: Accounting) -> list[Sequence]:
-        """Nobody runs any more in an empty cache, not even who was between two places.
+        """No sequence runs any more in an empty cache, not even one that was between two places.
 
-        Returns: everybody.
+        Returns: all of them.
         """
         self._known = {i: s for i, s in self._known.items() if s.finish_reason is None}
         going_on = self._known.values()
@@ -157,9 +157,9 @@ class Queues:
         return leader is None
 
     def check(self, accounting: Accounting) -> None:
-        """Raises: AssertionError if somebody is lost, out of order, or holds other room."""
+        """Raises: AssertionError if a sequence is lost, out of order, or holds other room."""
         places = [*self.everybody, *(self._known[i] for i in self._leaders)]
-        assert sorted(s.seq_id for s in places) == sorted(self._known), "somebody is nowhere"
+        assert sorted(s.seq_id for s in places) == sorted(self._known), "a sequence is nowhere"
         for queue in (self.running, self.waiting, self.undecided):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         siblings = {s.seq_id: leader for leader in self.everybody for s in leader.siblings}

@@ -1,6 +1,6 @@
 """Room for what a sequence computes next: how it is asked for, and what helps where it is refused.
 
-Nobody is preempted here; the scheduler does that where ``NoRoom`` leaves it a choice.
+No sequence is preempted here; the scheduler does that where ``NoRoom`` leaves it a choice.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoRoom:
-    """A refusal; nothing has changed. ``final``: nobody's room would help."""
+    """A refusal; nothing has changed. ``final``: no other's room would help."""
 
     verdict: NotNow | Never
     num_tokens: int
@@ -117,7 +117,7 @@ class Room:
         """Which tokens a sequence computes next, and which it need not."""
         start, hit, num_restored = sequence.num_computed_tokens, None, 0
         token_ids = _NO_TOKENS
-        if not start and not sequence.lacks_prompt_logprobs:  # which nobody has kept
+        if not start and not sequence.lacks_prompt_logprobs:  # which are not kept
             token_ids = np.array(sequence.token_ids, np.int32)
             hit = self.accounting.match_prefix(sequence.seq_id, token_ids)
             num_restored = max(0, sequence.num_saved_tokens - hit.num_tokens)
@@ -139,7 +139,7 @@ class Room:
         return attempt.chunk(sequence)
 
     def _ask_for_less(self, sequence: Sequence, attempt: Attempt, budget: int) -> bool:
-        """What may still help where nobody will make room; False if nothing does.
+        """What may still help where no other will make room; False if nothing does.
 
         A window that moves in smaller steps holds less at once; what a hit holds may lie scattered
         over pages, so that less fits than would anew; what was saved comes back in one piece.
@@ -159,7 +159,7 @@ class Room:
     def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
         """Who is alone need not wait for the machine: a lowered ceiling gives way to it.
 
-        So somebody always gets on, and nobody ends for a shortage that will pass.
+        So one sequence always gets on, and none ends for a shortage that will pass.
         """
         ceiling = self.accounting.ceiling
         if isinstance(verdict, Never) or ceiling.now_bytes == ceiling.capacity_bytes:

@@ -48,7 +48,7 @@ class Step:
         """What these running sequences have to compute, as far as the budget goes."""
         chunks: list[Chunk] = []
         budget, spare = self.budget, 0
-        if self.drafts:  # guesses take what is left when everybody has what is certain
+        if self.drafts:  # guesses take what is left when all have what is certain
             spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
         for sequence in due:
             start, last = sequence.num_computed_tokens, sequence.num_tokens

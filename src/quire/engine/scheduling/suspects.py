@@ -1,7 +1,7 @@
 """Sequences that were in a step that failed and left their states of no use.
 
-Whose fault it was, nobody knows. They begin anew, one at a time in a step, until each has come past
-the tokens at which it failed; one that fails then ends.
+Which of them is at fault is not known. They begin anew, one at a time in a step, until each has
+come past the tokens at which it failed; one that fails then ends.
 """
 
 from quire.engine.sequence import Sequence

@@ -74,7 +74,7 @@ class SwapStore:
         return True
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """Nobody needs what was saved of these."""
+        """What was saved of these is not needed any more."""
         several = list(seq_ids)
         for seq_id in several:
             self._firsts.pop(seq_id, None)

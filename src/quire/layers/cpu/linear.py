@@ -244,7 +244,7 @@ class _Product:
 
 
 def rows_more(num_rows: int) -> int:
-    """How many rows of zeros torch is to multiply besides, at most an eighth.
+    """How many rows of zeros torch is to multiply besides: seven, or an eighth of those at most.
 
     In 16 bits oneDNN compiles a product for every number of rows, which takes milliseconds, and
     keeps it: half a MiB of each for as long as the process lives. So there are eight numbers from

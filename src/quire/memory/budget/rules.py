@@ -179,7 +179,7 @@ def _auto(case: _Case) -> _Offer:
     headroom = headroom_bytes(shared, case.mode)
 
     def left(bound: MemoryBound, mode: Mode) -> int:
-        # Nobody else takes this process's addresses.
+        # No other process takes this one's addresses.
         spared = 0 if bound.counts_addresses else headroom_bytes(shared, mode)
         return case.room_in(bound) - spared
 
@@ -300,7 +300,7 @@ BUDGETS: Mapping[str, Callable[[_Case], _Offer]] = MappingProxyType(
 
 
 def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:
-    """A share of a total, whoever else uses it: what three of the rules have in common."""
+    """A share of a total, whatever others use of it: what three of the rules have in common."""
     needs = case.needs
     claimed = int(total_bytes * case.utilization)
     words = f"memory_utilization={case.utilization:g}"

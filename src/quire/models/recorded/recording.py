@@ -47,7 +47,7 @@ class Recording:
             self._runs, self._storage = self._joined(step), step.storage
         asked = len(token_ids)
         self._token_ids[:asked] = token_ids
-        self._positions[:asked] = positions  # the rest computes something that nobody asks for
+        self._positions[:asked] = positions  # the rest computes what is not asked for
         for run in self._runs:
             run(step, asked)
         step.written |= self._layers

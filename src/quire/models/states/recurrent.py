@@ -77,7 +77,7 @@ class RecurrentLayers:
 
     @property
     def why_not_padded(self) -> str | None:
-        """Why no step of theirs may have rows of nobody."""
+        """Why no step of theirs may have rows without a sequence."""
         return self._padded_rows if isinstance(self._padded_rows, str) else None
 
     @cached_property

@@ -1,6 +1,6 @@
 """A few tokens that a model computes chunk by chunk, and what it says of them by itself.
 
-How it is run, and over which cache, whoever tries it knows.
+How it is run, and over which cache, its caller knows.
 """
 
 import inspect
