@@ -406,6 +406,29 @@ def test_those_behind_a_newcomer_come_with_it() -> None:
     assert both.longest.tolist() == [50, 50, 50]
 
 
+def test_a_newcomer_that_was_refused_is_asked_again_while_others_only_grow() -> None:
+    """The later it comes, the less it grows until the one that runs has ended."""
+    config = CacheConfig(
+        max_model_len=264, max_num_seqs=2, capacity_bytes=64 * BLOCK, block_size=4, page_bytes=BLOCK
+    )
+    limits = Limits(max_model_len=264, max_num_seqs=2, max_num_batched_tokens=64)
+    accounting = PagedAccounting(FULL, config)
+    dear = Costs(prices=Prices(step_s=1.0, token_s=10.0))  # no newcomer is worth a preemption
+    scheduler = Scheduler(accounting, limits, costs=dear)
+    for number, most in enumerate((140, 220)):
+        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        prompt = tuple(range(100 * number, 100 * number + 8))
+        scheduler.add(Request(request_id=number, prompt_token_ids=prompt, params=params))
+    came = 0
+    while scheduler.num_running < 2 and came < 150:
+        plan = scheduler.plan()
+        accounting.drain()
+        scheduler.update(plan, [Sampled(token_ids=(5,))] * len(plan.draws))
+        came += 1
+    # With room for 256 tokens: as soon as the first one's 148 and as many of its own fit.
+    assert 140 - 100 < came <= 140 - 100 + 16 + 1
+
+
 def test_none_is_taken_for_longer_than_it_can_become(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among very many, whose lengths are looked at seldom, one takes in its prompt step by step."""
     monkeypatch.setattr(company_module, "_LOOKED_AT", 1)

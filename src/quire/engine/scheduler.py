@@ -33,18 +33,27 @@ from quire.strategies import Accounting, Fits
 __all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
 
 
+_ASKED_AGAIN = 16  # plans after a refusal
+
+
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why one that waits could not come. That stays so while others only grow."""
+    """Why one that waits could not come.
+
+    That stays so for some plans while others only grow. Then it is asked anew: the closer their
+    ends come, the less a newcomer grows beside them.
+    """
 
     newcomer: Sequence
     reason: WaitingReason
+    num_plans: int  # that there had been
     num_left: int  # that had ended or made room by then
     free_bytes: int
 
-    def stands(self, newcomer: Sequence, num_left: int, free_bytes: int) -> bool:
+    def stands(self, newcomer: Sequence, num_plans: int, num_left: int, free_bytes: int) -> bool:
         return (
             newcomer is self.newcomer
+            and num_plans - self.num_plans < _ASKED_AGAIN
             and num_left == self.num_left
             and free_bytes <= self.free_bytes
         )
@@ -79,6 +88,7 @@ class Scheduler:
         self._outputs: list[TokenOutput] = []  # of an update that has not come to its end
         self._made_room: set[int] = set()  # in this plan
         self._lacking_bytes = 0  # to the first that waits, in this plan; kept ones not counted
+        self._num_plans = 0
         self._refusal: _Refusal | None = None  # of the first that waits, while it stands
 
     @property
@@ -324,6 +334,7 @@ class Scheduler:
     # -- a plan ----------------------------------------------------------------------------------
 
     def _begin_plan(self) -> None:
+        self._num_plans += 1
         self._made_room.clear()
         self._lacking_bytes = 0
         self._admission.begin_plan()
@@ -459,11 +470,12 @@ class Scheduler:
         """Those that are held back have theirs already."""
         return self.num_running + self._queues.num_held_back
 
-    def _free(self) -> tuple[int, int]:
-        """What a refusal depends on: how many have left, and bytes that are free, also in swap."""
+    def _free(self) -> tuple[int, int, int]:
+        """What a refusal depends on: plans, how many have left, and free bytes, also in swap."""
         accounting = self._accounting
         free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
-        return self._admission.company.num_left, free_bytes + self._preemption.spare_bytes
+        free_bytes += self._preemption.spare_bytes
+        return self._num_plans, self._admission.company.num_left, free_bytes
 
     def _give_way(self) -> bool:
         """No sequence can be computed: those that await a choice make room for one that waits.
