@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
@@ -108,6 +108,7 @@ class LLM:
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
         self._closed, self._close_is_over = False, Event()
+        self._closing = Lock()  # of two threads that close it, one does
         self.has_failed = False  # it was closed since it could not go on
 
     def generate(
@@ -399,9 +400,10 @@ class LLM:
         return usage_with_tables(self._kv.accounting, self._kv.memory.page_bytes)
 
     def _close(self, reason: FinishReason, detail: str) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         with ExitStack() as parts:  # all of them, whatever one raises
             parts.callback(self._close_is_over.set)
             self._elastic.close()
