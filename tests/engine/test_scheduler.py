@@ -415,6 +415,46 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
     ]
 
 
+@pytest.mark.parametrize("then", ["it has all", "another runs first"])
+def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: str) -> None:
+    """Twice it found too little beside what an outsider held: once in chunks, once in one piece."""
+    groups = GROUPS["hybrid"]
+    config = CacheConfig(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=3,
+        capacity_bytes=16 * sum(group.bytes_per_token for group in groups),
+        page_bytes=PAGE_BYTES,
+    )
+    accounting = STRATEGIES["virtual"][0](groups, config)
+    limits = Limits(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        policy="priority",
+        headroom=0.0,
+    )
+    scheduler = Scheduler(accounting, limits)
+    outsider = -1
+    accounting.add(outsider)
+    accounting.try_extend(outsider, 8)
+    (sequence,) = scheduler.add(request(0, 17, 2, priority=1))
+    for _ in range(4):
+        play_step(scheduler)
+    assert sequence.num_preemptions == 2
+    accounting.free(outsider)
+    if then == "another runs first":
+        scheduler.add(request(1, 8, 3, text=1))
+    while scheduler.has_unfinished:
+        play_step(scheduler)
+    assert sequence.finish_reason == "length", sequence.finish_detail
+
+
+def play_step(scheduler: Scheduler) -> None:
+    plan = scheduler.plan()
+    scheduler.update(plan, [Sampled(token_ids=(5,)) for _ in plan.draws])
+    scheduler.check()
+
+
 def swapping(swap_tokens: int) -> tuple[Run, list[Sequence]]:
     """Three sequences that have room for 24 tokens each, and two of them for 36; none is shared."""
     arrivals = tuple(

@@ -66,7 +66,8 @@ class Sequence:
     came_back: bool = False  # after a preemption, and since then no sequence has made room
     awaits_choice: bool = False  # all is computed, and a search is to choose the next token
     needs_room_at_once: bool = False  # it was preempted with no other there to make room
-    began_again_at: int = 0  # tokens that it had when that did not help and it went on in chunks
+    # Tokens that it had, and bytes that were left, when that did not help and it went on in chunks.
+    began_again_with: tuple[int, int] = (0, 0)
     most_found_tokens: int = -1  # of its prefix, when it last waited for others to compute more …
     num_waits_in_vain: int = 0  # … and how often it has since, and found none
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token

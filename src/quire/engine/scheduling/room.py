@@ -109,9 +109,12 @@ class Room:
                 return self._taken(sequence, attempt)
             if not num_others and self._lift_ceiling(verdict):
                 continue
-            nobody_helps = isinstance(verdict, Never) or not (is_running or num_others)
-            if not nobody_helps or not self._ask_for_less(sequence, attempt, budget):
-                return NoRoom(verdict=verdict, num_tokens=num_tokens, final=nobody_helps)
+            final = isinstance(verdict, Never) or not (is_running or num_others)
+            if final and self._ask_for_less(sequence, attempt, budget):
+                continue
+            # In chunks it may still come so far when it has more of the memory.
+            final = final and not (num_others and self._fits_in_chunks(sequence))
+            return NoRoom(verdict=verdict, num_tokens=num_tokens, final=final)
 
     def look_up(self, sequence: Sequence, budget: int) -> Attempt:
         """Which tokens a sequence computes next, and which it need not."""
@@ -149,9 +152,9 @@ class Room:
         elif attempt.hit is not None and attempt.start:
             attempt.hit, attempt.num_restored, attempt.start = None, 0, 0
             attempt.stop = min(sequence.num_tokens, budget)
-        elif sequence.needs_room_at_once and self._may_begin_again(sequence):
+        elif self._fits_in_chunks(sequence) and self._has_more_than_last_time(sequence):
             sequence.needs_room_at_once = False
-            sequence.began_again_at = sequence.num_tokens
+            sequence.began_again_with = sequence.num_tokens, self._room_bytes
         else:
             return False
         return True
@@ -169,8 +172,18 @@ class Room:
             self.accounting.resize(ceiling.now_bytes + lacking, for_now=True)
         return lacking > 0
 
-    def _may_begin_again(self, sequence: Sequence) -> bool:
-        """Whether it could come so far in chunks, and has not failed to at this very length."""
+    def _fits_in_chunks(self, sequence: Sequence) -> bool:
+        """Whether one that asks for all of its room at once could do without, all by itself."""
         longest = self._limits.longest(sequence.request)
-        verdict = self.accounting.could_hold(sequence.num_tokens, max_tokens=longest)
-        return isinstance(verdict, Fits) and sequence.began_again_at < sequence.num_tokens
+        return sequence.needs_room_at_once and isinstance(
+            self.accounting.could_hold(sequence.num_tokens, max_tokens=longest), Fits
+        )
+
+    def _has_more_than_last_time(self, sequence: Sequence) -> bool:
+        """Whether it has more tokens, or more room, than when it last began again in chunks."""
+        num_tokens, room_bytes = sequence.began_again_with
+        return sequence.num_tokens > num_tokens or self._room_bytes > room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        return self.accounting.ceiling.capacity_bytes - self.accounting.held_bytes
