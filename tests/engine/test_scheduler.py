@@ -9,7 +9,7 @@ everything ends.
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,8 +19,9 @@ from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.costs import Prices
-from quire.engine.sequence import Request, Sequence
+from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.sequence import Request, Sequence, TokenLogprobs
 from quire.errors import RequestTooLong
 from quire.spec import FullAttention, Group, SlidingWindow
 from quire.strategies import STRATEGIES, Accounting, CacheConfig
@@ -451,7 +452,8 @@ def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: s
 
 def play_step(scheduler: Scheduler) -> None:
     plan = scheduler.plan()
-    scheduler.update(plan, [Sampled(token_ids=(5,)) for _ in plan.draws])
+    logprobs = (TokenLogprobs(token_id=5, logprob=-1.0, rank=1),)
+    scheduler.update(plan, [Sampled(token_ids=(5,), logprobs=logprobs) for _ in plan.draws])
     scheduler.check()
 
 
@@ -488,6 +490,32 @@ def test_what_comes_back_from_swap_is_reported_whole_and_its_space_given_back() 
     tables = run.accounting.blocks.tables  # type: ignore[attr-defined]
     assert int(tables.num_computed[tables.rows[last.seq_id]]) == 25
     run.to_the_end()
+
+
+def test_what_is_found_cached_at_once_is_not_saved() -> None:
+    """One that makes room, and comes back in the same plan because another waits for a choice."""
+    config = CacheConfig(
+        max_model_len=32,
+        max_num_seqs=2,
+        capacity_bytes=4 * FULL.bytes_for(4),
+        block_size=4,
+        page_bytes=PAGE_BYTES,
+    )
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, headroom=0.0)
+    costs = Costs(prices=Prices(step_s=1.0, token_s=1.0))
+    accounting = PagedAccounting((FULL,), config)
+    scheduler = Scheduler(accounting, limits, swap=SwapSpace(2**20), costs=costs)
+    search = replace(request(0, 8, 8), chosen_outside=True)
+    (undecided,) = scheduler.add(search)
+    (sequence,) = scheduler.add(request(1, 7, 8, text=1))
+    play_step(scheduler)
+    assert undecided.awaits_choice
+    play_step(scheduler)
+    assert sequence.num_computed_tokens == 8
+    plan = scheduler.plan()
+    assert [(c.sequence, c.start, c.num_restored) for c in plan.chunks] == [(sequence, 8, 0)]
+    assert sequence.num_preemptions == 1
+    assert [save.sequence for save in plan.saves] == [undecided]
 
 
 def test_what_finds_no_swap_space_is_computed_again() -> None:

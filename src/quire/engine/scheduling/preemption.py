@@ -123,9 +123,12 @@ class Preemption:
             self.swap.release(sequence)
 
     def drain(self) -> tuple[Save, ...]:
-        """What is to be saved before storage changes anything."""
-        saves, self._saves = tuple(self._saves), []
-        return saves
+        """What is to be saved before storage changes anything.
+
+        A sequence may have come back since: it found what it had computed still cached.
+        """
+        saves, self._saves = self._saves, []
+        return tuple(save for save in saves if save.sequence.num_saved_tokens)
 
 
 def slots_of(accounting: Accounting, number: int, seq_id: int, tokens: range) -> Slots:
