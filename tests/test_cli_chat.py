@@ -27,7 +27,7 @@ def server() -> Iterator[tuple[str, Behaviour]]:
 
 def talk_to(url: str) -> tuple[Talk, Conversation, io.StringIO]:
     said = io.StringIO()
-    conversation = Conversation(http=Http(url), model="tiny")
+    conversation = Conversation(http=Http(url, timeout_s=30), model="tiny")
     return Talk(conversation, Console(file=said, width=200)), conversation, said
 
 
@@ -37,7 +37,8 @@ def test_one_question_is_answered_on_standard_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url, behaviour = server
-    monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
+    monkeypatch.setenv("QUIRE_API_KEY", "from-the-environment")
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
     flags = ("--prompt", "Hello?", "--system", "Be brief.", "--max-tokens", "4", "--top-k", "3")
     assert quire(monkeypatch, "chat", "--url", url, *flags) == 0
     captured = capsys.readouterr()

@@ -89,6 +89,7 @@ ONLY_IN = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "aiohttp": {"server"},
+    "httpx": {"http"},
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},

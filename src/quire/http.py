@@ -1,19 +1,23 @@
-"""As much of HTTP/1.1 as a client of OpenAI's API needs.
-
-One request a connection, answers read as they come.
-"""
+"""How a terminal and a benchmark ask a server: httpx, with events taken apart, errors in words."""
 
 import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
-from typing import Any, TypeAlias
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
 
-Reader: TypeAlias = asyncio.StreamReader
+if TYPE_CHECKING:
+    import httpx
+
+_CONNECT_S = 10.0
+_END_S = 1.0  # from a stream's [DONE] to its end
+_MOST_BYTES = 2**24  # of an answer that is no stream
+# A proxy elsewhere cannot reach this machine's own addresses.
+_OWN = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class RefusedByServer(ValueError):
@@ -35,47 +39,72 @@ class RefusedByServer(ValueError):
 class Http:
     """A server at ``http://host:port/prefix``, or https.
 
+    Inside ``async with`` requests share connections; outside each of them makes its own. An answer
+    of which nothing comes for ``timeout_s`` seconds has failed.
+
     Raises: ConfigError for another kind of address.
     """
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, headers: dict[str, str] | None = None, *, timeout_s: float
+    ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
-            port = parts.port
+            parts.port  # noqa: B018 - it is looked at now
         except ValueError as error:
             raise ConfigError(f"--url {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url!r} is no address: write e.g. http://localhost:8000")
-        self.url = url
-        self._secure = parts.scheme == "https"
-        self._authority = parts.netloc.rpartition("@")[2]
-        self._host, self._port = parts.hostname, port or (443 if self._secure else 80)
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = headers or {}
+        self.url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        self._root = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        self.headers = headers or {}
+        self._timeout_s = timeout_s
+        self._shared: httpx.AsyncClient | None = None
+
+    async def __aenter__(self) -> "Http":
+        self._shared = self._client()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._shared is not None:
+            await self._shared.aclose()
+            self._shared = None
 
     async def get(self, path: str) -> Any:
         """A JSON answer. Raises: OSError, ValueError; of these RefusedByServer, as do all."""
-        lines = [line async for line in self._lines("GET", path, None)]
-        return json.loads(b"".join(lines))
+        async with self._answer("GET", path) as answer:
+            return json.loads(await _whole(answer))
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
-        """The data of each server-sent event, up to [DONE]. Raises: OSError, ValueError."""
-        async with aclosing(self._lines("POST", path, body)) as lines:
-            async for line in lines:
-                if line.startswith(b"data:"):
-                    data = line[5:].strip().decode()
-                    if data == "[DONE]":
-                        return
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """The data of each server-sent event, up to [DONE]. Raises: OSError, ValueError.
+
+        If it is left early, close it: ``contextlib.aclosing``.
+        """
+        async with aclosing(self._events("POST", path, body)) as events:
+            async for _, data in events:
+                if data != "[DONE]":
                     yield data
+                    continue
+                # A connection can be used again when all of its answer has been read.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_END_S):
+                        async for _ in events:
+                            pass
+                return
         raise ValueError("the stream ended before its [DONE]")
 
-    async def follow(self, path: str) -> AsyncIterator[tuple[str, str]]:
+    def follow(self, path: str) -> AsyncGenerator[tuple[str, str], None]:
         """Server-sent events of a GET, (name, data), until the server ends them.
 
-        Raises: OSError, ValueError.
+        If it is left early, close it. Raises: OSError, ValueError.
         """
+        return self._events("GET", path, None)
+
+    async def _events(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> AsyncGenerator[tuple[str, str], None]:
         name = "message"
-        async with aclosing(self._lines("GET", path, None)) as lines:
+        async with self._answer(method, path, body) as answer, aclosing(_lines(answer)) as lines:
             async for line in lines:
                 if line.startswith(b"event:"):
                     name = line[6:].strip().decode()
@@ -83,78 +112,67 @@ class Http:
                     yield name, line[5:].strip().decode()
                     name = "message"
 
-    async def _lines(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> AsyncGenerator[bytes, None]:
-        """The answer's lines. Raises: OSError, ValueError for an answer that is none."""
-        reader, writer = await asyncio.open_connection(
-            self._host,
-            self._port,
-            ssl=ssl.create_default_context() if self._secure else None,
-        )
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> "AsyncIterator[httpx.Response]":
+        """An answer of status 200, to be read inside the block.
+
+        Raises: OSError, also while it is read; RefusedByServer.
+        """
+        import httpx  # takes 0.1 s, and most commands ask no server
+
         try:
-            writer.write(self._request(method, path, body))
-            await writer.drain()
-            status, headers = await _head(reader)
-            chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-            length = None if chunked else headers.get("content-length")
-            parts = _chunks(reader) if chunked else _body(reader, length)
-            if status != 200:
-                text = b"".join([part async for part in parts]).decode(errors="replace")
-                raise RefusedByServer(status, text)
-            rest = b""
-            async for part in parts:
-                *lines, rest = (rest + part).split(b"\n")
-                for line in lines:
-                    yield line
-            yield rest
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            async with AsyncExitStack() as stack:
+                client = self._shared
+                if client is None:
+                    client = await stack.enter_async_context(self._client())
+                answer = await stack.enter_async_context(
+                    client.stream(method, self._root + path, json=body)
+                )
+                if answer.status_code != 200:
+                    text = (await _whole(answer)).decode(errors="replace")
+                    raise RefusedByServer(answer.status_code, text)
+                yield answer
+        except httpx.TimeoutException as error:
+            connects = isinstance(error, httpx.ConnectTimeout)
+            silent_s = _CONNECT_S if connects else self._timeout_s
+            raise TimeoutError(f"{self.url} said nothing for {silent_s:g} s") from error
+        except httpx.RequestError as error:
+            raise ConnectionError(f"{self.url}: {str(error) or type(error).__name__}") from error
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
-        data = b"" if body is None else json.dumps(body).encode()
-        headers = {
-            "Host": self._authority,
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            "Accept": "text/event-stream, application/json",
-            "Connection": "close",
-            **self._headers,
-        }
-        lines = [f"{method} {self._prefix}{path} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        return "\r\n".join([*lines, "", ""]).encode() + data
+    def _client(self) -> "httpx.AsyncClient":
+        import httpx
 
-
-async def _head(reader: Reader) -> tuple[int, dict[str, str]]:
-    """Status and headers, their names in lower case."""
-    first = (await reader.readline()).decode("latin-1")
-    version, _, rest = first.partition(" ")
-    if not version.startswith("HTTP/") or not rest[:3].isdigit():
-        raise ValueError(f"this is no HTTP answer: {first[:80]!r}")
-    headers: dict[str, str] = {}
-    while line := (await reader.readline()).decode("latin-1").strip():
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    return int(rest[:3]), headers
+        return httpx.AsyncClient(
+            headers={
+                "Accept": "text/event-stream, application/json",
+                "Accept-Encoding": "identity",  # what is compressed comes late
+                **self.headers,
+            },
+            timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            mounts=dict.fromkeys(_OWN),
+            verify=ssl.create_default_context(),  # the system's certificates
+        )
 
 
-async def _chunks(reader: Reader) -> AsyncIterator[bytes]:
-    while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
-        yield await reader.readexactly(size)
-        await reader.readexactly(2)  # the line's end after a chunk
+async def _lines(answer: "httpx.Response") -> AsyncGenerator[bytes, None]:
+    """Parts between newlines, as server-sent events have them."""
+    rest = b""
+    async for part in answer.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
 
 
-async def _body(reader: Reader, length: str | None) -> AsyncIterator[bytes]:
-    """As it comes, up to its length, or to the end of the connection."""
-    left = int(length) if length is not None else None
-    while left is None or left > 0:
-        part = await reader.read(2**16 if left is None else min(left, 2**16))
-        if not part:
-            if left:
-                raise ValueError(f"the answer breaks off, {left:,} bytes before its end")
-            return
-        left = left if left is None else left - len(part)
-        yield part
+async def _whole(answer: "httpx.Response") -> bytes:
+    """Raises: ValueError if it is too long to be what was asked for."""
+    parts, num_bytes = [], 0
+    async for part in answer.aiter_bytes():
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MOST_BYTES:
+            raise ValueError(f"the answer is longer than {_MOST_BYTES:,} bytes")
+    return b"".join(parts)

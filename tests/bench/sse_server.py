@@ -24,6 +24,8 @@ class Behaviour:
         self.models: Any = {"data": [{"id": "tiny"}]}
         self.first_event = ""
         self.has_chat = True
+        self.keeps_alive = False
+        self.num_connections = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
 
@@ -50,6 +52,10 @@ class Behaviour:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     behaviour: Behaviour
+
+    def setup(self) -> None:
+        super().setup()
+        self.behaviour.num_connections += 1
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -91,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         if how.framing == "chunked" and not broken:
             self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = True
+        self.close_connection = not how.keeps_alive
 
 
 @contextmanager

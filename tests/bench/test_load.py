@@ -1,6 +1,7 @@
 """How a workload is sent, to whom, and what is kept of the answers."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -97,7 +98,9 @@ def test_nothing_is_sent_before_its_time() -> None:
 
 def ask(url: str, query: Query = QUERY, **options: Any) -> Outcome:
     settings = dict(temperature=0.0, ignore_eos=True)
-    return asyncio.run(send(CompletionsServer(Http(url), "tiny", **{**settings, **options}), query))
+    return asyncio.run(
+        send(CompletionsServer(Http(url, timeout_s=30), "tiny", **{**settings, **options}), query)
+    )
 
 
 @pytest.mark.parametrize("framing", ["chunked", "length", "until-close"])
@@ -119,7 +122,7 @@ def test_the_request_is_openais() -> None:
         asyncio.run(
             send(
                 CompletionsServer(
-                    Http(f"{url}/proxy/", {"Authorization": "Bearer x"}),
+                    Http(f"{url}/proxy/", {"Authorization": "Bearer x"}, timeout_s=30),
                     "m",
                     temperature=0.0,
                     ignore_eos=True,
@@ -182,8 +185,8 @@ def say_nonsense(behaviour: Behaviour) -> None:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        (break_off, "IncompleteReadError"),
-        (break_off_with_length, "1 bytes before its end"),
+        (break_off, "incomplete chunked read"),
+        (break_off_with_length, "without sending complete message body"),
         (end_without_done, "ended before its [DONE]"),
         (refuse, 'HTTP 400: {"error": "the prompt is too long"}'),
         (say_an_error, "out of memory"),
@@ -202,21 +205,59 @@ def test_nobody_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        assert "ConnectionRefusedError" in ask(url).error
+        assert "ConnectionError" in ask(url).error
         with pytest.raises(ConfigError, match=r"no model can be had from /v1/models .*--model"):
-            asyncio.run(first_model(Http(url)))
+            asyncio.run(first_model(Http(url, timeout_s=30)))
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog takes connections
+        http = Http(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05)
+        with pytest.raises(ConfigError, match=r"said nothing for 0\.05 s"):
+            asyncio.run(first_model(http))
+
+
+def test_connections_are_kept_for_the_next_request() -> None:
+    async def ask_often(url: str) -> list[Outcome]:
+        async with Http(url, timeout_s=30) as http:
+            target = CompletionsServer(http, "tiny", temperature=0.0, ignore_eos=True)
+            await first_model(http)
+            return [await send(target, QUERY) for _ in range(3)]
+
+    with serving() as (url, behaviour):
+        behaviour.keeps_alive = True
+        outcomes = asyncio.run(ask_often(url))
+    assert all(outcome.succeeded for outcome in outcomes)
+    assert behaviour.num_connections == 1
+
+
+def test_only_a_newline_ends_a_line() -> None:
+    """JSON may hold other characters that end a line of text."""
+    text = "a\u2028b\x85c"
+    with serving() as (url, behaviour):
+        behaviour.first_event = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+        assert ask(url).text.startswith(text)
+
+
+def test_no_proxy_is_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving() as (url, _):
+        assert ask(url).succeeded
 
 
 def test_the_server_names_its_model() -> None:
     with serving() as (url, behaviour):
-        assert asyncio.run(first_model(Http(url))) == "tiny"
+        assert asyncio.run(first_model(Http(url, timeout_s=30))) == "tiny"
         for wrong in ({"data": []}, {}, [], "x", {"data": [{}]}):
             behaviour.models = wrong
             with pytest.raises(ConfigError, match="Is the server up"):
-                asyncio.run(first_model(Http(url)))
+                asyncio.run(first_model(Http(url, timeout_s=30)))
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://x:99999", "//"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
-        Http(url)
+        Http(url, timeout_s=30)

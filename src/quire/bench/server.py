@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from quire.bench.load import Piece
@@ -28,8 +29,9 @@ class CompletionsServer:
         }
         if self._ignore_eos:  # not OpenAI's: a server that is strict is asked without it
             body["ignore_eos"] = True
-        async for event in self._http.events("/v1/completions", body):
-            yield _piece(event)
+        async with aclosing(self._http.events("/v1/completions", body)) as events:
+            async for event in events:
+                yield _piece(event)
 
 
 async def first_model(http: Http) -> str:

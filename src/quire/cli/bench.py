@@ -19,10 +19,10 @@ from quire.bench.server import CompletionsServer, first_model
 from quire.bench.trace import write_trace
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
+from quire.cli.client import Timeout, client
 from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
-from quire.http import Http
 
 
 def _flag(panel: str, help: str, *names: str) -> Any:
@@ -46,6 +46,7 @@ def bench(  # noqa: PLR0913 - each is a flag
     header: Annotated[
         list[str] | None, typer.Option(help='With --url, e.g. "Authorization: Bearer KEY".')
     ] = None,
+    timeout: Timeout = 600.0,
     num_prompts: Annotated[int, _flag("Load", "Requests; of a trace, the first ones.")] = 64,
     random_input_len: Annotated[int, _flag("Load", "Tokens in a prompt; --seed says which.")] = 128,
     random_output_len: Annotated[int, _flag("Load", "Tokens to generate for it.")] = 64,
@@ -157,7 +158,9 @@ def bench(  # noqa: PLR0913 - each is a flag
         temperature=temperature,
         ignore_eos=ignore_eos,
     )
-    measured = run.here(model, engine) if url is None else run.there(url, header or [], model)
+    measured = (
+        run.here(model, engine) if url is None else run.there(url, header or [], model, timeout)
+    )
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         **measured.about,
@@ -232,18 +235,19 @@ class _Run:
 
         return asyncio.run(measure())
 
-    def there(self, url: str, headers: list[str], model: str | None) -> _Measured:
+    def there(self, url: str, headers: list[str], model: str | None, timeout_s: float) -> _Measured:
         """A server. Raises: ConfigError, RequestError if no request succeeds."""
-        http = Http(url, dict(_header(text) for text in headers))
 
         async def measure() -> _Measured:
-            name = model or await first_model(http)
-            target = CompletionsServer(
-                http, name, temperature=self.temperature, ignore_eos=self.ignore_eos
-            )
-            await self._warm_up(target, Vocabulary())
-            queries = self.traffic.queries(Vocabulary())
-            outcomes, duration_s = await self._send("sending", target, queries)
+            # Connections are kept: to make one is no part of a first token's time.
+            async with client(url, None, timeout_s, dict(map(_header, headers))) as http:
+                name = model or await first_model(http)
+                target = CompletionsServer(
+                    http, name, temperature=self.temperature, ignore_eos=self.ignore_eos
+                )
+                await self._warm_up(target, Vocabulary())
+                queries = self.traffic.queries(Vocabulary())
+                outcomes, duration_s = await self._send("sending", target, queries)
             return _Measured(
                 about=_about("openai", name),
                 queries=queries,

@@ -8,13 +8,11 @@ import typer
 from rich.console import Console
 
 from quire.bench.server import first_model
+from quire.cli.client import DEFAULT_URL, ApiKey, Timeout, Url, client
 from quire.cli.conversation import Conversation
 from quire.cli.talk import Talk
-from quire.config import openai_api_key
 from quire.errors import ConfigError, RequestError
 from quire.http import Http
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def _flag(help: str) -> Any:
@@ -23,12 +21,9 @@ def _flag(help: str) -> Any:
 
 def chat(  # noqa: PLR0913 - each is a flag
     *,
-    url: Annotated[
-        str, typer.Option(help="Any server of OpenAI's API; quire serve is there by default.")
-    ] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="If it wants one. Default: OPENAI_API_KEY.")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    timeout: Timeout = 300.0,
     model: Annotated[
         str | None, typer.Option(help="What the server calls it. Default: its first.")
     ] = None,
@@ -53,8 +48,7 @@ def chat(  # noqa: PLR0913 - each is a flag
     quire chat --url https://llm.example.org --model big --system "Answer in French."
     git diff | quire chat --prompt - --system "Write a commit message." > message.txt
     """
-    key = api_key or openai_api_key()
-    http = Http(url, {} if key is None else {"Authorization": f"Bearer {checked_key(key)}"})
+    http = client(url, api_key, timeout)
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -90,13 +84,6 @@ def _first_model(http: Http, url: str) -> str:
                 "say with --url where one is"
             ) from None
         raise
-
-
-def checked_key(key: str) -> str:
-    """Raises: ConfigError for what is no header, which does not show it."""
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError("--api-key must be printable ASCII without spaces")
-    return key
 
 
 def _read_line() -> str:

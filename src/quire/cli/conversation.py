@@ -1,7 +1,8 @@
 """A conversation with a server of OpenAI's API: what was said, and the answer as it comes."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -57,24 +58,22 @@ class Conversation:
         """Forget what has been said; the system prompt stays."""
         self.messages.clear()
 
-    def ask(self, text: str) -> AsyncIterator[Said]:
+    async def ask(self, text: str) -> AsyncGenerator[Said, None]:
         """The answer, piece by piece; what has come of it is kept when it is left early.
 
         Raises: OSError, ValueError; then nothing of it is kept.
         """
-        return self._ask(text)
-
-    async def _ask(self, text: str) -> AsyncIterator[Said]:
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
         begin, self.figures = perf_counter(), Figures()
         failed = True
         try:
-            async for piece in self._pieces():
-                if not self.figures.ttft_s:
-                    self.figures.ttft_s = perf_counter() - begin
-                answer.append(piece.text)
-                yield piece
+            async with aclosing(self._pieces()) as pieces:
+                async for piece in pieces:
+                    if not self.figures.ttft_s:
+                        self.figures.ttft_s = perf_counter() - begin
+                    answer.append(piece.text)
+                    yield piece
             failed = False
         except (OSError, ValueError):
             raise
@@ -88,11 +87,13 @@ class Conversation:
             else:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    async def _pieces(self) -> AsyncIterator[Said]:
+    async def _pieces(self) -> AsyncGenerator[Said, None]:
         if self.has_chat:
+            chat = self._events("/v1/chat/completions", {"messages": self._all()})
             try:
-                async for piece in self._events("/v1/chat/completions", {"messages": self._all()}):
-                    yield piece
+                async with aclosing(chat) as pieces:
+                    async for piece in pieces:
+                        yield piece
                 return
             except RefusedByServer as error:
                 if not _has_no_chat(error):
@@ -100,14 +101,15 @@ class Conversation:
                 self.has_chat = False
         prompt = "\n".join(message["content"] for message in self._all())
         body = {"prompt": prompt, "max_tokens": _DEFAULT_MAX_TOKENS}
-        async for piece in self._events("/v1/completions", body):
-            yield piece
+        async with aclosing(self._events("/v1/completions", body)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def _all(self) -> list[dict[str, str]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Said]:
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Said, None]:
         asked = {
             **body,
             "model": self.model,
@@ -115,19 +117,20 @@ class Conversation:
             "stream_options": {"include_usage": True},
             **self.sampling,
         }
-        async for event in self.http.events(path, asked):
-            data = json.loads(event)
-            if not isinstance(data, dict) or data.get("error"):
-                raise ValueError(f"the server says {event[:300]}")
-            self._note(data.get("usage") or {})
-            for choice in data.get("choices") or []:
-                delta = choice.get("delta") or choice
-                self.figures.finish_reason = choice.get("finish_reason")
-                text = delta.get("content") or delta.get("text") or ""
-                reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
-                if text or reasoning:
-                    self.figures.output_tokens += 1  # until the server says how many
-                    yield Said(text=text, reasoning=reasoning)
+        async with aclosing(self.http.events(path, asked)) as events:
+            async for event in events:
+                data = json.loads(event)
+                if not isinstance(data, dict) or data.get("error"):
+                    raise ValueError(f"the server says {event[:300]}")
+                self._note(data.get("usage") or {})
+                for choice in data.get("choices") or []:
+                    delta = choice.get("delta") or choice
+                    self.figures.finish_reason = choice.get("finish_reason")
+                    text = delta.get("content") or delta.get("text") or ""
+                    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    if text or reasoning:
+                        self.figures.output_tokens += 1  # until the server says how many
+                        yield Said(text=text, reasoning=reasoning)
 
     def _note(self, usage: dict[str, Any]) -> None:
         if not usage:

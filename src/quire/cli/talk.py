@@ -12,8 +12,8 @@ from typing import Any, final
 from rich.console import Console
 from rich.markup import escape
 
+from quire.cli.client import reason_of
 from quire.cli.conversation import Conversation, Figures
-from quire.http import RefusedByServer
 from quire.units import format_count, format_seconds
 
 HELP = """\
@@ -82,10 +82,7 @@ class Talk:
             sys.stdout.write("\n")
             self._console.print("stopped", style="dim")
         except (OSError, ValueError) as error:
-            reason = error.reason if isinstance(error, RefusedByServer) else str(error)
-            self._console.print(
-                f"[bold red]error:[/] {escape(reason or type(error).__name__)}", soft_wrap=True
-            )
+            self._console.print(f"[bold red]error:[/] {escape(reason_of(error))}", soft_wrap=True)
             return False
         if had_chat and not self._conversation.has_chat:
             self._console.print(
@@ -97,7 +94,7 @@ class Talk:
 
     async def _write_answer(self, text: str) -> None:
         shows_all = not sys.stdout.isatty()
-        async with aclosing(self._conversation.ask(text)) as pieces:  # type: ignore[type-var]
+        async with aclosing(self._conversation.ask(text)) as pieces:
             async for piece in pieces:
                 if piece.reasoning:
                     self._console.print(escape(_clean(piece.reasoning)), style="dim", end="")

@@ -12,22 +12,20 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from quire.cli.chat import DEFAULT_URL, checked_key
+from quire.cli.client import DEFAULT_URL, ApiKey, Url, client, reason_of
 from quire.cli.top_view import View
-from quire.config import openai_api_key
 from quire.errors import ConfigError
 from quire.http import Http, RefusedByServer
 from quire.server.dashboard.frames import FEED, About, Frame
 
 _AGAIN_S = 2.0  # after the feed has ended
+_SILENCE_S = 60.0  # a server whose memory does not change says so every ten
 
 
 def top(
     *,
-    url: Annotated[str, typer.Option(help="Where quire serve is.")] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="If it wants one. Default: OPENAI_API_KEY.")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one picture and end. Needs no terminal.")
     ] = False,
@@ -38,8 +36,7 @@ def top(
     quire top
     quire top --url http://10.0.0.5:8000 --once
     """
-    key = api_key or openai_api_key()
-    http = Http(url, {} if key is None else {"Authorization": f"Bearer {checked_key(key)}"})
+    http = client(url, api_key, _SILENCE_S)
     console = Console(highlight=False)
     try:
         if once or not sys.stdout.isatty():
@@ -49,7 +46,7 @@ def top(
     except KeyboardInterrupt:
         pass
     except RefusedByServer as error:
-        raise ConfigError(f"{url} refuses: {error.reason}") from error
+        raise ConfigError(f"{url} refuses: {reason_of(error)}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no memory feed at {url} ({error}): start a server with quire serve, or say with "
@@ -87,12 +84,13 @@ async def _watch(http: Http, url: str, console: Console) -> None:
 async def _views(http: Http, url: str, view: View | None = None) -> AsyncGenerator[View, None]:
     """One for each frame. ``view``: what was seen before, if anything."""
     about: About | None = None
-    async for name, data in http.follow(FEED):
-        if name == "about":
-            about = msgspec.json.decode(data, type=About)
-            if view is None or view.about != about:
-                view = None
-        elif name == "frame" and about is not None:
-            frame, now_s = msgspec.json.decode(data, type=Frame), time.monotonic()
-            view = View(url, about, frame, now_s) if view is None else view.then(frame, now_s)
-            yield view
+    async with aclosing(http.follow(FEED)) as events:
+        async for name, data in events:
+            if name == "about":
+                about = msgspec.json.decode(data, type=About)
+                if view is None or view.about != about:
+                    view = None
+            elif name == "frame" and about is not None:
+                frame, now_s = msgspec.json.decode(data, type=Frame), time.monotonic()
+                view = View(url, about, frame, now_s) if view is None else view.then(frame, now_s)
+                yield view

@@ -10,7 +10,6 @@ from quire.config.environment import (
     keep_few_shapes,
     kernel_dir,
     names_threads,
-    openai_api_key,
     wait_patiently,
 )
 from quire.config.server import LOOPBACK, ServerConfig
@@ -26,6 +25,5 @@ __all__ = [
     "keep_few_shapes",
     "kernel_dir",
     "names_threads",
-    "openai_api_key",
     "wait_patiently",
 ]

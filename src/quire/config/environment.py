@@ -147,11 +147,6 @@ def names_threads() -> bool:
     return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
 
 
-def openai_api_key() -> str | None:
-    """The key that clients of OpenAI's API send, if there is one."""
-    return os.environ.get("OPENAI_API_KEY") or None
-
-
 def _named(variable: str, error: ConfigError) -> ConfigError:
     return ConfigError(f"environment variable {variable}: {error}")
 

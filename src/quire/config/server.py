@@ -4,18 +4,17 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.config.environment import Said, is_empty, read, said
+from quire.config.keys import IS_KEY, is_loopback, parse_keys
 from quire.config.options import in_range, one_of, option, seconds
 from quire.errors import ConfigError
 from quire.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
-_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces: what a header can carry unchanged
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _SOCKET_PATH_BYTES = 107  # of a socket's name, in the system's calls
 # Panels of the help.
@@ -47,25 +46,6 @@ def _texts(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _keys(text: str) -> tuple[str, ...]:
-    """One key; or after an @ the path of a file that has one in each line, and # before comments.
-
-    Raises: ConfigError, which shows a path and never a key.
-    """
-    if not text.startswith("@"):
-        return (text,)
-    path = Path(text[1:]).expanduser()
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError(f"api_key: @{path} cannot be read: {reason}") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"api_key: @{path} has no key in it: write one in each line")
-    return keys
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How an engine is served. Raises: ConfigError naming the option, its value and its limit.
@@ -93,7 +73,7 @@ class ServerConfig:
         "be given more than once. Also VLLM_API_KEY.",
         secret=True,
         flag_type=list[str] | None,
-        parse=_keys,
+        parse=parse_keys,
         panel=_CLIENTS,
     )
     allowed_origins: tuple[str, ...] = option(
@@ -215,18 +195,13 @@ class ServerConfig:
     @property
     def is_local(self) -> bool:
         """Whether only programs of this machine can ask."""
-        if self.uds is not None or self.host == "localhost":
-            return True
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:  # a name, which may be anybody's
-            return False
+        return self.uds is not None or is_loopback(self.host)
 
     def _check_keys(self) -> None:
         if not _are_texts(self.api_key):
             raise ConfigError("api_key must be a tuple of texts")
         for place, key in enumerate(self.api_key, 1):
-            if not _KEY.fullmatch(key):
+            if not IS_KEY.fullmatch(key):
                 what = "has other characters than printable ASCII, or spaces" if key else "is empty"
                 which = f" {place} of {len(self.api_key)}" if len(self.api_key) > 1 else ""
                 raise ConfigError(f"api_key{which} {what}: no client could send it")
@@ -296,7 +271,7 @@ def _vllms_key(given: set[str]) -> dict[str, Said]:
                 f"environment variable {variable}: api_key is empty; unset it for a server without "
                 "keys"
             )
-    own = None if "api_key" in given else said("VLLM_API_KEY", _keys)
+    own = None if "api_key" in given else said("VLLM_API_KEY", parse_keys)
     return {} if own is None else {"api_key": own}
 
 

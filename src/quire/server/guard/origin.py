@@ -1,4 +1,4 @@
-"""Which web pages may ask: browsers carry anybody's page to a server on this very machine.
+"""Which web pages may ask: a browser carries any page's requests to a server on this machine.
 
 A page of another origin is refused, unless ``allowed_origins`` names it: its answer would not be
 shown to it, but the work would be done. And a server that listens at loopback without keys is only
@@ -6,10 +6,10 @@ asked by loopback's names: a page whose name was made to point here (DNS rebindi
 """
 
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_address
 from typing import final
 from urllib.parse import urlsplit
 
+from quire.config.keys import is_loopback
 from quire.server.wire.errors import Refused
 
 
@@ -43,16 +43,6 @@ class Origins:
             )
 
 
-def is_loopback_name(name: str) -> bool:
-    """``localhost`` and what is below it, and addresses of this machine alone."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
 def _host(origin: str) -> str:
     """With the port, if one is said; nothing of what is no origin."""
     return origin.partition("://")[2]
@@ -61,6 +51,6 @@ def _host(origin: str) -> str:
 def _is_loopback(host: str) -> bool:
     """Of a Host header, with or without a port. None at all is HTTP/1.0's way: no browser's."""
     try:
-        return not host or is_loopback_name(urlsplit(f"//{host}").hostname or "")
+        return not host or is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False

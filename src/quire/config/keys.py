@@ -1,0 +1,84 @@
+"""API keys: how they are written, and to which server a key of the environment is sent."""
+
+import os
+import re
+from ipaddress import ip_address
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import SplitResult, urlsplit
+
+from quire.errors import ConfigError
+
+IS_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces: what a header can carry unchanged
+_OPENAI_URL = "https://api.openai.com/v1"
+_PORTS = MappingProxyType({"http": 80, "https": 443})
+
+
+def parse_keys(text: str) -> tuple[str, ...]:
+    """One key; or after an @ the path of a file that has one in each line, and # before comments.
+
+    Raises: ConfigError, which shows a path and never a key.
+    """
+    if not text.startswith("@"):
+        return (text,)
+    path = Path(text[1:]).expanduser()
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError(f"api_key: @{path} cannot be read: {reason}") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"api_key: @{path} has no key in it: write one in each line")
+    return keys
+
+
+def key_for(url: str, api_key: str | None = None) -> str | None:
+    """The key to send to a server: the one that is given, else one of the environment.
+
+    A key of the environment is sent to its own server only: ``QUIRE_API_KEY`` to this machine and
+    to the server of ``QUIRE_URL``, ``OPENAI_API_KEY`` to that of ``OPENAI_BASE_URL`` (without it,
+    OpenAI's own). Of several keys in a file the first one counts.
+
+    Raises: ConfigError for a key that no header can carry, without showing it.
+    """
+    source, text = ("--api-key", api_key) if api_key else _own_key(url)
+    if not text:
+        return None
+    key = parse_keys(text)[0]
+    if not IS_KEY.fullmatch(key):
+        raise ConfigError(f"{source} must be printable ASCII without spaces")
+    return key
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host is this machine alone: ``localhost``, what is below it, and such addresses."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:  # another name
+        return False
+
+
+def _own_key(url: str) -> tuple[str, str]:
+    """The variable and what it says; nothing where none is for this server."""
+    asked = _parts(url)
+    homes = {
+        "QUIRE_API_KEY": os.environ.get("QUIRE_URL", ""),
+        "OPENAI_API_KEY": os.environ.get("OPENAI_BASE_URL") or _OPENAI_URL,
+    }
+    for variable, home in homes.items():
+        is_ours = variable == "QUIRE_API_KEY" and is_loopback(asked.hostname or "")
+        if os.environ.get(variable) and (is_ours or _origin(asked) == _origin(_parts(home))):
+            return variable, os.environ[variable]
+    return "", ""
+
+
+def _parts(url: str) -> SplitResult:
+    return urlsplit(url if "//" in url else f"http://{url}")
+
+
+def _origin(parts: SplitResult) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port: two addresses are of one server where all three are alike."""
+    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
