@@ -49,7 +49,7 @@ def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
         assert done is None
         assert process.end() == 0
         assert '"GET /nothing HTTP/1.1" 404' in process.log
-        for private in ("in-the-query", "a_name_that_no_log_may_have", "Traceback"):
+        for private in ("in-the-query", "a_name_that_no_log_may_have", "Traceback", "leaked"):
             assert private not in process.log
 
 

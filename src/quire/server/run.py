@@ -59,6 +59,9 @@ def serve(
             try:
                 return asyncio.run(_serve(config, llm, doors, signals, announce, last_words_s))
             finally:
+                # Else the interpreter could not take its modules apart at its end, and bindings
+                # to C++ print what they then think has leaked.
+                gc.unfreeze()
                 llm.close()
         finally:
             doors.close()
