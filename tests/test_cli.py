@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from memory.cuda.emulator import EmulatedDriver
 from memory.cuda.fake_torch import fake_cuda
-from quire.cli import main
+from quire.cli import COMMANDS, command_line, main
 from quire.cli.compare import said_of_texts
 from quire.memory import by_device
 from quire.memory.budget import BUDGETS
@@ -33,6 +36,34 @@ def quire(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def test_the_list_of_commands_says_what_each_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    listed, whole = (
+        CliRunner().invoke(command_line(names), ["--help"]).output
+        for names in ((), tuple(COMMANDS))
+    )
+    assert listed == whole
+    assert all(help in listed for help in COMMANDS.values())
+
+
+def test_help_imports_no_command() -> None:
+    code = (
+        "import sys; from quire.cli import command_line\n"
+        "command_line([])(['--help'], standalone_mode=False)\n"
+        "assert not {'numpy', 'torch', 'quire.config', 'quire.cli.serve'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_version_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"quire {version('quire')}\n"
+    assert quire(monkeypatch, "plan", "-h") == 0
+    assert "--max-model-len" in capsys.readouterr().out
 
 
 def test_generate_streams_text_and_ends_with_the_table(

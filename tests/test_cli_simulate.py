@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import app
+from quire.cli import command_line
 from quire.errors import QuireError
 from quire.planner.simulation.costs import FittedCosts
 
@@ -25,7 +25,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    result = CliRunner().invoke(command_line(["simulate"]), ["simulate", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.stdout
@@ -110,7 +110,8 @@ def test_no_torch_is_imported(trace: Path) -> None:
     import subprocess
 
     code = (
-        "import sys; from quire.cli import app\n"
+        "import sys; from quire.cli import command_line\n"
+        "app = command_line(['simulate'])\n"
         f"app(['simulate', {str(trace)!r}, '--json'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -7,10 +7,7 @@ Names are loaded on first use: importing quire imports neither torch nor numpy.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-from quire.spec import ModelSpec
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -18,6 +15,9 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.params import SamplingParams, StructuredOutputsParams
     from quire.models.drop_in import cache
+    from quire.spec import ModelSpec
+
+    __version__: str
 
 __all__ = [
     "LLM",
@@ -29,7 +29,6 @@ __all__ = [
     "__version__",
     "cache",
 ]
-__version__ = version("quire")
 
 
 def __getattr__(name: str) -> Any:
@@ -40,8 +39,12 @@ def __getattr__(name: str) -> Any:
             return import_module("quire.engine.beam").BeamSearchParams
         case "LLM":
             return import_module("quire.engine.llm").LLM
+        case "ModelSpec":
+            return import_module("quire.spec").ModelSpec
         case "SamplingParams" | "StructuredOutputsParams":
             return getattr(import_module("quire.engine.params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache
+        case "__version__":
+            return import_module("importlib.metadata").version("quire")
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from engine.test_llm import demo
 from quire import AsyncLLM, SamplingParams
-from quire.cli import app
+from quire.cli import command_line
 from quire.cli.top_view import View
 from quire.config import ServerConfig
 from quire.server.app import make_app
@@ -146,10 +146,10 @@ def test_once_asks_a_server_and_ends() -> None:
             while not server.started:
                 await asyncio.sleep(0.01)
             command = ["top", "--url", url, "--once"]
-            refused = await asyncio.to_thread(CliRunner().invoke, app, command)
+            refused = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), command)
             assert "an API key is needed" in str(refused.exception)
             command += ["--api-key", "sesame"]
-            shown = await asyncio.to_thread(CliRunner().invoke, app, command)
+            shown = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), command)
             assert shown.exit_code == 0, shown.exception
             assert "demo, paged" in shown.output
             assert "cached" in shown.output
@@ -165,5 +165,5 @@ def test_where_no_server_is_it_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        found = CliRunner().invoke(app, ["top", "--url", url, "--once"])
+        found = CliRunner().invoke(command_line(["top"]), ["top", "--url", url, "--once"])
     assert f"no memory feed at {url}" in str(found.exception)

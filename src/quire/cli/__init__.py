@@ -1,53 +1,105 @@
-"""The command line: ``quire serve``, ``chat``, ``generate``, ``compare``, ``plan``,
-``simulate``, ``hit-rates``, ``bench``, ``top`` and ``doctor``.
+"""The command line.
 
-Nothing heavy is imported before a command runs: ``quire --help`` answers at once.
+A command's module is imported when that command is named: ``quire --help`` answers at once, and no
+command waits for what only another one needs.
 """
 
 import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from quire.cli.bench import bench
-from quire.cli.chat import chat
-from quire.cli.compare import compare
-from quire.cli.doctor import doctor
-from quire.cli.generate import generate
-from quire.cli.hit_rates import hit_rates
-from quire.cli.plan import plan
-from quire.cli.serve import serve
-from quire.cli.simulate import simulate
-from quire.cli.top import top
-from quire.cli.vllm import VllmCommand
-from quire.config import keep_few_shapes, wait_patiently
 from quire.errors import QuireError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="KV-cache memory for LLM inference: four strategies, one interface, accounted in bytes.",
-    epilog="Start with: quire serve, or quire compare. Any option of engine and server may also be "
-    "set as QUIRE_<OPTION>, e.g. QUIRE_BUDGET=vllm.",
+# What each does: the first line of its own help, and the module ``quire.cli.<name>``.
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "serve": "Serve a model over HTTP: OpenAI's and Anthropic's API, metrics, and a page of "
+        "its memory.",
+        "chat": "Chat with a model that a server has: quire serve's, or any other of OpenAI's API.",
+        "generate": "Continue a text, and say what its KV cache took.",
+        "compare": "Run the same prompts under all four strategies: a table and a picture of their "
+        "memory.",
+        "plan": "Say what fits: bytes per token, the budget, and sequences per strategy and rule.",
+        "simulate": "Say what traffic would meet: the engine's own scheduler and accounting, and "
+        "no model.",
+        "hit-rates": "Say how much of a trace's prompts a prefix cache would find, by size and by "
+        "policy.",
+        "bench": "Measure throughput and latency: the figures and the table of vllm bench serve.",
+        "top": "Watch a server's memory: who holds which cells, what is shared and cached, how "
+        "fast it goes.",
+        "doctor": "Say what this machine has, what the KV cache may take of it, and why.",
+    }
 )
 
-app.command(cls=VllmCommand)(serve)
-for _command in (chat, generate, compare, plan, simulate, hit_rates, bench, top, doctor):
-    app.command()(_command)
+
+def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+    """Make the command line in which the commands of these names work; the others are listed."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="KV-cache memory for LLM inference: four strategies, one interface, accounted in "
+        "bytes.",
+        epilog="Start with: quire serve, or quire compare. Any option of engine and server may "
+        "also be set as QUIRE_<OPTION>, e.g. QUIRE_BUDGET=vllm.",
+    )
+    app.callback()(_quire)
+    for name, help in COMMANDS.items():
+        if name not in names:
+            app.command(name, help=help)(_listed)
+            continue
+        module = import_module(f"quire.cli.{name.replace('-', '_')}")
+        command: Callable[..., None] = getattr(module, name.replace("-", "_"))
+        takes_vllms_flags = name == "serve"
+        cls = import_module("quire.cli.vllm").VllmCommand if takes_vllms_flags else None
+        app.command(name, cls=cls)(command)
+    return app
 
 
 def main() -> None:
     """Run the command line; a Quire error is said on standard error, with exit code 1."""
-    wait_patiently()
-    keep_few_shapes()
+    named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
+    if named:
+        from quire.config import keep_few_shapes, wait_patiently  # read what --help has no use for
+
+        wait_patiently()
+        keep_few_shapes()
     try:
-        app()
+        command_line(named)()
     except QuireError as error:
+        from rich.console import Console
+        from rich.markup import escape
+
         message = f"[bold red]error:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except BrokenPipeError:  # the reader left: nothing to say to anyone
+    except BrokenPipeError:  # the reader left, and there is nothing left to say
         sys.stderr.close()
         sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quire import __version__
+
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit
+
+
+def _quire(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print it and end.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+def _listed() -> None:
+    """Stand for a command that was not named, and so is not run."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import app
+from quire.cli import command_line
 from quire.errors import QuireError
 
 
@@ -29,7 +29,7 @@ def options(source: str, report: Path) -> list[str]:
 
 def test_a_page_of_both_strategies(tmp_path: Path) -> None:
     page = tmp_path / "out.html"
-    result = CliRunner().invoke(app, options(trace(tmp_path), page))
+    result = CliRunner().invoke(command_line(["simulate"]), options(trace(tmp_path), page))
     assert result.exit_code == 0, result.output
     text = page.read_text(encoding="utf-8")
     assert "trace.jsonl on demo" in text
@@ -40,7 +40,8 @@ def test_a_page_of_both_strategies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no/folder/out.html", "."])
 def test_a_file_that_cannot_be_is_said_before_the_work(tmp_path: Path, name: str) -> None:
-    result = CliRunner().invoke(app, options("no trace at all", tmp_path / name))
+    asked = options("no trace at all", tmp_path / name)
+    result = CliRunner().invoke(command_line(["simulate"]), asked)
     assert result.exit_code
     assert isinstance(result.exception, QuireError)
     assert "--report" in str(result.exception)
