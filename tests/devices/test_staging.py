@@ -88,5 +88,5 @@ def test_what_torch_does_not_give_back_now_is_said_and_fails_nothing(
     give_back_unused(torch.device("cuda", 0))
     assert called == ["host"]
     assert [record.message for record in caplog.records] == [
-        "torch keeps memory that nobody uses: captures_underway.empty() INTERNAL ASSERT FAILED"
+        "torch keeps unused memory: captures_underway.empty() INTERNAL ASSERT FAILED"
     ]

@@ -30,8 +30,8 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 class PlacedBatch:
     """A batch's numbers where a device's kernels read them.
 
-    A batch may be padded to a size that was recorded: rows that stand for nobody have no context,
-    and tokens that are kept nowhere have the slot -1.
+    A batch may be padded to a size that was recorded: rows of padding have no context, and tokens
+    that are kept nowhere have the slot -1.
     """
 
     query_starts: Tensor  # i32[S + 1]

@@ -82,7 +82,7 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
+        # Each backend that reads has the same kernel to write: it leaves out padding.
         writer = _find("triton", specs, device, kernel_dir)
         backend = FlashInferAttention(
             make_writer=None if isinstance(writer, str) else writer.make_writer,

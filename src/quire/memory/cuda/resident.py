@@ -74,7 +74,7 @@ class CudaResident:
         try:
             torch.cuda.empty_cache()
         except RuntimeError as error:  # as while a graph is captured in another thread
-            log.warning("torch keeps memory that nobody uses: %s", str(error).partition("\n")[0])
+            log.warning("torch keeps unused memory: %s", str(error).partition("\n")[0])
 
     @property
     def kept_bytes(self) -> int:

@@ -104,7 +104,7 @@ class HostRegion:
     """One mapping, shared between this object (until ``close``) and the tensors over it.
 
     Nothing here unmaps: Python does when the last of them is gone, so no tensor can dangle. A
-    forked child has a region of its own, without pages; what it does there is nobody else's matter.
+    forked child has a region of its own, without pages; what it does there changes no other region.
     """
 
     __slots__ = (
