@@ -251,7 +251,7 @@ def test_where_no_kernel_knows_nobody_there_are_none(
     monkeypatch.setattr(recurrent, "find_padded_rows", lambda _: "Triton cannot be imported")
     model, want = lfm2()
     llm = on(gpu, model)
-    assert "states of nobody cannot be left out: Triton cannot be imported" in caplog.text
+    assert "states of padding cannot be left out: Triton cannot be imported" in caplog.text
     gpu.reset()
     assert texts(llm) == want
     assert not gpu.num_replays

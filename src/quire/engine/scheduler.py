@@ -129,7 +129,7 @@ class Scheduler:
     @property
     def most_logits(self) -> int:
         """Tokens of a step whose logits may be wanted, guesses apart: of one that has so many."""
-        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.everybody):
+        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.on_their_own):
             return self.limits.max_num_batched_tokens
         return min(self.limits.max_num_seqs, self.num_running + self.num_waiting)
 
@@ -240,8 +240,8 @@ class Scheduler:
 
     def finish_all(self, reason: FinishReason, detail: str = "") -> None:
         """End every sequence; there is nothing left to report."""
-        while everybody := self._queues.everybody:  # a leader that ends leaves an heir
-            for sequence in everybody:
+        while sequences := self._queues.on_their_own:  # a leader that ends leaves an heir
+            for sequence in sequences:
                 self.finish(sequence, reason, detail)
         self._ended.clear()
 
@@ -267,7 +267,7 @@ class Scheduler:
 
     def drop_saved(self) -> None:
         """What is swapped out is of no use any more."""
-        for sequence in self._queues.everybody:
+        for sequence in self._queues.on_their_own:
             self.swap.release(sequence)
 
     def restart(self, accounting: Accounting) -> None:
@@ -282,7 +282,7 @@ class Scheduler:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
         self._queues.check(self._accounting)
-        self.swap.check(self._queues.everybody)
+        self.swap.check(self._queues.on_their_own)
         assert self.num_running <= self.limits.max_num_seqs
 
     @property

@@ -51,7 +51,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unload:
-    """Nobody needs that model any more."""
+    """No engine needs that model any more."""
 
     model: int
 
@@ -195,7 +195,7 @@ class PutBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropSaved:
-    """Nobody needs what was saved of these."""
+    """What was saved of these is not needed any more."""
 
     engine: int
     seq_ids: Sequence[int]

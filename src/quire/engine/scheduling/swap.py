@@ -46,5 +46,5 @@ class SwapSpace:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """``sequences``: all that have not ended. Raises: AssertionError if the books are off."""
         saved = {s.seq_id for s in sequences if s.num_saved_tokens}
-        assert saved == set(self._held), "swap space of somebody who has nothing saved"
+        assert saved == set(self._held), "swap space of a sequence that has nothing saved"
         assert sum(self._held.values()) == self.used_bytes <= self.capacity_bytes
