@@ -49,7 +49,7 @@ class Waste:
         self._ends.pop(seq_id, None)
 
     def note(self, now_s: float) -> None:
-        """Somebody may have come, moved on or ended."""
+        """Sequences may have come, moved on or ended."""
         if now_s < self._next_s or now_s <= self._last_s:
             return
         seconds = now_s - self._last_s
@@ -64,7 +64,7 @@ class Waste:
         self._next_s = now_s * (1 + _EVERY_FRACTION)
 
     def skip(self, now_s: float) -> None:
-        """Nobody was there until now."""
+        """No sequence was there until now."""
         self._last_s = max(self._last_s, now_s)
 
     @staticmethod
@@ -86,7 +86,7 @@ class Waste:
         )
 
     def is_in_pieces(self, free_bytes: int) -> bool:
-        """Whether who waits first would have room in what is free, if that were one piece."""
+        """Whether the first that waits would have room in what is free, if that were one piece."""
         cache = self._accounting
         if not isinstance(cache, ContiguousAccounting):
             return False
