@@ -48,7 +48,7 @@ def test_a_block_that_is_not_full_is_not_found() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """vLLM: somebody must produce logits. It drops the last block for that, here it is copied."""
+    """Some token must produce logits. vLLM drops the last block for that, here it is copied."""
     cache = Cache(FULL, num_blocks=20)
     cache.start(0, span(0, 12))
     hit = cache.lookup(span(0, 12))
@@ -133,7 +133,7 @@ def test_taking_over_the_first_block() -> None:
     assert cache.lookup([0, 1, 99, 98, 1]).num_tokens == 4
 
 
-def test_a_source_that_somebody_holds_is_copied_or_the_prompt_waits() -> None:
+def test_a_source_that_is_held_is_copied_or_the_prompt_waits() -> None:
     cache = Cache(FULL, num_blocks=3)
     cache.start(0, span(0, 8))
     cache.add(1)
@@ -414,7 +414,7 @@ def test_a_gap_is_told_from_an_end() -> None:
 
 
 @pytest.mark.parametrize("granule_blocks", [1, 2])
-def test_what_is_forgotten_is_found_by_nobody(granule_blocks: int) -> None:
+def test_what_is_forgotten_is_found_by_no_prompt(granule_blocks: int) -> None:
     """Not what it computed, nor what it began with; who holds that goes on, and may share anew."""
     cache = Cache(FULL, sliding(5), STATE, num_blocks=60, granule_blocks=granule_blocks)
     cache.start(0, span(0, 12))
