@@ -1,4 +1,4 @@
-"""A sequence always gets on: what happens at the edges of memory, and a machine that looks on.
+"""A sequence always gets on: at the edges of memory, and in a machine that looks for more edges.
 
 The property is stated in ``scheduler_machine``.
 """

@@ -162,8 +162,8 @@ class Plays(Protocol):
 class Replays(Protocol):
     """What a backend does for a step that was captured, as a CUDA graph, before it is replayed.
 
-    Who has it reads nothing in ``attend`` but what lies on the device, and the sizes that a
-    ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
+    A backend that has it reads nothing in ``attend`` but what lies on the device, and the sizes
+    that a ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
     """
 
     def prepare(self, batch: AttentionBatch) -> None:

@@ -54,7 +54,7 @@ def choose_backend(
 def backend_for_graphs(
     chosen: AttentionBackend, name: str, specs: Iterable[AttentionSpec], device: torch.device
 ) -> AttentionBackend:
-    """Who attends in steps that are captured as CUDA graphs: the chosen one, if it can.
+    """Find the backend for steps that are captured as CUDA graphs: the chosen one, if it can.
 
     Where the choice was left open (``name``) and fell on one whose calls depend on the host, Triton
     takes its place there: a graph saves more than kernels differ by.

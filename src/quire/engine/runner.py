@@ -204,7 +204,7 @@ class ModelRunner:
     ) -> None:
         """On a GPU, capture decode steps as graphs, if they can be; the log says why not.
 
-        ``backend``: who attends in them, if it is not who attends in others.
+        ``backend``: what attends in them, if not the one that attends in other steps.
         """
         if self.device.type != "cuda":
             return

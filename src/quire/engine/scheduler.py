@@ -1,11 +1,11 @@
-"""Which tokens of which sequences the next step computes, and who must wait or make room.
+"""Which tokens of which sequences the next step computes, and which must wait or make room.
 
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and each
 step hands out tokens so that computed catches up. A sequence that has caught up gets its next token
 sampled. Room is taken while planning, so a plan can always be carried out.
 
-Who goes first is a ``policy``; who may come beside others, ``admission``; how room is asked for,
-``room``; who makes room for whom and how it comes back, ``preemption``.
+Which goes first is a ``policy``; which may come beside others, ``admission``; how room is asked
+for, ``room``; which makes room for which and how it comes back, ``preemption``.
 """
 
 from collections.abc import Mapping
@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def held_back(self) -> Mapping[int, Sequence]:
-        """By id of each that the last plan held back: who computes what it begins with."""
+        """By id of each that the last plan held back: the one that computes what it begins with."""
         return self._in_batch.waits_for
 
     @property

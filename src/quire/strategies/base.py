@@ -3,7 +3,7 @@
 Accounting has no tensors. It decides, and notes each physical consequence as a ``Change``: pages to
 commit, tokens to copy, pages to release. Storage carries the changes out, in order. So the planner
 and the simulator run the same decisions without a tensor, and the peak that an order of changes
-causes is a property of the list, not of who executes it.
+causes is a property of the list, not of what executes it.
 
 Verdicts and changes are ``quire.blocks``' words; this room adds what is common to strategies.
 """
@@ -374,7 +374,7 @@ class Storage(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for all copies: for who replays a step, which asks for no layer."""
+        """Wait for all copies: before the replay of a step, which asks for no layer."""
         ...
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:

@@ -225,7 +225,7 @@ def _captured(
     batch: AttentionBatch,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A step that is captured, or about to be: whose it is, is known when it is replayed."""
+    """A step that is captured, or about to be: its sequences are known when it is replayed."""
     out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
     if sinks is not None:
         assert lse is not None

@@ -36,7 +36,7 @@ _JOINED_TOGETHER = 8  # splits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call of the kernel: whose sequences, in which tiles."""
+    """One call of the kernel: for which sequences, in which tiles."""
 
     tile: Tile
     several: bool  # tiles of a sequence

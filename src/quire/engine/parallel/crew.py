@@ -2,7 +2,7 @@
 
 They are started without running the user's script again, live in a session of their own (a Ctrl-C
 is rank 0's), and end with rank 0, however it ends. Where one of them ends, or does not answer, the
-others are ended and nothing waits for ever: ``RankLost`` says who it was. What they do,
+others are ended and nothing waits for ever: ``RankLost`` says which it was. What they do,
 ``follower`` knows.
 """
 
@@ -128,7 +128,7 @@ class Crew:
         return value
 
     def try_tell(self, message: Message) -> None:
-        """For what is given back: nothing is raised, and who is lost has nothing any more."""
+        """For what is given back: nothing is raised, for a lost rank has nothing any more."""
         if self.lost is None:
             try:
                 self.required(message, _nothing)

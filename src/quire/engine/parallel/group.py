@@ -102,7 +102,7 @@ def leave() -> None:
 
 
 def abort() -> None:
-    """End every exchange under way, for one who takes part in it is gone. Never raises."""
+    """End every exchange under way, for a rank that takes part in it is gone. Never raises."""
     if not dist.is_initialized():
         return
     try:

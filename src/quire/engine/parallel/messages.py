@@ -211,7 +211,7 @@ class Leave:
     """All is done. Not to be answered."""
 
 
-# All ranks do these together, so that one who stops in the middle leaves the others waiting.
+# All ranks do these together: one that stops in the middle leaves the others waiting.
 EXCHANGES = (Join, Load, Expect, Compute)
 
 # What an engine asks for again and again: of its steps, and of the memory around its cache.

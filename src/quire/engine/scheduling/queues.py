@@ -140,7 +140,7 @@ class Queues:
         self._leaders.update((sibling.seq_id, leader) for sibling in siblings)
 
     def part(self, leader: Sequence) -> list[Sequence]:
-        """Those who wait for this leader, and do so no longer."""
+        """Those that waited for this leader, and do so no longer."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             del self._leaders[sibling.seq_id]
@@ -176,7 +176,7 @@ class Queues:
     def _put(self, queue: list[Sequence], sequence: Sequence) -> None:
         if queue and self._rank(queue[-1]) > self._rank(sequence):
             insort(queue, sequence, key=self._rank)
-        else:  # as most do who come
+        else:  # as for most that come
             queue.append(sequence)
 
     def _place(self, queue: list[Sequence], sequence: Sequence) -> int | None:

@@ -1,4 +1,4 @@
-"""Who is swapped out: the part of swapping that needs no tensor.
+"""Which sequences are swapped out: the part of swapping that needs no tensor.
 
 The bytes themselves are ``engine.swap``'s.
 """
@@ -12,7 +12,7 @@ Clock: TypeAlias = Callable[[], float]  # seconds since some moment
 
 
 class SwapSpace:
-    """Bytes for saved entries, and who has some."""
+    """Bytes for saved entries, and which sequences have some."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes

@@ -52,7 +52,7 @@ class CudaResident:
         try:
             memory.prepare(wanted)
         except MemoryUnavailable as error:
-            log.debug("no page is prepared: %s", str(error))  # who needs one, is told
+            log.debug("no page is prepared: %s", str(error))  # a commit that needs one raises
 
     def watch(self) -> None:
         """Nothing is swapped out here."""

@@ -8,7 +8,7 @@ _KEYS = (
     ("later", "empty, and filled later"),
     ("empty", "empty, and never filled (internal fragmentation)"),
     ("cached", "cached"),
-    ("pieces", "not committed, and in pieces too small for who waits (external fragmentation)"),
+    ("pieces", "not committed, and in pieces too small for what waits (external fragmentation)"),
     ("free", "not committed"),
 )
 

@@ -26,7 +26,7 @@ _PROBE = -1  # sequences count from 0
 @final
 class Replica:
     """``ended`` hears of each sequence that has; ``by_steps`` takes none of them together;
-    ``waste`` is told who comes and ends, and looks now and then.
+    ``waste`` is told which come and end, and looks now and then.
 
     ``now_s`` is where its clock is. What happens at one moment happens in this order: a step ends,
     requests come, the next step begins.

@@ -27,7 +27,7 @@ MOST_STEPS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """The moments at which its steps end, and who decodes."""
+    """The moments at which its steps end, and the sequences that decode."""
 
     moments_s: list[float]
     sequences: list[Sequence]
@@ -53,7 +53,7 @@ def find_stride(
 
 
 def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> list[Sequence]:
-    """Carry it out; the caller's clock goes to the last of its moments. Returns: who has ended."""
+    """Carry it out; the caller's clock goes to the last of its moments. Returns: what has ended."""
     count, sequences = len(stride.moments_s), stride.sequences
     seq_ids = [s.seq_id for s in sequences]
     ends = [len(s.token_ids) + count - 1 for s in sequences]

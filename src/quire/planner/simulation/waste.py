@@ -2,8 +2,8 @@
 
 An engine cannot know the first: it does not know how long answers get. A trace says it. So of what
 is empty a part is filled *later*, before its sequence ends, and the rest never is (internal
-fragmentation). What is free is *in pieces* while there is enough of it for who waits first, and no
-hole is long enough (external fragmentation); only where sequences get ranges.
+fragmentation). What is free is *in pieces* while there is enough of it for the first that waits,
+and no hole is long enough (external fragmentation); only where sequences get ranges.
 
 Moments are looked at ever less often, so that any length of time costs the logarithm of it.
 
