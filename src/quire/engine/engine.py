@@ -45,7 +45,7 @@ class Engine:
         self.clock = clock
         self.watch: Callable[[StepPlan], None] = _unwatched  # sees each plan before it is run
         self._has_failed = False  # the last step
-        self._refused_at = (-1, 0)  # the id of what ran alone without pages, its tokens
+        self._refused_at = (-1, 0)  # what ran alone without pages: its id and tokens
 
     def step(self) -> list[TokenOutput]:
         """One forward pass over whatever is due; what it did for each sequence that it served.
