@@ -231,7 +231,7 @@ def test_reporting_nothing(caching: bool) -> None:
 
 
 def test_a_sequence_that_reads_nothing_still_contributes() -> None:
-    """vLLM: who opts out of reading computes all, and others find it."""
+    """As in vLLM: a prompt that opts out of reading computes all, and others find it."""
     cache = Cache(FULL, num_blocks=20)
     cache.start(0, span(0, 8))
     assert cache.start(1, span(0, 12), read=False) == 0
@@ -405,7 +405,7 @@ def test_a_gap_is_told_from_an_end() -> None:
     cache.trim(0, 6)
     cache.extend(0, [99])
     assert reason(cache.lookup(span(0, 13))) == (4, "evicted")
-    # Who computes the block again closes the gap, and finds the third one at the end of it.
+    # A sequence that computes the block again closes the gap, and finds the third at its end.
     assert cache.start(1, span(0, 8)) == 4
     assert reason(cache.lookup(span(0, 13))) == (12, "")
 
@@ -415,7 +415,7 @@ def test_a_gap_is_told_from_an_end() -> None:
 
 @pytest.mark.parametrize("granule_blocks", [1, 2])
 def test_what_is_forgotten_is_found_by_no_prompt(granule_blocks: int) -> None:
-    """Not what it computed, nor what it began with; who holds that goes on, and may share anew."""
+    """Neither what it computed nor what it began with; other holders go on, and may share anew."""
     cache = Cache(FULL, sliding(5), STATE, num_blocks=60, granule_blocks=granule_blocks)
     cache.start(0, span(0, 12))
     assert cache.keep_state(0)

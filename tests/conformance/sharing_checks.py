@@ -220,10 +220,10 @@ class Checks:
             assert verdict.option == ("max_model_len" if too_long else "kv_cache_memory_bytes")
             assert too_long or verdict.need_bytes == world.peak(num_tokens) > world.capacity
 
-    # -- who matters more ------------------------------------------------------------------------
+    # -- which matters more ----------------------------------------------------------------------
 
     def note_importance(self) -> None:
-        """Who holds which block that can be found."""
+        """Of each block that can be found: the least priority of those that have held it."""
         world = self.world
         for g, importance in enumerate(self._importance):
             unknown = world.pools[g].nodes < 0

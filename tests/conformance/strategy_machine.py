@@ -242,7 +242,7 @@ class StrategyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(num_steps=st.integers(3, 12))
     def decode(self, num_steps: int) -> None:
-        """Every sequence grows by a token a step; who finds no room waits."""
+        """Every sequence grows by a token a step; one that finds no room waits."""
         for _ in range(num_steps):
             for seq_id, held in self.held.items():
                 if 0 < len(held.ids) < self.config.max_model_len:

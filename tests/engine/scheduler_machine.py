@@ -136,7 +136,7 @@ class Watch:
         self.scheduler.check()
 
     def forgive(self) -> None:
-        """Something happened from outside: who is behind may need as many steps as ever again."""
+        """Something happened from outside: a sequence may need as many steps as ever again."""
         self._steps_without_news = 0
 
     def step(self, next_token: NextToken, drafts: Drafts = NO_DRAFTS) -> None:
@@ -253,7 +253,7 @@ class Watch:
                 assert chunk.start == reached, "it does not go on where it was"
             else:
                 self.check_skipped(chunk)
-        # Who runs and is not served comes after all others of its grade: the budget is used up.
+        # One that runs and is not served comes after all of its grade: the budget is used up.
         served = {chunk.sequence.seq_id for chunk in plan.chunks}
         unserved = [s for s in self.running if s.seq_id not in served]
         assert not unserved or plan.num_tokens == self.budget

@@ -1,4 +1,4 @@
-"""Who comes beside others is decided by costs: against headroom that is always kept, or never."""
+"""Costs decide what comes beside others: against headroom that is always kept, or never."""
 
 import random
 

@@ -267,7 +267,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along() -> None:
     llm.close()
 
 
-# -- who is slow, and who is not held up by it ----------------------------------------------------
+# -- slow readers, and others that they do not hold up --------------------------------------------
 
 
 def test_a_reader_who_is_behind_gets_the_rest_at_once() -> None:
@@ -526,7 +526,7 @@ async def begin_and_leave(llm: AsyncLLM, prompt: list[int], chance: random.Rando
 
 
 def test_a_storm_of_aborts_changes_nothing_for_who_stays() -> None:
-    """10,000 come and go at random moments; who stays gets its tokens, and every block is back."""
+    """10,000 come and go at random moments; those that stay get their tokens; no block is lost."""
     chance = random.Random(6)
     stay = [tokens(1, length, seed=100 + length)[0].tolist() for length in range(3, 23)]
     storm = [tokens(1, length, seed=length % 5)[0].tolist() for length in range(2, 31)]

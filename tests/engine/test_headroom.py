@@ -82,7 +82,7 @@ def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]
     alone = Outlook(several, known, blocks_of_four, horizon=HORIZON)
     nothing = several.only(np.zeros(len(sizes), bool))
     assert max(0, int(alone.need_bytes(alone.curves(nothing)).max())) == peak_step_by_step(sizes)
-    # Who may end before its limit needs no more, beyond the spread that is kept.
+    # A sequence that may end before its limit needs no more, beyond the spread that is kept.
     assert growth_bytes(prospects(sizes, sure=False), known, blocks_of_four) >= 0
 
 

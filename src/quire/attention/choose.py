@@ -82,7 +82,7 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        # Each backend that reads has the same kernel to write: it leaves out padding.
+        # FlashInfer reads what Triton's kernel has written, which leaves out padding.
         writer = _find("triton", specs, device, kernel_dir)
         backend = FlashInferAttention(
             make_writer=None if isinstance(writer, str) else writer.make_writer,

@@ -67,7 +67,7 @@ class CacheConfig:
     growth: Growth = "uniform"  # growing
     growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
     keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
-    enable_prefix_caching: bool = True  # where blocks are: keep what ends, for prompts alike
+    enable_prefix_caching: bool = True  # where blocks are: keep what ends for like prompts
     eviction_policy: str = DEFAULT_POLICY  # … what of that goes first
     keep_events: bool = False  # … note what can be found from now on and what no longer
     max_capacity_bytes: int | None = None  # how far ``resize`` may go; None: no further

@@ -22,7 +22,7 @@ class InBatchPrefixes:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self.waits_for: dict[int, Sequence] = {}  # by id of what waits: what computes, in this plan
+        self.waits_for: dict[int, Sequence] = {}  # by id of the waiting one: the one it waits for
         self._filled: dict[BlockKey, Chunk] = {}
         self._num_seen = 0  # chunks of the step
 

@@ -11,8 +11,9 @@ from quire.engine.sequence import Sequence
 class Policy:
     """Two keys of a sequence. They never change while it lives: queues are kept in this order.
 
-    ``rank`` is the order; no two sequences have the same. It begins with the ``grade``: one that
-    waits may take the room of one that runs if that one's is greater. Equals wait for each other.
+    ``rank`` is the order; no two sequences have the same. It begins with the ``grade``: a
+    waiting sequence may take the room of a running one of greater grade. Equals wait for each
+    other.
     """
 
     rank: Callable[[Sequence], tuple[int, ...]]
