@@ -144,7 +144,7 @@ def make_pool(
 
 
 def fill(pool: Pool, write: Write) -> None:
-    """Random entries for every slot of a pool; the same ones whoever writes them."""
+    """Random entries for every slot of a pool; the same ones, whatever writes them."""
     dtype = getattr(torch, pool.spec.dtype)
     given = dtype if dtype.itemsize > 1 else torch.bfloat16
     generator = torch.Generator().manual_seed(0)

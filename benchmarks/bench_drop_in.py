@@ -87,7 +87,7 @@ def fill(kept: Any, model: PreTrainedModel, rows: int, num_tokens: int, seed: in
 def decode(
     model: PreTrainedModel, case: tuple[int, int, int], num_rounds: int, seed: int
 ) -> dict[str, Found]:
-    """Steps over all caches in turn; who comes first changes from round to round."""
+    """Steps over all caches in turn; the first one changes from round to round."""
     rows, context, padded = case
     names = [PEER, *STRATEGIES, AGAIN]
     total = context + num_rounds + WARM_UP

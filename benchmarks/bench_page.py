@@ -1,4 +1,4 @@
-"""The memory page: tokens a second while somebody watches, and while nobody does.
+"""The memory page: tokens a second while a viewer watches, and while none does.
 
 One engine with the demo model; rounds without, with, and without again take turns, so that what
 differs between the first and the last is noise (A/A). A viewer reads the feed in this process; with
@@ -84,7 +84,7 @@ async def _measure(
 
 @asynccontextmanager
 async def _viewer(llm: AsyncLLM) -> AsyncIterator[None]:
-    """Somebody who reads the feed as fast as it comes."""
+    """A viewer that reads the feed as fast as it comes."""
 
     async def read() -> None:
         async for _ in await Feed(llm).open():

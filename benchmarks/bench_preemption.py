@@ -4,9 +4,9 @@ The real scheduler over the real accounting, with no model: a step is a step, wh
 every figure is exact and no repetition changes it. The baseline, in the same run, is recompute with
 last-in victims and without headroom, which is what other engines do.
 
-"Running" is counted as sequences that bring a new token, averaged over all steps: who only computes
-again what it had counts for nothing. Recomputed tokens are those that a sequence had computed,
-lost and computed again; the ideal is each token of each sequence once.
+"Running" is counted as sequences that bring a new token, averaged over all steps: one that only
+computes again what it had counts for nothing. Recomputed tokens are those that a sequence had
+computed, lost and computed again; the ideal is each token of each sequence once.
 """
 
 import json

@@ -1,7 +1,7 @@
 """How much of a KV pool holds tokens, on lengths as they are met in production: seed 4's table.
 
 Real lengths go through the real scheduler twice: unscaled, through the accounting of a model that
-nobody loads (utilization_replay.py); and a seventh of them through the engine with the demo model
+is not loaded (utilization_replay.py); and a seventh of them through the engine with the demo model
 (utilization_demo.py), where the operating system is asked too. utilization_waste.py says what is
 used and what is wasted, length_trace.py where the lengths come from.
 """
@@ -226,7 +226,7 @@ def main(
     """KV utilization of every strategy on Azure's lengths, with each kind of waste apart.
 
     *Utilization* is what is used of what sequences hold. *Later* will be used before the sequence
-    ends, *internal* never. *External* is free and of use to nobody, because it lies in pieces.
+    ends, *internal* never. *External* is free and of no use, because it lies in pieces.
     """
     if traces is None:
         if with_claims or output:

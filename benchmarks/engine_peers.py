@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 HOME = ROOT / ".venv-peers"
 _LLAMA_SOURCE = "llama_cpp_python-0.3.36"
-# It says nothing about itself to anybody, and asks nobody for a model.
+# A peer reports nothing about itself, and downloads no model.
 _ALONE = {
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
@@ -141,7 +141,7 @@ def _build_llama(folder: Path, model: Path, say: Say) -> None:
 
 # -- which -----------------------------------------------------------------------------------------
 
-# The mixed one last: where it is cut, an engine may go on with what nobody waits for any more.
+# The mixed one last: where it is cut, an engine may go on with requests that are given up.
 _SHORT = ("single-128", "single-2048", "mixed-16")
 
 PEERS: Mapping[str, Peer] = {

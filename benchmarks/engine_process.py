@@ -47,7 +47,7 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self.about = self._answer(limit_s)
-        except BaseException:  # an interrupt too: nobody else knows of it yet
+        except BaseException:  # an interrupt too: no caller has it yet
             self.close()
             raise
         self._signal(signal.SIGSTOP)

@@ -121,7 +121,7 @@ class Rounds:
         return self._workers[peer.name]
 
     def _idle(self, names: Sequence[str]) -> None:
-        """What each holds when nobody has asked it anything for a while."""
+        """What each holds after a while without requests."""
         waiting = {name: self._workers[name] for name in names if name in self._workers}
         for worker in waiting.values():
             worker.wake()

@@ -38,7 +38,7 @@ def replay(trace: PrefixTrace, num_blocks: int, policy: str, on_request: OnReque
     """The trace through ``PagedAccounting`` with so many blocks under an eviction policy."""
     longest = max(len(chain) for chain in trace.chains)
     accounting = prefix_accounting(num_blocks, policy, longest=longest)
-    # A hit leaves at least one token to compute. A last token that nobody else has makes that one.
+    # A hit leaves at least one token to compute, so each prompt gets a last token of its own.
     own, now = trace.num_blocks, time.perf_counter_ns
     spent_ns = hit_tokens = refused = 0
     gc.collect()

@@ -173,7 +173,7 @@ def _left_table(samples: Samples) -> Table:
 
 
 def extrapolated(samples: Samples) -> list[str]:
-    """What 64 sequences of the caches that were measured with fewer would take. Nobody ran it."""
+    """What 64 sequences would take of the caches that were measured with fewer; not measured."""
     lines = []
     for label, some in _rows(samples, "A"):
         if found := _FEWER.search(label):

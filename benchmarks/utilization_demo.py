@@ -124,7 +124,7 @@ def run(system: DemoSystem, loaded: LoadedModel, requests: Sequence[Lengths], se
         def observe(usage: Usage) -> None:
             nonlocal before
             seconds = time.perf_counter() - before
-            if watch.somebody_waited and llm.engine.scheduler.num_waiting:
+            if watch.one_has_waited and llm.engine.scheduler.num_waiting:
                 with llm._elastic.lock:  # else a thread may give pages back meanwhile
                     if len(found.moments) % _LOOK_EVERY == 0:
                         found.looks.append((llm.memory.committed_bytes, memory.system_bytes()))

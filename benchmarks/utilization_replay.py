@@ -150,7 +150,7 @@ def replay(system: System, requests: Sequence[Lengths], capacity_bytes: int) -> 
             break
         plan = scheduler.plan()
         accounting.drain()
-        if watch.somebody_waited and step % EVERY == 0:
+        if watch.one_has_waited and step % EVERY == 0:
             moment = watch.now()
             found.moments.append((moment, _seconds(plan, moment.bytes.used)))
         for output in scheduler.update(plan, _sampled(plan, requests)):

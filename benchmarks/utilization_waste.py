@@ -8,14 +8,15 @@ The words are those of seeds 3 and 4 (which take them from Kwon et al. 2023), ma
 * *internal*: room inside what a sequence holds that it never fills: "a request that reserves 8k
   slots but generates 200 tokens wastes the other 7,800 for its entire lifetime" (seed 3); of a
   block or a page, the last part (seed 4).
-* *external*: what is free, while somebody waits whom it would suffice for in one piece, but no hole
-  is long enough: "even if the total free memory is sufficient, no single contiguous region may be
+* *external*: what is free, and in one piece would do for the sequence that waits, but no hole is
+  long enough: "even if the total free memory is sufficient, no single contiguous region may be
   large enough" (seed 4). What is too little even in one piece is not external, it is free.
-* *cached*: held by nobody and kept in case somebody begins alike; whoever needs room gets it.
-* *free*: the rest. While somebody waits, too little for that one beside what newcomers must leave.
+* *cached*: held by no sequence and kept for prompts that begin alike; a sequence that needs room
+  gets it.
+* *free*: the rest. While a sequence waits, too little for it beside what newcomers must leave.
 
-The six sum up to the capacity. *Held* is used + later + internal: what sequences have and nobody
-else can get. *Utilization* is used / held; of the whole pool, used / capacity.
+The six sum up to the capacity. *Held* is used + later + internal: what sequences have and no other
+can get. *Utilization* is used / held; of the whole pool, used / capacity.
 """
 
 from collections import deque
@@ -95,7 +96,7 @@ class Watch:
 
     def __init__(self, accounting: Accounting, page_bytes: int) -> None:
         assert all(isinstance(group.spec, FullAttention) for group in accounting.groups)
-        self.somebody_waited = False
+        self.one_has_waited = False
         self._accounting = accounting
         self._held_slots = _held_slots(accounting, page_bytes)
         self._coming: deque[Fate] = deque()
@@ -125,8 +126,8 @@ class Watch:
                 used += num_tokens * group.bytes_per_token
                 later += (min(slots, fate.final_tokens) - num_tokens) * group.bytes_per_token
                 held += slots * group.bytes_per_token
-        assert used == usage.used_bytes, "somebody else uses bytes"
-        assert held == usage.committed_bytes - usage.cached_bytes, "somebody else holds bytes"
+        assert used == usage.used_bytes, "bytes are used, and by no sequence"
+        assert held == usage.committed_bytes - usage.cached_bytes, "bytes are held by no sequence"
         free = capacity - usage.committed_bytes
         external = free if self._lies_in_pieces(free, usage.cached_bytes) else 0
         found = Bytes(
@@ -162,7 +163,7 @@ class Watch:
             self._holders.add(seq_id)
             self._waits_no_more(seq_id)
         elif isinstance(verdict, NotNow) and seq_id not in self._holders:
-            self._waiting, self.somebody_waited = (seq_id, verdict), True
+            self._waiting, self.one_has_waited = (seq_id, verdict), True
         return verdict
 
     def _freed(self, seq_id: int) -> None:

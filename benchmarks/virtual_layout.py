@@ -1,4 +1,4 @@
-"""What a layout costs whoever reads it: one token attends, one token is written, a model decodes.
+"""What a layout costs its readers: one token attends, one token is written, a model decodes.
 
 A context is so many consecutive tokens of one long sequence. Those of short contexts are taken from
 everywhere in it in turn, and layer after layer, so that none is found in the processor's caches.

@@ -146,7 +146,7 @@ def prefilled(num_seqs: int) -> Mappings:
 
 
 def in_pieces(num_seqs: int, seed: int, *, max_mappings: int | None = None) -> Mappings:
-    """In a pool of which every fourth block, here and there, is held by somebody."""
+    """In a pool of which every fourth block, here and there, is held."""
     found = Mappings(how="in turn, in a pool in pieces", num_seqs=num_seqs)
     options = {}
     if max_mappings is not None:
@@ -209,7 +209,7 @@ def _run(
 def _break_up(cache: Cache, num_blocks: int, seed: int) -> None:
     """Fill the pool with single blocks, then free half of them, chosen at random."""
     assert isinstance(cache.accounting, SharedVirtualAccounting)
-    pool = cache.accounting.pool  # they need no window, for nobody reads them
+    pool = cache.accounting.pool  # they need no window, for they are not read
     for seq_id in range(-num_blocks, 0):
         pool.add(seq_id)
         pool.try_extend(seq_id, 1)

@@ -101,7 +101,7 @@ def test_a_trace_is_replayed_and_kept(
     assert (found["completed"], found["failed"], found["request_rate"]) == (2, 1, "trace")
     assert [bool(error) for error in found["errors"]] == [False, False, True]
     assert "raise max_model_len" in found["errors"][2]
-    # One for each piece of text; tokens that came while nobody could look are one piece.
+    # One for each piece of text; tokens that came while the reader could not run are one piece.
     assert [1 <= len(itls) <= most for itls, most in zip(found["itls"], (3, 8), strict=False)] == [
         True,
         True,

@@ -144,4 +144,4 @@ def test_no_test_is_marked_slow() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"mark\.slow\b", line)
     ]
-    assert not slow, f"a test that nobody runs proves nothing; make it fast: {', '.join(slow)}"
+    assert not slow, f"a test that is not run proves nothing; make it fast: {', '.join(slow)}"

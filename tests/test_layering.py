@@ -204,7 +204,7 @@ def test_imports_follow_the_arrows() -> None:
     )
 
 
-def test_nobody_imports_the_package_itself() -> None:
+def test_no_module_imports_the_package_itself() -> None:
     report(
         (
             module.where(node)
@@ -273,14 +273,14 @@ def test_only_config_reads_the_environment() -> None:
             and node.attr in names
         ]
         problems += [module.where(node) for node in [*imported, *used]]
-    report(problems, "Make it a field in quire.config, and pass its value to whoever needs it.")
+    report(problems, "Make it a field in quire.config, and pass its value to what needs it.")
 
 
 def test_no_module_has_state() -> None:
     report(
         (f"{module.where(node)} {what}" for module in MODULES for node, what in state_of(module)),
         "All users of the library in one process would share it. Make a constant a tuple, a "
-        "frozenset or a MappingProxyType; let state belong to an object that somebody made.",
+        "frozenset or a MappingProxyType; let state belong to an object that a caller made.",
     )
 
 

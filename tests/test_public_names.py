@@ -1,4 +1,4 @@
-"""What users may rely on. Whoever changes it says so in CHANGELOG.md, in the same commit."""
+"""What users may rely on. A commit that changes it says so in CHANGELOG.md."""
 
 import subprocess
 import sys

@@ -67,7 +67,7 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> list[Run]:
-    """Run ``prompts`` under every strategy, each with its params. ``report`` is told who begins."""
+    """Run ``prompts`` under every strategy, each with its params. ``report`` is told the name."""
     runs = []
     for strategy in STRATEGIES:
         report(strategy)

@@ -4,9 +4,9 @@
     ├── ConfigError            an option or a config.json field is wrong (also a ValueError)
     │   └── UnsupportedModel   this model cannot be held, or its layers were not reached
     ├── ModelNotLoadable       the folder, name or weight file cannot be read
-    ├── RequestError           one request is wrong; nobody else is disturbed (also a ValueError)
+    ├── RequestError           one request is wrong; no other is disturbed (also a ValueError)
     │   └── RequestTooLong     it can never fit: the sum and the option to change are in the message
-    ├── OutOfKVMemory          no room now, and nobody here who could wait (also a MemoryError)
+    ├── OutOfKVMemory          no room now, and no sequence that could wait (also a MemoryError)
     ├── MemoryUnavailable      the operating system refused address space or pages (a MemoryError)
     └── RankLost               one of the processes that a model is divided among is gone
 

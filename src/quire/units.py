@@ -1,7 +1,7 @@
 """Numbers with units: parse and format bytes, tokens and seconds; round to blocks and pages.
 
 Bytes are spelled in powers of 1024 (``KiB``, ``MiB``, ``GiB``) when written. When read, ``16GB`` is
-16 * 10**9 and ``16GiB`` (or ``16G``, as everyone types it) is 16 * 2**30.
+16 * 10**9 and ``16GiB`` (or ``16G``, as users type it) is 16 * 2**30.
 """
 
 import re

@@ -57,7 +57,7 @@ class Alone:
 
 
 def ending(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy; who reads or writes one byte behind it ends the process."""
+    """A copy; to read or write one byte behind it ends the process."""
     page = mmap.PAGESIZE
     room = -(-array.nbytes // page) * page
     mapping = mmap.mmap(-1, room + page)

@@ -271,7 +271,7 @@ class _Plan:
         results, sums = [], []
         starts = self.query_starts.tolist()
         for i, (begin, end) in enumerate(pairwise(starts)):
-            if not self.pages[i]:  # nobody, in a step that was recorded: garbage comes out
+            if not self.pages[i]:  # padding, in a step that was recorded: garbage comes out
                 results.append(torch.full((end - begin, self.num_qo_heads, self.width), 7.0))
                 sums.append(torch.full((end - begin, self.num_qo_heads), 7.0))
                 continue

@@ -1,4 +1,4 @@
-"""Which backend is chosen, and that whoever is passed over is named with the reason."""
+"""Which backend is chosen, and that each one passed over is named with the reason."""
 
 import logging
 import sys

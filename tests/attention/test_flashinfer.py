@@ -114,7 +114,7 @@ def test_a_plan_serves_every_layer_of_a_step_and_no_other_step() -> None:
     assert len(plans) == 4
 
 
-def test_rows_that_stand_for_nobody_are_zeros_and_are_not_planned() -> None:
+def test_rows_of_padding_are_zeros_and_are_not_planned() -> None:
     """As a step that was padded to a recorded size has them."""
     case = wide_case(chunks=MIXES["decodes"])
     want = case.attend(backend(), scale=0.1)
@@ -148,7 +148,7 @@ class Nothing:
 def test_a_captured_step_is_planned_before_each_replay(
     strategy: str, kind: str, has_sinks: bool
 ) -> None:
-    """A graph plays what was captured with nobody, over arrays that stay where they are."""
+    """A graph plays what was captured with padding, over arrays that stay where they are."""
     case = wide_case(kind, strategy, chunks=MIXES["decodes"], reach=37)
     flashinfer, size = backend(make_writer=Nothing), 8
     assert flashinfer.replays is not None
@@ -163,7 +163,7 @@ def test_a_captured_step_is_planned_before_each_replay(
         max_context_len=200,
     )
     q = torch.zeros(size, *case.q.shape[1:], dtype=case.q.dtype)
-    nobody = AttentionBatch(
+    padding = AttentionBatch(
         query_starts=np.arange(size + 1),
         context_lens=np.zeros(size, np.int64),
         tables=torch.zeros(size, 0, dtype=torch.long),
@@ -174,7 +174,7 @@ def test_a_captured_step_is_planned_before_each_replay(
 
     def play() -> torch.Tensor:
         """What a graph does: the same again, wherever it reads."""
-        return flashinfer.attend(q, case.view, nobody, spec=case.spec, scale=0.1, sinks=sinks)
+        return flashinfer.attend(q, case.view, padding, spec=case.spec, scale=0.1, sinks=sinks)
 
     assert not play().any()
     for num_seqs in (6, 3):
@@ -198,9 +198,9 @@ def test_a_captured_step_is_planned_before_each_replay(
 
 def test_latents_are_not_captured() -> None:
     case = wide_case("latent", chunks=MIXES["decodes"])
-    nobody = replace(case.fresh_batch(), context_lens=np.zeros(6, np.int64))
+    padding = replace(case.fresh_batch(), context_lens=np.zeros(6, np.int64))
     with pytest.raises(RuntimeError, match="latents are not captured"):
-        backend(make_writer=Nothing).attend(case.q, case.view, nobody, spec=case.spec, scale=0.1)
+        backend(make_writer=Nothing).attend(case.q, case.view, padding, spec=case.spec, scale=0.1)
 
 
 @pytest.mark.parametrize("strategy", STORED)

@@ -162,7 +162,7 @@ def elements(rng: np.random.Generator, kind: str, *size: int) -> tuple[Any, Any]
 
 
 def strided(bits: Any, extra: int) -> tuple[Any, int]:
-    """Rows with bytes of somebody else between them; none behind the last one."""
+    """Rows with other bytes between them; none behind the last one."""
     rows, width = bits.shape
     size = bits.itemsize
     stride = (width + extra) * size
@@ -425,7 +425,7 @@ def test_weigh(which: tuple[str, str], reach: str | None, rng: np.random.Generat
         by = rng.random(KEYS).astype(np.float32)
         scores, out = ending(s), ending(o)
         if read is not None:
-            scores[~read] = np.nan  # of keys that nobody wrote
+            scores[~read] = np.nan  # of keys that were not written
         state = ending(np.stack([np.full(LANES, m, np.float32), sums]))
         weights = ending(np.zeros((panel.weight_words, LANES), np.uint32))
         kernels.run(

@@ -201,7 +201,7 @@ def test_an_answer_that_goes_wrong_has_failed(how: Any, error: str) -> None:
     assert error in outcome.error
 
 
-def test_nobody_there() -> None:
+def test_no_server_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

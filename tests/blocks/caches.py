@@ -1,7 +1,7 @@
 """A cache used as an engine uses it, and watched: what lies in every slot is followed.
 
 What a token's entry contains depends on all tokens before it and on the prefix keys, so a block
-that is shared, kept or copied wrongly is read wrongly by somebody. Blocks of all groups have the
+that is shared, kept or copied wrongly is read wrongly by a sequence. Blocks of all groups have the
 same size in bytes unless a test says otherwise, so that capacities can be counted in blocks.
 """
 
@@ -221,7 +221,7 @@ class Cache:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds, in all groups, if all are of one size."""
+        """Blocks that sequences hold, in all groups, if all are of one size."""
         return self.blocks.pools.held_bytes // BLOCK_BYTES
 
     @property

@@ -1,4 +1,4 @@
-"""Events: whoever reads them knows what is cached, block by block and group by group."""
+"""Events: their readers know what is cached, block by block and group by group."""
 
 from hashlib import sha256
 

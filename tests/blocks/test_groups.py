@@ -32,7 +32,7 @@ PROMPT = span(0, NUM_BLOCKS * SIZE)
 
 
 def computed(*specs: LayerSpec) -> Cache:
-    """A cache that has all blocks of ``PROMPT``, and its states, and nobody holds them."""
+    """A cache that has all blocks of ``PROMPT``, and its states, and no sequence holds them."""
     cache = Cache(*specs, num_blocks=100)
     cache.add(0)
     for start in range(0, len(PROMPT), SIZE):

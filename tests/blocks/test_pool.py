@@ -15,7 +15,7 @@ from quire.blocks.eviction import lru
 from quire.blocks.pool import NO_NODE, BlockPool
 
 Ids = npt.NDArray[np.intp]
-CACHED = 0  # references of a block that nobody holds and the index finds
+CACHED = 0  # references of a block that no sequence holds and the index finds
 
 
 def ids(blocks: Sequence[int]) -> Ids:
@@ -151,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
     # -- the model -------------------------------------------------------------------------------
 
     def granules(self, *, held: bool = False) -> set[int]:
-        """Those with a block that is not empty, or that somebody holds."""
+        """Those with a block that is not empty, or that is held."""
         return {b // self.granule for b, count in self.refs.items() if count or not held}
 
     def drop(self, block: int) -> None:

@@ -48,7 +48,7 @@ def test_a_block_that_is_not_full_is_not_found() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """vLLM: somebody must produce logits. It drops the last block for that, here it is copied."""
+    """Some token must produce logits. vLLM drops the last block for that, here it is copied."""
     cache = Cache(FULL, num_blocks=20)
     cache.start(0, span(0, 12))
     hit = cache.lookup(span(0, 12))
@@ -133,7 +133,7 @@ def test_taking_over_the_first_block() -> None:
     assert cache.lookup([0, 1, 99, 98, 1]).num_tokens == 4
 
 
-def test_a_source_that_somebody_holds_is_copied_or_the_prompt_waits() -> None:
+def test_a_source_that_is_held_is_copied_or_the_prompt_waits() -> None:
     cache = Cache(FULL, num_blocks=3)
     cache.start(0, span(0, 8))
     cache.add(1)
@@ -231,7 +231,7 @@ def test_reporting_nothing(caching: bool) -> None:
 
 
 def test_a_sequence_that_reads_nothing_still_contributes() -> None:
-    """vLLM: who opts out of reading computes all, and others find it."""
+    """As in vLLM: a prompt that opts out of reading computes all, and others find it."""
     cache = Cache(FULL, num_blocks=20)
     cache.start(0, span(0, 8))
     assert cache.start(1, span(0, 12), read=False) == 0
@@ -405,7 +405,7 @@ def test_a_gap_is_told_from_an_end() -> None:
     cache.trim(0, 6)
     cache.extend(0, [99])
     assert reason(cache.lookup(span(0, 13))) == (4, "evicted")
-    # Who computes the block again closes the gap, and finds the third one at the end of it.
+    # A sequence that computes the block again closes the gap, and finds the third at its end.
     assert cache.start(1, span(0, 8)) == 4
     assert reason(cache.lookup(span(0, 13))) == (12, "")
 
@@ -414,8 +414,8 @@ def test_a_gap_is_told_from_an_end() -> None:
 
 
 @pytest.mark.parametrize("granule_blocks", [1, 2])
-def test_what_is_forgotten_is_found_by_nobody(granule_blocks: int) -> None:
-    """Not what it computed, nor what it began with; who holds that goes on, and may share anew."""
+def test_what_is_forgotten_is_found_by_no_prompt(granule_blocks: int) -> None:
+    """Neither what it computed nor what it began with; other holders go on, and may share anew."""
     cache = Cache(FULL, sliding(5), STATE, num_blocks=60, granule_blocks=granule_blocks)
     cache.start(0, span(0, 12))
     assert cache.keep_state(0)

@@ -317,7 +317,7 @@ def test_a_hash_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.blocks.prefix_index.sha256", counted)
     index = PrefixIndex(1, SIZE)
     tip = grow(index, index.root(), *(data(i, i, i, i) for i in range(20)))
-    assert computed == 0  # nobody has asked
+    assert computed == 0  # none was asked for
     index.block_hash(index.row(tip))
     assert computed == 21  # 20 blocks and the root
     for row in index.path(index.row(tip)):

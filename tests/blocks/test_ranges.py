@@ -12,7 +12,7 @@ actions = st.lists(st.integers(1, 9) | st.integers(-8, -1), max_size=40)
 
 
 class Bitmap:
-    """The same arena, as obvious as can be: who holds each slot."""
+    """The same arena, as obvious as can be: the holder of each slot."""
 
     def __init__(self) -> None:
         self.owners: list[int | None] = [None] * NUM_SLOTS

@@ -305,7 +305,7 @@ def test_a_block_that_one_passes_while_another_writes() -> None:
 # -- granules ------------------------------------------------------------------------------------
 
 
-def test_pages_are_filled_where_somebody_holds_them() -> None:
+def test_pages_are_filled_where_they_are_held() -> None:
     """Three sequences in two granules; two end, and a new one could move in with the third.
 
     With several blocks a granule the need is the least: nothing is evicted for it while there is

@@ -189,7 +189,7 @@ def test_a_block_that_was_brought_in_part_is_known_for_it_until_it_is_full(other
         cache.start(10 + other, [900 + other])
     cache.extend(1, prompt[11:13])
     assert cache.start(2, [*prompt[:9], 777]) == 8
-    # Who has the place in the tables after it writes its blocks whole.
+    # The sequence that has its place in the tables afterwards writes its blocks whole.
     cache.free(1)
     cache.start(3, span(300, 312), read=False)
     assert cache.lookup(span(300, 313)).num_tokens == 12

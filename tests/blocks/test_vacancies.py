@@ -131,7 +131,7 @@ class VacanciesMachine(RuleBasedStateMachine):
         if not after:
             return
         found = take(self.some, *after)
-        if -1 not in after:  # each on its own: who comes first gets the next one
+        if -1 not in after:  # each on its own: the first gets the next one
             wanted = [each + 1 for each in dict.fromkeys(after)]
             firsts = [after.index(each) for each in dict.fromkeys(after)]
             for want, at in zip(wanted, firsts, strict=True):

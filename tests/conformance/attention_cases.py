@@ -74,8 +74,8 @@ class Case:
     def poison(self, *, with_byte: int = 0xFF) -> None:
         """All bits of what no query of this step may read become ones: NaN in every format.
 
-        That is the rest of the region: tails of blocks, blocks of others and of nobody, what is
-        behind a window. (An int8 is -1 then, its scale NaN.)
+        That is the rest of the region: tails of blocks, blocks of others and without holders, what
+        is behind a window. (An int8 is -1 then, its scale NaN.)
         """
         for each in self.pages:
             each.fill_(with_byte)

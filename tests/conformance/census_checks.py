@@ -51,7 +51,7 @@ def _check_cells(accounting: Accounting, number: int, seq_ids: list[int]) -> Non
         else:
             assert fills[cell] == readable[cell], "tokens are miscounted"
         if state in (CellState.CACHED, CellState.EMPTY):
-            assert first is None, "somebody's cell is nobody's"
+            assert first is None, "a cell that is held counts as free"
             assert holders[cell] == -1
         else:
             assert holders[cell] in seq_ids

@@ -19,4 +19,4 @@ def counted_mappings(accounting: Accounting) -> Iterator[None]:
     windows = accounting._windows
     allowed = windows.num_mappings + windows.num_promised
     yield
-    assert windows.num_mappings <= allowed, "mappings that nobody has counted"
+    assert windows.num_mappings <= allowed, "mappings that are not counted"

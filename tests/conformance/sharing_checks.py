@@ -14,7 +14,7 @@ from quire.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.strategies import Fits, Never, NotNow, PrefixHit, Usage
 from quire.units import ceil_div
 
-NOBODY = 1000  # has held a block
+UNHELD = 1000  # no sequence has held the block
 UNKNOWN = -1000  # it was read in part: whether that counts depends on the room there was
 
 
@@ -24,7 +24,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         # Of each block that can be found, the smallest priority of those that have held it.
-        self._importance = [np.full(size.num_ids, NOBODY) for size in world.pools.sizes]
+        self._importance = [np.full(size.num_ids, UNHELD) for size in world.pools.sizes]
 
     def check(self) -> None:
         self.world.accounting.check()
@@ -55,7 +55,7 @@ class Checks:
         if world.windows is None:
             return
         for g, size in enumerate(world.pools.sizes):
-            if world.states[g]:  # nobody needs to see them side by side
+            if world.states[g]:  # a window does not show them side by side
                 continue
             row_slots = world.windows.num_slots(g) // world.config.max_num_seqs
             num_mappings += world.store.num_mappings(g, row_slots, world.windows.heap_slots(g))
@@ -177,7 +177,7 @@ class Checks:
         }
         assert set(verdict.holders) == holders
         can_wait = holders or step.kept_bytes or self.world.ceiling < self.world.capacity
-        assert can_wait, f"nobody can end, so it is never: {verdict}"
+        assert can_wait, f"no sequence can end, so it is never: {verdict}"
 
     def is_about_windows(self, verdict: Any) -> bool:
         windows = self.world.windows is not None and isinstance(verdict, NotNow)
@@ -206,7 +206,7 @@ class Checks:
         assert isinstance(verdict, NotNow)
         assert verdict.need_bytes > verdict.free_bytes - verdict.kept_bytes
         can_wait = verdict.holders or self.world.ceiling < self.world.capacity
-        assert can_wait, f"nobody can end, so it is never: {verdict}"
+        assert can_wait, f"no sequence can end, so it is never: {verdict}"
 
     def check_length(self, num_tokens: int) -> None:
         """Whether one sequence could ever become so long."""
@@ -220,14 +220,14 @@ class Checks:
             assert verdict.option == ("max_model_len" if too_long else "kv_cache_memory_bytes")
             assert too_long or verdict.need_bytes == world.peak(num_tokens) > world.capacity
 
-    # -- who matters more ------------------------------------------------------------------------
+    # -- which matters more ----------------------------------------------------------------------
 
     def note_importance(self) -> None:
-        """Who holds which block that can be found."""
+        """Of each block that can be found: the least priority of those that have held it."""
         world = self.world
         for g, importance in enumerate(self._importance):
             unknown = world.pools[g].nodes < 0
-            importance[unknown] = NOBODY
+            importance[unknown] = UNHELD
             for seq_id, held in world.held.items():
                 table = world.table(g, seq_id)
                 blocks = table[table >= 0]
@@ -235,7 +235,7 @@ class Checks:
                 importance[blocks] = np.minimum(importance[blocks], held.priority)
 
     def cached_beside_held(self) -> list[list[int]]:
-        """Cached blocks that nobody holds, in granules in which somebody holds another one."""
+        """Cached blocks that are not held, in granules in which another block is held."""
         beside = []
         for g, size in enumerate(self.world.pools.sizes):
             pool = self.world.pools[g]
@@ -252,7 +252,7 @@ class Checks:
             pool = pools[g]
             if hit and (self.world.states[g] or hit.num_tokens % self.world.size):
                 importance[np.isin(pool.nodes, hit.rows[-1:])] = UNKNOWN
-            known = (importance > UNKNOWN) & (importance < NOBODY)
+            known = (importance > UNKNOWN) & (importance < UNHELD)
             cached = np.flatnonzero((pool.nodes >= 0) & (pool.refs == 0) & known)
             before.append((cached, pool.nodes[cached]))
         yield
@@ -261,7 +261,7 @@ class Checks:
                 continue
             gone, left = pools[g].nodes[cached] != nodes, pools[g].refs[cached] == 0
             least = self._importance[g][cached]
-            first, last = least[gone].min(initial=NOBODY), least[left & ~gone].max(initial=UNKNOWN)
+            first, last = least[gone].min(initial=UNHELD), least[left & ~gone].max(initial=UNKNOWN)
             assert first >= last, "a more important block went first"
-            # What comes to lie there within the same verb, a snapshot, is nobody's so far.
-            self._importance[g][cached[gone]] = NOBODY
+            # What comes to lie there within the same verb, a snapshot, has no holder so far.
+            self._importance[g][cached[gone]] = UNHELD

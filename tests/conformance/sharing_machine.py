@@ -266,7 +266,7 @@ class SharingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.used() and len(self.world.held) < 2)
     @rule()
     def clear(self) -> None:
-        """Forget what is cached, if nobody holds anything."""
+        """Forget what is cached, if nothing is held."""
         idle = self.world.held_bytes() == 0
         assert self.world.accounting.reset_prefix_cache() == idle
         self.engine.end_step()

@@ -3,7 +3,7 @@
 A token's keys and values depend on all that comes before it, so a slot's content is a number for
 the whole prefix: salt, adapter, images and token ids up to and including that token. A recurrent
 group has one slot a block, which holds the number of the last token computed. Whatever is wrongly
-found, not copied, or given back too early shows as a wrong number in somebody's slot.
+found, not copied, or given back too early shows as a wrong number in a slot.
 """
 
 from dataclasses import dataclass, field, replace

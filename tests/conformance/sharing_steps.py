@@ -170,7 +170,7 @@ class Engine:
         self.write(g, slots, held.contents[start : held.room])
 
     def write(self, g: int, slots: Any, contents: list[int]) -> None:
-        """Write into slots that nobody else has, and garbage into those that are left over."""
+        """Write into slots that no other sequence has, and garbage into those left over."""
         blocks = slots // self.world.pools.sizes[g].slots
         assert (self.world.pools[g].refs[blocks] == 1).all(), "written while shared"
         assert (self.world.pools[g].nodes[blocks] == -1).all(), "written while others may find it"

@@ -163,7 +163,7 @@ class Held:
     ids: list[int] = field(default_factory=list)
     written: int = 0  # tokens whose ids lie in the store
     state: int = -1  # the id that was written last, which a state stands for
-    source: int = -1  # … and first, after which nobody writes a source again
+    source: int = -1  # … and first, after which a source is not written again
     base: int = 0  # tokens before the last extension: what it may still be undone to
     max_tokens: int | None = None
     history: list[tuple[str, int]] = field(default_factory=list)
@@ -242,7 +242,7 @@ class StrategyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(num_steps=st.integers(3, 12))
     def decode(self, num_steps: int) -> None:
-        """Every sequence grows by a token a step; who finds no room waits."""
+        """Every sequence grows by a token a step; one that finds no room waits."""
         for _ in range(num_steps):
             for seq_id, held in self.held.items():
                 if 0 < len(held.ids) < self.config.max_model_len:
@@ -334,7 +334,7 @@ class StrategyMachine(RuleBasedStateMachine):
         ceiling = self.call("resize", wanted, for_now=for_now)
         changes = self.call("drain")
         assert all(isinstance(change, Release | Unmap) for change in changes)
-        assert self.snapshot()[1] == tables, "somebody's tokens have moved"
+        assert self.snapshot()[1] == tables, "a sequence's tokens have moved"
         self.store.apply(changes)
         lowest = max(min(wanted, self.config.most_bytes), self.store.committed_bytes)
         if not for_now:
@@ -352,7 +352,7 @@ class StrategyMachine(RuleBasedStateMachine):
         assert isinstance(self.accounting, ContiguousAccounting)
         self.free_one(data.draw(st.sampled_from(sorted(self.held))))
         self.end_step()
-        self.store.resize(self.config.most_bytes)  # whoever calls it knows that there is room
+        self.store.resize(self.config.most_bytes)  # the caller knows that there is room
         self.call("defrag")
         self.store.apply(self.call("drain"))
         self.store.resize(self.ceiling)

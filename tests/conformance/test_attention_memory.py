@@ -35,7 +35,7 @@ every_kernel = pytest.mark.parametrize(
 
 @cache
 def cases(number: int) -> list[tuple[Case, dict[str, Any]]]:
-    """Steps for one kernel. They are left poisoned, or not: nobody may tell."""
+    """Steps for one kernel. They are left poisoned, or not: no result may tell."""
     common = {"block_size": 16, "scores": "usual"}
     return [built for step in STEPS if (built := build(SAMPLE[number], {**common, **step}))]
 
@@ -62,7 +62,7 @@ def test_what_no_query_may_read_changes_no_bit(number: int, use_threads: Threads
 
 @pytest.mark.parametrize("strategy", STORED)
 def test_poison_of_this_suite_is_poison(strategy: str) -> None:
-    """With one live token poisoned too, its readers' outputs are NaN, and nobody else's."""
+    """With one live token poisoned too, its readers' outputs are NaN, and no others."""
     spec = make_spec("full", kv_heads=2, dims=(24, 40), dtype="float32")
     case = make_case(spec, sharing=2, strategy=strategy, chunks=CHUNKS)
     case.poison()
@@ -135,7 +135,7 @@ def test_where_blocks_lie_changes_no_bit(number: int, use_threads: Threads) -> N
 def test_the_same_call_gives_the_same_bits_on_as_many_threads(
     number: int, use_threads: Threads
 ) -> None:
-    """Whoever is last merges the parts, but always in their order. Other parts round otherwise."""
+    """The last thread merges the parts, always in their order. Other parts round otherwise."""
     backend = backend_for(number)
     for case, options in cases(number):
         first = {}

@@ -181,7 +181,7 @@ def test_a_failed_capture_is_said_once(gpu: Gpu, caplog: pytest.LogCaptureFixtur
 
 
 class BakesIn(PretendAttention):
-    """Attends to what the host had when it was launched: nothing, for rows of nobody."""
+    """Attends to what the host had when it was launched: nothing, for padding."""
 
     def attend(self, q: torch.Tensor, view: Any, batch: AttentionBatch, **options: Any) -> Any:
         out = super().attend(q, view, batch, **options)

@@ -1,4 +1,4 @@
-"""Graphs of decode steps of models with recurrent layers: each sequence's state, and nobody's."""
+"""Graphs of decode steps of models with recurrent layers: states of sequences and of padding."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -113,7 +113,7 @@ def test_under_every_strategy(name: str, strategy: str, gpu: Gpu) -> None:
     assert gpu.num_replays >= 6  # of four, of three, of two and of one
 
 
-def test_padding_changes_nobodys_state(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_changes_no_state(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all rows there are, the step's own change: others', kept ones and free ones do not."""
     own, steps = CapturedDecodes.replay, []
 
@@ -244,14 +244,14 @@ def test_a_mixer_that_asks_the_host_runs_without(
     assert "not permitted when stream is capturing" in said[0]
 
 
-def test_where_no_kernel_knows_nobody_there_are_none(
+def test_where_no_kernel_leaves_out_padding_there_are_none(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(recurrent, "find_padded_rows", lambda _: "Triton cannot be imported")
     model, want = lfm2()
     llm = on(gpu, model)
-    assert "states of nobody cannot be left out: Triton cannot be imported" in caplog.text
+    assert "states of padding cannot be left out: Triton cannot be imported" in caplog.text
     gpu.reset()
     assert texts(llm) == want
     assert not gpu.num_replays

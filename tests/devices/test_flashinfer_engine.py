@@ -44,7 +44,7 @@ def test_graphs_and_eager_steps_give_the_tokens_of_generate(
 def test_without_a_writer_of_its_own_nothing_is_captured(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch writes every row of a step, those of nobody too."""
+    """Torch writes every row of a step, padding too."""
     backend = pretended_backend(real=False)
     assert backend.replays is None
     monkeypatch.setattr(assembly, "choose_backend", lambda *_, **__: backend)

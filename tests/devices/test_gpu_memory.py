@@ -70,7 +70,7 @@ def test_locking_is_refused_in_words() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_tokens_are_the_same_after_a_swap(cache: str) -> None:
-    """Who makes room is chosen here: on such large pages, tiny models lack none."""
+    """The sequence that makes room is chosen here: on such large pages, tiny models lack none."""
     model = tiny_model("llama").to(target.device())
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     options = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": "256MiB"}

@@ -46,7 +46,7 @@ def test_graphs_give_what_eager_steps_give(
 def test_states_are_those_of_eager_steps(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of nobody leave them alone, and so does what was captured before they were there."""
+    """Padding leaves them alone, and so does what was captured before they were there."""
     caplog.set_level(logging.INFO)
     captured = texts(name, attention_backend="triton")
     assert "4 CUDA graphs of decode steps, up to 8 sequences" in caplog.text

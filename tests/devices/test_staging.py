@@ -34,7 +34,7 @@ def test_arrays_come_as_they_are(several: list[np.ndarray]) -> None:
     assert room[-3:].tolist() == [7] * 3
 
 
-def test_one_copy_and_nobody_waits() -> None:
+def test_one_copy_and_no_wait() -> None:
     with pretend.cuda() as gpu:
         several = [np.arange(5), np.zeros((2, 3), np.int32), np.arange(6).reshape(2, 3)[:, 1:]]
         for _ in range(3):  # before the copies have ended
@@ -88,5 +88,5 @@ def test_what_torch_does_not_give_back_now_is_said_and_fails_nothing(
     give_back_unused(torch.device("cuda", 0))
     assert called == ["host"]
     assert [record.message for record in caplog.records] == [
-        "torch keeps memory that nobody uses: captures_underway.empty() INTERNAL ASSERT FAILED"
+        "torch keeps unused memory: captures_underway.empty() INTERNAL ASSERT FAILED"
     ]

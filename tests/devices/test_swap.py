@@ -100,7 +100,7 @@ def test_the_ledger_has_the_buffers_that_are_taken(
         shelf = swap._mover._shelf
         taken = sum(map(len, shelf._buffers)) if isinstance(shelf, PinnedShelf) else 0
         assert not gpu.num_host_emptied
-    assert gpu.num_host_emptied == 1  # on closing: torch keeps pinned memory for whoever is next
+    assert gpu.num_host_emptied == 1  # on closing: else torch keeps pinned memory
     each = max(32 * 2**20, layer_tokens * 256 + 64)
     assert terms.get("swap buffers", 0) == taken == swaps * 2 * each
 

@@ -3,7 +3,7 @@
 ``Watch`` drives a scheduler step by step, with no model and no tensor, and checks after each what
 it promises, progress above all:
 
-- A step computes at least one token or ends a sequence, or else it took everybody's room away, and
+- A step computes at least one token or ends a sequence, or else it took the room of all away, and
   then the next one does. So of any two steps in a row one gets on with the work.
 - Computing again what was lost is work too, so that is not enough: within ``max_model_len + 2``
   steps a token is computed that its sequence never had before, or a sequence ends. For the first
@@ -12,7 +12,7 @@ it promises, progress above all:
   further.
 - One that is held back for a prefix waits for a sequence that computes tokens of that prefix in the
   same step, at most a few times without finding more afterwards; none but those are overtaken.
-- What swap brings back is what the sequence had, and nobody has swap space who needs none.
+- What swap brings back is what the sequence had, and no sequence has swap space that needs none.
 
 ``SchedulerMachine`` adds what happens around a scheduler: policies, requests of all sizes and of
 several continuations, bursts of equal prompts of which the one that computes is aborted, guesses,
@@ -94,7 +94,7 @@ class Watch:
         self.num_held_back = 0  # waits of all sequences
         self.saved: dict[int, tuple[int, list[int]]] = {}  # tokens, and from which on, by group
         self.sequences: list[Sequence] = []  # those that were not refused, in order of arrival
-        self.alone = True  # nobody else holds memory, so that Never must mean it
+        self.alone = True  # nothing else holds memory, so that Never must mean it
         self.num_steps = 0
         self.num_computed: Counter[int] = Counter()  # by sequence, everything it was …
         self.num_recomputed: Counter[int] = Counter()  # … served, again, …
@@ -136,7 +136,7 @@ class Watch:
         self.scheduler.check()
 
     def forgive(self) -> None:
-        """Something happened from outside: who is behind may need as many steps as ever again."""
+        """Something happened from outside: a sequence may need as many steps as ever again."""
         self._steps_without_news = 0
 
     def step(self, next_token: NextToken, drafts: Drafts = NO_DRAFTS) -> None:
@@ -153,7 +153,7 @@ class Watch:
         if first and first.num_preemptions > lost_by_first:
             better = [s for s in unfinished if self.policy.grade(s) < self.policy.grade(first)]
             alone = not self.scheduler.num_running  # all others had to make room before it did
-            assert alone or better, "the first made room for somebody else"
+            assert alone or better, "the first made room for another"
         self.check_plan(plan)
         self.check_held_back(plan)
         self.check_order(plan, running)
@@ -253,7 +253,7 @@ class Watch:
                 assert chunk.start == reached, "it does not go on where it was"
             else:
                 self.check_skipped(chunk)
-        # Who runs and is not served comes after all others of its grade: the budget is used up.
+        # One that runs and is not served comes after all of its grade: the budget is used up.
         served = {chunk.sequence.seq_id for chunk in plan.chunks}
         unserved = [s for s in self.running if s.seq_id not in served]
         assert not unserved or plan.num_tokens == self.budget
@@ -293,11 +293,11 @@ class Watch:
         return {s.seq_id for leader in self.unfinished for s in leader.siblings}
 
     def check_skipped(self, chunk: Chunk) -> None:
-        """A sequence that begins, or begins anew, skips only what somebody like it has computed."""
+        """A sequence that begins, or begins anew, skips only what one like it has computed."""
         sequence, skipped = chunk.sequence, chunk.sequence.token_ids[: chunk.start]
         alike = [s for s in self.sequences if s.request.keys == sequence.request.keys]
         texts = [self._texts.get(s.seq_id, [])[: chunk.start] for s in alike]
-        assert skipped in texts, "it skips what nobody has computed"
+        assert skipped in texts, "it skips what no sequence has computed"
         assert self.skips or len(skipped) == chunk.num_restored or sequence.index
         if not sequence.num_preemptions and not sequence.index:
             assert sequence.num_cached_tokens == chunk.start
@@ -349,7 +349,7 @@ class Watch:
         """It ends for lack of room only where it would have ended with the cache to itself."""
         assert sequence.finish_reason == "capacity"
         options = ["kv_cache_memory_bytes"]
-        if not self.alone:  # somebody else has the windows, or the mappings that they take
+        if not self.alone:  # others have the windows, or the mappings that they take
             options += ["max_num_seqs", "vm.max_map_count"]
         assert any(f"raise {option}" in sequence.finish_detail for option in options)
         if self.alone:
@@ -372,7 +372,7 @@ class Watch:
             self.accounting.num_tokens(seq_id)
 
     def assert_empty(self) -> None:
-        """Nobody holds anything: what is committed is cached, or shares a page with what is."""
+        """Nothing is held: what is committed is cached, or shares a page with what is."""
         usage = self.accounting.usage()
         assert usage.num_sequences == usage.num_tokens == usage.used_bytes == 0
         assert usage.committed_bytes >= usage.cached_bytes
@@ -528,7 +528,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.outside)
     @rule(num_tokens=st.integers(1, 8) | st.integers(1, 40))
     def hold(self, num_tokens: int) -> None:
-        """Somebody else takes memory, if there is any."""
+        """A holder outside of the scheduler takes memory, if there is any."""
         self.watch.accounting.add(-self.next_seq - 1, max_tokens=num_tokens)
         self.watch.accounting.try_extend(-self.next_seq - 1, min(num_tokens, self.longest))
         self.disturb([*self.outside, -self.next_seq - 1])

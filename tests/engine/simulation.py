@@ -453,7 +453,7 @@ class World:
         return [hypothesis.token_ids for hypothesis in search.found.hypotheses]
 
     def search_alone(self, search: "Search") -> "Search":
-        """The same with nobody beside it and room for all."""
+        """The same with no other beside it and room for all."""
         config = CacheConfig(
             max_model_len=LONGEST,
             max_num_seqs=len(search.sequences),
@@ -477,7 +477,7 @@ class World:
         return again
 
     def text_alone(self, sequence: Sequence) -> list[int]:
-        """What it gets with nobody beside it and nothing kept."""
+        """What it gets with no other beside it and nothing kept."""
         request = sequence.request
         lone = Sequence(request, seq_id=sequence.seq_id, index=sequence.index)
         while True:

@@ -1,4 +1,4 @@
-"""Who comes beside others is decided by costs: against headroom that is always kept, or never."""
+"""Costs decide what comes beside others: against headroom that is always kept, or never."""
 
 import random
 
@@ -41,11 +41,11 @@ def test_no_load_takes_much_longer_than_with_the_best_of_three(seed: int) -> Non
 
 @pytest.mark.parametrize("table", TABLES)
 def test_costs_that_are_measured_do_as_well(table: str) -> None:
-    load, prices = ten_loads(1)[1], TABLES[table]  # 16 at once, whose ends nobody knows
+    load, prices = ten_loads(1)[1], TABLES[table]  # 16 at once, whose ends are not known
     assert play(load, prices).seconds <= NEVER_WORSE * best_s(load, prices)
 
 
-def test_where_computing_again_is_dear_nobody_makes_room_and_where_it_is_cheap_all_run() -> None:
+def test_where_computing_again_is_dear_none_makes_room_and_where_it_is_cheap_all_run() -> None:
     load, step = ten_loads(1)[0], TABLES["GPU"]  # 16 at once, of 64 + 128 tokens, in 1,024
     dear = play(load, step, costs=Costs(prices=Prices(step_s=1.0, token_s=1.0)))
     cheap = play(load, step, costs=Costs(prices=Prices(step_s=1.0, token_s=1e-4)))

@@ -202,7 +202,7 @@ async def leave_by_abort(llm: AsyncLLM, prompt: list[int]) -> None:
     async for delta in llm.generate(prompt, LONG, request_id="mine"):
         deltas.append(delta)
         if len(deltas) == 2:
-            await llm.abort(["mine", "nobody's"])
+            await llm.abort(["mine", "unknown"])
             assert (await llm.usage()).num_sequences == 1  # and not a step later
     assert (deltas[-1].finish_reason, deltas[-1].detail) == ("abort", "aborted")
     await llm.abort("mine")
@@ -223,7 +223,7 @@ async def leave_by_abort(llm: AsyncLLM, prompt: list[int]) -> None:
 def test_who_leaves_gives_back_its_own_and_leaves_what_is_shared(
     leave: Callable[[AsyncLLM, list[int]], Awaitable[None]], strategy: str
 ) -> None:
-    """The other's tokens and bytes are as if nobody had been there; the prefix stays findable."""
+    """The other has its tokens and bytes as if it had been alone; the prefix stays findable."""
     shared = tokens(1, 40)[0].tolist()
     options = dict(cache=strategy, max_num_seqs=2)
 
@@ -251,7 +251,7 @@ def test_who_leaves_gives_back_its_own_and_leaves_what_is_shared(
 
 
 def test_an_event_loop_that_ends_takes_its_requests_along() -> None:
-    """Readers that nobody ever finalized, of a loop that was closed over them."""
+    """Readers that were never finalized, of a loop that was closed over them."""
     llm = small()
     loop = asyncio.new_event_loop()
     stream = llm.generate(prompts()[0], LONG)
@@ -267,7 +267,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along() -> None:
     llm.close()
 
 
-# -- who is slow, and who is not held up by it ----------------------------------------------------
+# -- slow readers, and others that they do not hold up --------------------------------------------
 
 
 def test_a_reader_who_is_behind_gets_the_rest_at_once() -> None:
@@ -324,7 +324,7 @@ def test_tokenizing_holds_up_neither_the_loop_nor_the_steps() -> None:
     run(main())
 
 
-def test_compiling_a_grammar_holds_up_nobodys_prompt() -> None:
+def test_compiling_a_grammar_holds_up_no_prompt() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -395,7 +395,7 @@ def test_a_name_is_of_one_request_at_a_time() -> None:
     run(main())
 
 
-def test_an_engine_that_fails_tells_everybody_why() -> None:
+def test_an_engine_that_fails_tells_all_readers_why() -> None:
     memory = CountedMemory(HostMemory())
     llm = small(provider=memory)
     step, scheduler = llm.llm.step, llm.llm.engine.scheduler
@@ -526,7 +526,7 @@ async def begin_and_leave(llm: AsyncLLM, prompt: list[int], chance: random.Rando
 
 
 def test_a_storm_of_aborts_changes_nothing_for_who_stays() -> None:
-    """10,000 come and go at random moments; who stays gets its tokens, and every block is back."""
+    """10,000 come and go at random moments; those that stay get their tokens; no block is lost."""
     chance = random.Random(6)
     stay = [tokens(1, length, seed=100 + length)[0].tolist() for length in range(3, 23)]
     storm = [tokens(1, length, seed=length % 5)[0].tolist() for length in range(2, 31)]

@@ -40,7 +40,7 @@ class Stage:
 
     def read(self) -> MemoryReading:
         if self.silent:
-            raise MemoryUnavailable("nobody says how much memory there is")
+            raise MemoryUnavailable("it is not known how much memory there is")
         available = max(0, TOTAL - self.others_bytes - self.committed())
         return MemoryReading(total_bytes=TOTAL, available_bytes=available)
 
@@ -74,7 +74,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def settle(llm: LLM, stage: Stage, seconds: float = 0.0, *, step_s: float = 0.25) -> None:
-    """Let time pass while nobody runs."""
+    """Let time pass while no sequence runs."""
     for _ in range(round(seconds / step_s) or 1):
         with llm._elastic.lock:
             stage.pass_time(step_s)
@@ -114,7 +114,7 @@ def test_pressure_changes_no_token(strategy: str, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_any_memory_somebody_still_gets_on(strategy: str, stage: Stage) -> None:
+def test_without_any_memory_a_sequence_still_gets_on(strategy: str, stage: Stage) -> None:
     """No sequence waits for ever, and none ends, for a shortage of the machine's."""
     with elastic(stage, cache=strategy) as llm:
         stage.others_bytes = 2 * TOTAL
@@ -153,7 +153,7 @@ def test_whatever_the_machine_does_the_texts_are_the_same(
             stage.leave(left[step // every % 4] * KIB)
         if step == 10 and asked is not None:
             llm.resize(asked * KIB)
-        with llm._elastic.lock:  # who watches while nobody steps may be at work
+        with llm._elastic.lock:  # the thread that watches between steps may be at work
             llm.engine.scheduler.check()
 
     with elastic(stage, cache=strategy) as llm:
@@ -205,7 +205,7 @@ def test_it_grows_again(stage: Stage) -> None:
 
 
 def test_idle_gives_back_what_is_only_cached(stage: Stage) -> None:
-    """A stream that somebody still reads is not idle, however slowly it is read."""
+    """A stream that is still read is not idle, however slowly it is read."""
     with elastic(stage) as llm:
         stream = llm.stream(prompts()[0], GREEDY)
         next(stream)
@@ -479,7 +479,7 @@ def test_where_the_system_says_nothing_nothing_is_moved(stage: Stage) -> None:
         assert ids(llm.generate(prompts(), GREEDY)) == generated_by_transformers("llama")
         settle(llm, stage, 60.0)
         assert llm.memory.committed_bytes > 0
-        assert "nobody says" in llm.elastic.reason
+        assert "it is not known how much" in llm.elastic.reason
 
 
 def test_a_system_that_was_silent_is_asked_again_and_the_log_says_so_once(
@@ -499,7 +499,7 @@ def test_a_system_that_was_silent_is_asked_again_and_the_log_says_so_once(
             settle(llm, stage, 6.0)
             assert llm.memory.committed_bytes < committed
             assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
-            assert "nobody says" not in llm.elastic.reason
+            assert "it is not known how much" not in llm.elastic.reason
             stage.others_bytes = 0
             settle(llm, stage, 60.0)
             llm.generate(prompts(), PARAMS)

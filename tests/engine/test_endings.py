@@ -372,7 +372,7 @@ def test_nothing_is_begun_or_stepped_once_it_is_closed() -> None:
     assert not llm.step()
 
 
-def test_a_piece_after_the_end_of_a_listener_is_nobodys() -> None:
+def test_a_piece_after_the_end_of_a_listener_is_dropped() -> None:
     with small() as llm:
         (sequence,) = llm.start(llm.request(CODE, GREEDY), lambda _: None)
         llm.abandon([sequence])

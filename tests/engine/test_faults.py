@@ -58,7 +58,7 @@ def finished(
     return told, operators.num_called
 
 
-def test_an_operator_without_memory_costs_nobody_a_token() -> None:
+def test_an_operator_without_memory_costs_no_request_a_token() -> None:
     with small(enable_prefix_caching=False) as llm:
         want = ids(llm.generate(prompts(), BRIEF))
         told, num_operators = finished(llm, failing=-1)
@@ -70,7 +70,9 @@ def test_an_operator_without_memory_costs_nobody_a_token() -> None:
             assert usage.num_sequences == usage.used_bytes == usage.committed_bytes == 0
 
 
-def test_a_recording_without_memory_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_without_memory_costs_no_request_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is made in the third step, and some operator of it or of the step itself fails."""
     monkeypatch.setattr(recordings, "WORTH_IT", 1)
     with small(enable_prefix_caching=False) as llm:
@@ -114,7 +116,7 @@ class FailingVerbs:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("strategy", ["paged", "growing"])
-def test_accounting_without_memory_costs_nobody_a_token(strategy: str, after: bool) -> None:
+def test_accounting_without_memory_costs_no_request_a_token(strategy: str, after: bool) -> None:
     params = replace(GREEDY, n=2, max_tokens=6)
     with small(cache=strategy) as llm:
         want = [c.choices for c in llm.generate(prompts(), params)]

@@ -24,7 +24,7 @@ from quire.engine.sequence import Request, Sequence
 from quire.strategies import CacheConfig
 from quire.strategies.paged import PagedAccounting
 
-NOBODY = np.zeros(0, np.int64), np.zeros(0)
+NONE_RUNNING = np.zeros(0, np.int64), np.zeros(0)
 HORIZON = 100
 
 
@@ -60,7 +60,7 @@ def prospects(sizes: list[tuple[int, int, int]], *, sure: bool) -> Prospects:
 
 
 def peak_step_by_step(sizes: list[tuple[int, int, int]]) -> int:
-    """The slow twin for sequences that end at their limits: everybody gets a token a step."""
+    """The slow twin for sequences that end at their limits: each gets a token a step."""
     now = sum(-(-(prompt + output) // 4) * 4 for prompt, output, _ in sizes)
     peak = 0
     for step in range(max(most - output for _, output, most in sizes)):
@@ -77,12 +77,12 @@ sequences = st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 60)
 @given(sizes=st.lists(sequences, min_size=1, max_size=6))
 @settings(deadline=None, max_examples=150)
 def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]]) -> None:
-    known = OutputLengths().survival(*NOBODY)
+    known = OutputLengths().survival(*NONE_RUNNING)
     several = prospects(sizes, sure=True)
     alone = Outlook(several, known, blocks_of_four, horizon=HORIZON)
     nothing = several.only(np.zeros(len(sizes), bool))
     assert max(0, int(alone.need_bytes(alone.curves(nothing)).max())) == peak_step_by_step(sizes)
-    # Who may end before its limit needs no more, beyond the spread that is kept.
+    # A sequence that may end before its limit needs no more, beyond the spread that is kept.
     assert growth_bytes(prospects(sizes, sure=False), known, blocks_of_four) >= 0
 
 
@@ -96,7 +96,7 @@ def test_newcomers_beside_others_need_what_all_of_them_need(
     sizes: list[tuple[int, int, int]], more: list[tuple[int, int, int]], sure: bool
 ) -> None:
     """One after the other, with no look at the others: at the same moments, or a little more."""
-    known = OutputLengths().survival(*NOBODY)
+    known = OutputLengths().survival(*NONE_RUNNING)
     others, newcomers = prospects(sizes, sure=sure), prospects(more, sure=sure)
     both = joined(others, newcomers)
     together = Outlook(both, known, blocks_of_four, horizon=HORIZON)
@@ -138,7 +138,7 @@ def test_sequences_of_many_gigabytes_are_no_overflow() -> None:
     nothing = np.zeros(2)
     several = prospects([(10, 1, 900), (10, 1, 900)], sure=False)
     several = replace(several, held_bytes=nothing, freed_bytes=nothing)
-    known = OutputLengths().survival(*NOBODY)
+    known = OutputLengths().survival(*NONE_RUNNING)
     size = 5_700_000_000  # its square wraps around to less than 0
     found = growth_bytes(several, known, lambda tokens, _: np.full_like(tokens, size))
     assert 2 * size <= found < 4 * size
@@ -148,21 +148,21 @@ def test_it_learns_and_forgets() -> None:
     lengths = OutputLengths()
     for _ in range(200):
         lengths.note(20, cut_off=False)
-    longer = lengths.survival(*NOBODY)(np.array([19, 20, 100]))
+    longer = lengths.survival(*NONE_RUNNING)(np.array([19, 20, 100]))
     assert longer[0] > 0.95 > 0.05 > longer[1] >= longer[2]
     for _ in range(200):
         lengths.note(400, cut_off=False)
-    assert lengths.survival(*NOBODY)(np.array([300]))[0] > 0.8
+    assert lengths.survival(*NONE_RUNNING)(np.array([300]))[0] > 0.8
 
 
 def test_what_was_cut_off_counts_as_at_least_so_long() -> None:
     lengths = OutputLengths()
     for _ in range(100):
         lengths.note(16, cut_off=True)
-    assert lengths.survival(*NOBODY)(np.array([16]))[0] > 0.9
+    assert lengths.survival(*NONE_RUNNING)(np.array([16]))[0] > 0.9
 
 
-def test_a_newcomer_waits_for_the_others_growth_and_nobody_makes_room() -> None:
+def test_a_newcomer_waits_for_the_others_growth_and_none_makes_room() -> None:
     one = watch(64, max_model_len=64, max_num_seqs=4)
     sequences = [
         Request(
@@ -283,7 +283,7 @@ def test_outputs_that_reach_their_limit_count_as_cut_off() -> None:
     one = watch(256, max_num_seqs=8)
     added(one, *[(4, 2)] * 60)
     one.drain(five)
-    survival = one.scheduler._admission._lengths.survival(*NOBODY)
+    survival = one.scheduler._admission._lengths.survival(*NONE_RUNNING)
     assert survival(np.array([2]))[0] > 0.9
 
 

@@ -67,7 +67,7 @@ def ids(completions: list[Completion]) -> list[tuple[int, ...]]:
 
 
 def assert_all_is_given_back(llm: LLM) -> None:
-    """Nobody holds anything; what is kept for prompts to come can be had back too."""
+    """Nothing is held; what is kept for prompts to come can be had back too."""
     usage = llm.usage()
     assert usage.used_bytes == usage.num_sequences == 0
     assert usage.committed_bytes == llm.memory.committed_bytes
@@ -200,7 +200,7 @@ def test_leaving_a_stream_early_frees_its_memory(strategy: str) -> None:
         assert ids(llm.generate(prompts(), GREEDY)) == generated_by_transformers("llama")
 
 
-def test_a_stream_that_nobody_reads_runs_nothing() -> None:
+def test_a_stream_that_is_not_read_runs_nothing() -> None:
     with small() as llm:
         stream = llm.stream(prompts(), GREEDY)
         assert not llm.engine.scheduler.has_unfinished
@@ -210,7 +210,7 @@ def test_a_stream_that_nobody_reads_runs_nothing() -> None:
 
 
 def test_streams_can_be_read_in_turns() -> None:
-    """A step serves everyone; nobody's pieces go to somebody else, or nowhere."""
+    """A step serves all streams; no piece goes to another stream, or nowhere."""
     with small() as llm:
         first, second = (llm.stream(prompt, GREEDY) for prompt in prompts()[:2])
         pairs = list(zip(first, second, strict=True))
@@ -443,8 +443,8 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
 
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pages_that_the_system_refuses_disturb_nobody(strategy: str, at: int) -> None:
-    """Accounting counts on pages that do not exist: the cache begins anew, and everybody in it."""
+def test_pages_that_the_system_refuses_disturb_no_request(strategy: str, at: int) -> None:
+    """Accounting counts on pages that do not exist: the cache begins anew, and all in it."""
     options: dict[str, Any] = dict(cache=strategy, max_model_len=64, growth_tokens=8)
     counter = FailingMemory(HostMemory(), failing=())
     with small(**options, provider=counter) as llm:
@@ -530,7 +530,7 @@ def test_one_part_that_cannot_be_closed_keeps_no_other_open() -> None:
     assert llm.memory.committed_bytes == 0
 
 
-def test_memory_is_given_back_by_nobody_while_another_steps() -> None:
+def test_no_thread_gives_memory_back_while_another_steps() -> None:
     """Its books are for one thread at a time."""
     llm = small()
     lock, resident, free = llm._elastic.lock, llm._resident, list[bool]()
@@ -613,7 +613,7 @@ def test_a_prompt_that_is_none_is_refused(prompt: Any, part: str) -> None:
         assert not llm.engine.scheduler.has_unfinished
 
 
-def test_a_prompt_longer_than_the_context_is_refused_and_nobody_started() -> None:
+def test_a_prompt_longer_than_the_context_is_refused_and_none_started() -> None:
     with small(max_model_len=32) as llm:
         with pytest.raises(RequestTooLong, match=r"33 tokens .* 32.*max_model_len"):
             llm.generate([[5, 6], tokens(1, 33)[0].tolist()])

@@ -1,4 +1,4 @@
-"""Somebody gets on, always: what happens at the edges of memory, and a machine that looks for more.
+"""A sequence always gets on: at the edges of memory, and in a machine that looks for more edges.
 
 The property is stated in ``scheduler_machine``.
 """
@@ -33,7 +33,7 @@ WINDOW = model_spec(layers_of("full+sliding", "bfloat16", wide=False)).groups
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_somebody_always_gets_on(option: str) -> None:
+def test_a_sequence_always_gets_on(option: str) -> None:
     run_state_machine_as_test(lambda: SchedulerMachine(option), settings=SETTINGS)
 
 
@@ -41,9 +41,9 @@ def test_somebody_always_gets_on(option: str) -> None:
 
 
 def _wait_for_ever(self: Scheduler, sequence: Sequence, *_: Any) -> None:
-    """Who finds no room in an empty cache is not ended."""
+    """A sequence that finds no room in an empty cache is not ended."""
     if self._queues.is_running(sequence):
-        _preempt(self, sequence, "nobody")
+        _preempt(self, sequence, "no sequence")
     self._made_room.add(sequence.seq_id)  # so that the plan comes to an end
 
 
@@ -209,7 +209,7 @@ def test_who_outgrows_the_cache_ends_with_its_text_and_the_others_go_on(strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_cache_without_memory_refuses_everybody(strategy: str) -> None:
+def test_a_cache_without_memory_refuses_every_request(strategy: str) -> None:
     one = watch(0, strategy=strategy)
     assert [one.add(request(seq_id, 1 + seq_id, 1)) for seq_id in range(3)] == [None] * 3
     assert not one.scheduler.has_unfinished

@@ -1,8 +1,8 @@
 """The scheduler over the real accounting of every strategy, with no model and no tensor.
 
 ``Workload`` is what comes, and when; ``Run`` plays it step by step, and ``Watch`` checks every
-promise after each: the budget holds, room exists for what is planned, who came first is served
-first, what is skipped has been computed, nobody ends for lack of room without a reason, and
+promise after each: the budget holds, room exists for what is planned, the first to come is served
+first, what is skipped has been computed, no sequence ends for lack of room without a reason, and
 everything ends.
 """
 

@@ -211,7 +211,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(cache: str, way: str, tmp_p
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_sources_draw_on_the_one_budget(cache: str) -> None:
-    """Room for two sources and their texts: the others wait, and nobody is lost."""
+    """Room for two sources and their texts: the others wait, and none is lost."""
     spec = ModelSpec.from_config(reader("bart").config.to_dict()).computed_in("float32")
     copies = 4 if cache == "growing" else 2
     room = 2 * spec.state_bytes + 2 * copies * 64 * spec.bytes_per_token + 2**16
@@ -231,14 +231,14 @@ def test_a_step_that_fails_is_computed_again(monkeypatch: pytest.MonkeyPatch) ->
 
     def failing(model: PreTrainedModel, source: sources.Source) -> torch.Tensor:
         if source.num_tokens == LENGTHS[1]:
-            raise RuntimeError("a source that nobody can read")
+            raise RuntimeError("a source that cannot be read")
         return encode(model, source)
 
     with llm_of("bart") as llm:
         monkeypatch.setattr(sources, "encode", failing)
         done = llm.generate(prompts("bart"), GREEDY)
     assert [d.finish_reason for d in done] == ["length", "error", "length", "length"]
-    assert "nobody can read" in done[1].choices[0].detail
+    assert "a source that cannot be read" in done[1].choices[0].detail
     others = [list(d.choices[0].token_ids) for d in done if d.finish_reason == "length"]
     assert others == [text for at, text in enumerate(expected("bart")) if at != 1]
 

@@ -133,7 +133,7 @@ def test_who_makes_room_goes_on_with_the_same_text(name: str, strategy: str, how
     with small(name, **options, speculative_config=config) as llm:
         llm.generate(prompts(), GREEDY)
         peak = llm.memory.peak_committed_bytes
-    if strategy != "contiguous":  # whose sequences, one after the other, have nobody to preempt
+    if strategy != "contiguous":  # whose sequences, one after the other, have none to preempt
         options["kv_cache_memory_bytes"] = peak // (2 if how == "ngram" else 1)
     with small(name, **options, speculative_config=config) as llm:
         scheduler, steps = llm.engine.scheduler, count()
@@ -195,7 +195,7 @@ def test_a_text_ends_where_it_would_although_more_was_guessed() -> None:
 
 
 def test_guesses_keep_to_a_grammar() -> None:
-    """A guess that the grammar forbids is not taken, whoever made it."""
+    """A guess that the grammar forbids is not taken, from whichever source."""
     pytest.importorskip("llguidance")
     grammar = StructuredOutputsParams(regex=r"(ab[0-9]){4,12}")
     params = SamplingParams(max_tokens=24, temperature=0, structured_outputs=grammar)
@@ -212,7 +212,7 @@ def test_guesses_keep_to_a_grammar() -> None:
 
 @settings(max_examples=50)
 @given(data=st.data())
-def test_nobody_makes_room_for_a_guess(data: st.DataObject) -> None:
+def test_no_sequence_makes_room_for_a_guess(data: st.DataObject) -> None:
     """Right and wrong guesses at random, over a pool that is too small for all.
 
     The texts are given, so that they must come out as they are.

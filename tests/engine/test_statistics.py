@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def crowded(**options: Any) -> LLM:
-    """Nobody leaves room for what those who run will need."""
+    """No room is left for what those that run will need."""
     llm = small(**{**CROWDED, **options})
     object.__setattr__(llm.engine.scheduler.limits, "headroom", False)
     return llm
@@ -146,7 +146,7 @@ def test_latencies_come_with_the_last_piece(llm: LLM) -> None:
     assert took.decode_s > 0
 
 
-def test_everybody_who_runs_when_it_is_closed_is_aborted() -> None:
+def test_all_that_run_when_it_is_closed_are_aborted() -> None:
     llm = small(max_num_seqs=1)
     for prompt in prompts():
         llm.start(llm.request(prompt, GREEDY), lambda _: None)

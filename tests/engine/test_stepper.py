@@ -105,7 +105,7 @@ def test_closing_before_the_first_job_starts_no_thread() -> None:
         (KeyError("x"), RuntimeError("the engine has failed: KeyError('x')")),
     ],
 )
-def test_an_error_ends_everything_and_everybody_hears_the_reason(
+def test_an_error_ends_everything_and_all_callers_hear_the_reason(
     error: Exception, raised: Exception
 ) -> None:
     work = Work()
@@ -129,7 +129,7 @@ def test_an_error_ends_everything_and_everybody_hears_the_reason(
 @pytest.mark.parametrize(
     ("error", "fatal"), [(MemoryUnavailable("gone"), False), (KeyError("lost"), True)]
 )
-def test_what_a_call_raises_is_its_callers_unless_it_is_everybodys(
+def test_what_a_call_raises_is_its_callers_unless_it_ends_the_engine(
     error: Exception, fatal: bool
 ) -> None:
     def fail(error: Exception) -> None:
@@ -145,7 +145,7 @@ def test_what_a_call_raises_is_its_callers_unless_it_is_everybodys(
     assert work.ends == [error]
 
 
-def test_a_call_that_nobody_waits_for_any_more_is_not_made() -> None:
+def test_a_call_whose_caller_has_given_up_is_not_made() -> None:
     work = Work()
     work.go_on.clear()
     work.stepper.post(work.job("first"))

@@ -1,4 +1,4 @@
-"""Calls made again by threads that stay together: one after the other, whoever makes them."""
+"""Calls made again by threads that stay together: one after the other, from whichever thread."""
 
 import struct
 from collections.abc import Iterator

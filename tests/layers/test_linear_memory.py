@@ -23,7 +23,7 @@ every_set = pytest.mark.parametrize("which", SETS, ids=name_of)
 
 
 def at_the_end(x: Tensor) -> Tensor:
-    """A copy; who touches one byte behind it ends the process."""
+    """A copy; to touch one byte behind it ends the process."""
     raw = torch.from_numpy(ending(x.contiguous().view(torch.uint8).numpy()))
     return raw.view(x.dtype).view(x.shape)
 

@@ -161,7 +161,7 @@ class Attention(nn.Module):
 
 @torch.inference_mode()
 def test_siblings_are_right_in_any_order_and_with_any_inputs() -> None:
-    """Whoever comes first computes all; nobody gets what was computed from another input."""
+    """The first to be called computes all; none gets what was computed from another input."""
     module = Attention()
     own = module.q_proj, module.k_proj, module.v_proj
     parts = Linears(linears("native")).find_siblings(module)
@@ -385,7 +385,7 @@ def test_agreement_is_one_rounding(dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def test_what_was_bound_outlives_who_bound_it() -> None:
-    """Machine code goes when nobody needs it any more, and not before."""
+    """Machine code goes when it is not needed any more, and not before."""
     module, norm = nn.Linear(40, 48), Rms(KNOWN["llama"])
     cpu = CpuLinear(kernel_dir=kernel_folder())
     linear = found(Linears(cpu).find(module))

@@ -226,7 +226,7 @@ def test_a_limit_on_addresses_counts_what_is_only_reserved() -> None:
     needs = needs_of(address_bytes=GIB, addresses_per_byte=2)
     ledger = make_ledger(machine, needs)
     assert ledger.room_bytes == (20 - 2 - 8 - 1 - 1) * GIB // 2
-    assert ledger.kv_bytes == ledger.room_bytes  # no headroom: nobody else takes its addresses
+    assert ledger.kv_bytes == ledger.room_bytes  # no headroom: no other takes its addresses
     assert ledger.terms[-1].label == "addresses"
     assert ledger.bound == limit.source
 

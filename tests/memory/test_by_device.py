@@ -211,7 +211,7 @@ def test_rest_goes_on_where_torch_gives_nothing_back(
     memory.prepare(memory.page_bytes)
     resident.rest(short=True)
     assert driver.physical_bytes == 0
-    assert "torch keeps memory that nobody uses" in caplog.text
+    assert "torch keeps unused memory" in caplog.text
 
 
 def test_on_demand_keeps_nothing_for_the_cache() -> None:

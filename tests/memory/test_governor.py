@@ -265,7 +265,7 @@ def test_several_settle_with_equal_shares_and_leave_the_headroom(
     available = simulate(processes, [last * GIB], seconds=90)
     assert min(available[-400:]) >= HEADROOM
     shares = [process.used for process in processes]
-    assert max(shares) <= 1.25 * min(shares), "somebody has more than its share"
+    assert max(shares) <= 1.25 * min(shares), "a process has more than its share"
     for process in processes:
         quiet = process.seen[-400:]
         assert max(quiet) - min(quiet) <= TOTAL // 200, "it swings"
@@ -274,7 +274,7 @@ def test_several_settle_with_equal_shares_and_leave_the_headroom(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_filling_up_puts_no_pressure_on_anybody(num_processes: int) -> None:
+def test_filling_up_puts_no_pressure_on_others(num_processes: int) -> None:
     """As fast as memory can be written, and without anything being thrown away again."""
     processes = [
         Process(governor=Governor("shared"), phase=phase, fill_bytes=100 << 20)

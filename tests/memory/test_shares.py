@@ -33,7 +33,7 @@ def machine(*, limit: int, used: int, address_space: int | None = None) -> Machi
 def test_all_of_them_together_take_no_more_than_one_would(
     limit: int, used: float, count: int, mode: bool
 ) -> None:
-    """The headroom of small shares is larger, not smaller: nobody else pays for the ranks."""
+    """The headroom of small shares is larger, not smaller: no other process pays for the ranks."""
     whole = machine(limit=limit, used=int(limit * used))
     words = "dedicated" if mode else "shared"
     alone = make_ledger(whole, NEEDS, mode=words)

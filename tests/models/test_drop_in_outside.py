@@ -378,7 +378,7 @@ def same_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("stored", STORED)
 def test_gradients_of_several_forwards_are_refused_in_words(stored: str, name: str) -> None:
-    """At the backward pass: who only forgot ``no_grad`` is not disturbed."""
+    """At the backward pass: a caller that only forgot ``no_grad`` is not disturbed."""
     ids = tokens(2, 8)
     given_as = "cache_params" if name == "mamba" else "past_key_values"
     with make(name, stored) as kept:

@@ -133,7 +133,7 @@ def test_an_allocator_without_pools_is_left_alone(monkeypatch: pytest.MonkeyPatc
     assert made.uses == 1
 
 
-def test_a_capture_of_somebody_else_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_of_another_engine_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     made = with_allocator(monkeypatch, Allocator(underway=True, uses=1))
 
     def of_others(index: int, pool: Any) -> None:

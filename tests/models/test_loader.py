@@ -118,7 +118,7 @@ def test_without_a_name_it_is_the_demo_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nobody/no-such-model", "no-such-model", "a/b/c", "a\0b", "x" * 99]
+    "name", ["owner/no-such-model", "no-such-model", "a/b/c", "a\0b", "x" * 99]
 )
 def test_an_unknown_name_is_refused(name: str) -> None:
     message = refusal(name)
@@ -126,7 +126,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     assert "hub did not give it" in message
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at", Path("nowhere"), "~nobody-here/x"])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at", Path("nowhere"), "~no-user-here/x"])
 def test_a_folder_that_is_not_there_is_refused(name: str | Path) -> None:
     assert "no folder" in refusal(name)
 

@@ -302,7 +302,7 @@ def test_a_step_computed_again_gives_the_same(
 def test_who_fails_every_time_ends_and_the_others_go_on(
     hybrid: PreTrainedModel, alone: list[list[int]]
 ) -> None:
-    """Everybody's state is lost with the step; each is computed alone until the guilty is found."""
+    """All states are lost with the step; each is computed alone until the guilty one is found."""
     with llm_of(hybrid) as llm:
         runner, poison = runner_of(llm), PROMPTS[1][-1]
         own = runner.run

@@ -242,7 +242,7 @@ def test_two_at_once_undo_only_their_own() -> None:
 
 
 def test_weights_as_a_model_begins_with_tell_forms_of_norms_apart() -> None:
-    """All ones: whoever loads weights later gets the form that the class has."""
+    """All ones: a model that gets its weights later gets the form that the class has."""
     config = LlamaConfig(
         vocab_size=99,
         hidden_size=32,

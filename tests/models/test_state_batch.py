@@ -61,18 +61,18 @@ def test_only_steps_of_one_token_that_goes_on_are_padded() -> None:
     batch = make_state_batch(ACCOUNTING, [(1, 7, 8), (4, 9, 10)])
     assert batch.only_goes_on
     padded = batch.padded(4)
-    nobody = StateBatch.of_nobody(4, 2)
-    assert padded.rows == nobody.rows
+    padding = StateBatch.padding(4, 2)
+    assert padded.rows == padding.rows
     assert [slots.tolist() for slots in padded.slots] == [[10, 40, -1, -1], [11, 41, -1, -1]]
     assert padded.is_padded
-    assert nobody.is_padded
-    for one, other in zip(padded.arrays, nobody.arrays, strict=True):
+    assert padding.is_padded
+    for one, other in zip(padded.arrays, padding.arrays, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype) == ((4,), np.int64)
     for chunks in ([(1, 0, 1)], [(1, 4, 6)], [(1, 4, 5), (2, 0, 1)]):
         assert not make_state_batch(ACCOUNTING, chunks).only_goes_on
 
 
-def test_nobody_alone_has_no_slot_that_the_host_knows() -> None:
-    nobody = StateBatch.of_nobody(1, 1)
-    placed = placed_states(nobody, [torch.from_numpy(array) for array in nobody.arrays])
+def test_padding_alone_has_no_slot_that_the_host_knows() -> None:
+    padding = StateBatch.padding(1, 1)
+    placed = placed_states(padding, [torch.from_numpy(array) for array in padding.arrays])
     assert placed.batches()[0].slots[0].only is None

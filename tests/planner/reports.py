@@ -1,4 +1,4 @@
-"""Reports for tests: small fleets, every strategy, and names as nobody should choose them."""
+"""Reports for tests: small fleets, every strategy, and names as no user should choose them."""
 
 from functools import cache
 

@@ -1,9 +1,9 @@
 """Several streams: what is launched on any but the first is done as late as can be.
 
-That is, when somebody waits for it: another stream, the host, or a driver's event behind it. So who
-reads without a wait reads what was there before, and who writes over what is still to be copied
-spoils the copy. The first stream does everything at once; another one has to wait for it before it
-begins. Copies from and to the host are not for other streams here.
+That is, when another stream, the host, or a driver's event behind it waits for it. So a read
+without a wait finds what was there before, and a write over what is still to be copied spoils the
+copy. The first stream does everything at once; another one has to wait for it before it begins.
+Copies from and to the host are not for other streams here.
 """
 
 from __future__ import annotations

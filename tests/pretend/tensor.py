@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 UNDERNEATH = "privateuseone"  # what torch takes them for, where it does not ask Python
-_FAR = 1 << 62  # added to addresses: whoever reads there with the CPU, does so once
+_FAR = 1 << 62  # added to addresses: a CPU that reads there crashes
 
 # The host has to know what came out before it can go on.
 _WAITS = {

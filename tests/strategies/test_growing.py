@@ -106,7 +106,7 @@ def test_old_buffers_are_kept_for_one_step() -> None:
 
 
 def test_growing_twice_in_one_step_keeps_only_what_the_step_began_with() -> None:
-    """Its two places are both in use then; nobody has read the one in between."""
+    """Its two places are both in use then; the one in between has not been read."""
     cache = GrowingAccounting(SMALL.groups, config(keep_old=True))
     cache.add(0)
     for num_tokens in (256, 257, 513):

@@ -46,7 +46,7 @@ def test_38_tokens_are_16_and_16_and_6() -> None:
 
 
 def test_a_source_is_shared_by_forks_and_never_copied() -> None:
-    """Its place is taken once, whoever decodes: only the text's last block is copied on write."""
+    """Its place is taken once for all forks: only the text's last block is copied on write."""
     full = FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16")
     source = CrossAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16", source_tokens=100)
     groups = spec_of(full, source).groups

@@ -300,7 +300,7 @@ def test_a_parked_window_is_adopted() -> None:
     assert cache.accounting.table(0, 1).tolist() == [row]
     assert shown_slots(changes) == SIZE
     assert torch.equal(cache.attend(1, 0, 512), expected)
-    # While somebody has that one, another window is filled anew.
+    # While a sequence has that one, another window is filled anew.
     found, changes = cache.begin(2, prompt(512, own=3))
     assert (found, shown_slots(changes)) == (512, 512 + SIZE)
     assert torch.equal(cache.attend(2, 0, 512), expected)

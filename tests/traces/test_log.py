@@ -46,7 +46,7 @@ def test_ids_are_equal_where_all_before_is(requests: list[list[int]], tmp_path_f
     assert len(seen) == len(set(seen.values()))
 
 
-def test_lines_are_in_order_of_arrival_whoever_ends_first() -> None:
+def test_lines_are_in_order_of_arrival_whichever_ends_first() -> None:
     file = BytesIO()
     log = RequestLog(file, id_tokens=4)
     head = file.getvalue()

@@ -68,7 +68,7 @@ def test_packed_with_zstd(tmp_path: Path) -> None:
     trace = open_trace(packed, on_progress=lambda *what: told.append(what))
     assert len(list(trace)) == 20_000
     assert told[-1] == (packed.stat().st_size,) * 2
-    assert next(iter(trace)).input_tokens == 1200, "whoever stops early leaves nothing behind"
+    assert next(iter(trace)).input_tokens == 1200, "a reader that stops early leaves nothing behind"
     packed.write_bytes(packed.read_bytes()[:-30])
     with pytest.raises(ConfigError, match=r"x.zst cannot be read: "):
         list(open_trace(packed))

@@ -112,7 +112,7 @@ def run(llm: LLM, several: list[list[int]]) -> tuple[list[tuple[Sequence, int, T
         start(2)
         llm.step()
         llm.step()
-        assert llm.engine.scheduler.preempt_youngest(spare_oldest=True), "nobody could make room"
+        assert llm.engine.scheduler.preempt_youngest(spare_oldest=True), "none could make room"
         while llm.step():
             pass
         start(3)

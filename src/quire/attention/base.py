@@ -30,8 +30,8 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 class PlacedBatch:
     """A batch's numbers where a device's kernels read them.
 
-    A batch may be padded to a size that was recorded: rows that stand for nobody have no context,
-    and tokens that are kept nowhere have the slot -1.
+    A batch may be padded to a size that was recorded: rows of padding have no context, and tokens
+    that are kept nowhere have the slot -1.
     """
 
     query_starts: Tensor  # i32[S + 1]
@@ -162,8 +162,8 @@ class Plays(Protocol):
 class Replays(Protocol):
     """What a backend does for a step that was captured, as a CUDA graph, before it is replayed.
 
-    Who has it reads nothing in ``attend`` but what lies on the device, and the sizes that a
-    ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
+    A backend that has it reads nothing in ``attend`` but what lies on the device, and the sizes
+    that a ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
     """
 
     def prepare(self, batch: AttentionBatch) -> None:

@@ -54,7 +54,7 @@ def choose_backend(
 def backend_for_graphs(
     chosen: AttentionBackend, name: str, specs: Iterable[AttentionSpec], device: torch.device
 ) -> AttentionBackend:
-    """Who attends in steps that are captured as CUDA graphs: the chosen one, if it can.
+    """Find the backend for steps that are captured as CUDA graphs: the chosen one, if it can.
 
     Where the choice was left open (``name``) and fell on one whose calls depend on the host, Triton
     takes its place there: a graph saves more than kernels differ by.
@@ -82,7 +82,7 @@ def _find(
     elif name == "flashinfer":
         from quire.attention.flashinfer import FlashInferAttention
 
-        # Whoever reads, the kernel that writes is the same: it knows slots of nobody.
+        # FlashInfer reads what Triton's kernel has written, which leaves out padding.
         writer = _find("triton", specs, device, kernel_dir)
         backend = FlashInferAttention(
             make_writer=None if isinstance(writer, str) else writer.make_writer,

@@ -1,4 +1,4 @@
-"""The slow way to a sequence's entries: out of its blocks, into one tensor. And who may read them.
+"""The slow way to a sequence's entries: out of its blocks, into one tensor; and the masks for them.
 
 For what has no kernel of its own: the reference, torch's attention, models that expand a latent.
 """

@@ -1,8 +1,8 @@
 """Rows that a step's sequences have in a tensor, brought into one batch and back.
 
-A recurrent layer's states are such a tensor: a row for each slot. Where a step is run, torch does
-it. A step that was captured has rows of nobody too, which only a kernel can leave out: what a
-tensor says on the device decides where it reads and writes.
+A recurrent layer's states are such a tensor: a row for each slot. Where a step is run, torch moves
+them. A step that was captured has rows of padding too. Only a kernel can leave those out: a tensor
+on the device tells it where to read and write.
 """
 
 from typing import Protocol, final
@@ -25,7 +25,7 @@ class RowMover(Protocol):
 
 @final
 class TorchRows:
-    """By torch: every slot is somebody's."""
+    """By torch: every slot is a sequence's."""
 
     def take(self, held: Tensor, slots: Tensor) -> Tensor:
         return held[slots]
@@ -35,9 +35,9 @@ class TorchRows:
 
 
 def find_padded_rows(device: torch.device) -> RowMover | str:
-    """What knows rows of nobody, or why nothing does there.
+    """What moves rows and leaves out padding, or why nothing does there.
 
-    Their slot is -1: they are taken as zeros, and put nowhere. No address is touched for them.
+    The slot of padding is -1: it is taken as zeros, and put nowhere. No address is touched for it.
     """
     try:
         from quire.attention.triton import TritonRows, find_gpu

@@ -64,8 +64,8 @@ def attend_sequence(
 ) -> Tensor:
     """[n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
 
-    Of a long chunk some queries at a time, each over what comes up to it: what says who may read
-    what, and scores where they are written out, would take the square of its length.
+    Of a long chunk some queries at a time, each over what comes up to it: a mask, and scores where
+    they are written out, would take the square of its length.
     """
     num_queries, heads, _ = q.shape
     num_kv_heads, num_tokens, _ = k.shape

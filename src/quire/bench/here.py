@@ -47,7 +47,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._peak: Usage | None = None
-        self._used_bytes = self._held_bytes = 0  # summed over steps in which somebody ran
+        self._used_bytes = self._held_bytes = 0  # summed over steps in which a sequence ran
         self._before = (0, 0, 0)
 
     def begin(self, llm: "AsyncLLM") -> None:

@@ -16,13 +16,13 @@ class Piece:
 
     text: str = ""
     num_tokens: int | None = None  # None: it is not known how many
-    prompt_tokens: int | None = None  # of the whole prompt, once somebody says so
-    output_tokens: int | None = None  # of the whole answer, once somebody says so
+    prompt_tokens: int | None = None  # of the whole prompt, once the target says so
+    output_tokens: int | None = None  # of the whole answer, once the target says so
     cached_tokens: int = 0  # of the prompt, that did not have to be computed
 
 
 class Target(Protocol):
-    """Whoever answers."""
+    """What answers: a server, or an engine in this process."""
 
     def answer(self, query: Query) -> AsyncIterator[Piece]:
         """Its pieces. Raises: anything; the request has failed then, and the others go on."""

@@ -96,7 +96,7 @@ def peak_tokens_per_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """The most requests that were under way at a time; who ends makes room for who begins."""
+    """The most requests under way at a time; one that ends makes room for one that begins then."""
     events = [(outcome.start_s, 1) for outcome in outcomes]
     events += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
     changes = [change for _, change in sorted(events)]

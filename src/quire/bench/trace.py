@@ -80,7 +80,7 @@ def _prompt(
     token_ids: list[int] = []
     for hash_id in request.hash_ids:
         token_ids += vocabulary.draw(np.random.default_rng((seed, 1, hash_id)), num_each)
-    # Rounding may leave a few tokens over, which are nobody else's.
+    # Rounding may leave a few tokens over, which no other request has.
     missing = max(0, num_tokens - len(token_ids))
     token_ids += vocabulary.draw(np.random.default_rng((seed, 0, place)), missing)
     return token_ids[:num_tokens]

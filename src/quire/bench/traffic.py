@@ -66,7 +66,7 @@ class Traffic:
         return at_times(queries, arrivals(len(queries), rate, self.burstiness, rng))
 
     def warmups(self, num_prompts: int, vocabulary: Vocabulary) -> list[Query]:
-        """Prompts of the first one's length, and nobody else's tokens."""
+        """Prompts of the first one's length, whose tokens no query has."""
         first = self.queries(vocabulary)[0]
         rng = np.random.default_rng((self.seed, 1))
         return [

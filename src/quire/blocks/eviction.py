@@ -1,9 +1,9 @@
 """Which cached block goes first when room is needed: policies behind one seam.
 
-A policy sees the blocks of one group. It is told when a sequence has done with blocks, and when
-nobody holds them any more; it is asked for victims. Times are counted in blocks computed. Blocks of
-one sequence are let go deepest first, and no policy lets a block go before what depends on it: its
-ancestors were used whenever it was.
+A policy sees the blocks of one group. It is told when a sequence has done with blocks, and when no
+sequence holds them any more; it is asked for victims. Times are counted in blocks computed. Blocks
+of one sequence are let go deepest first, and no policy lets a block go before what depends on it:
+its ancestors were used whenever it was.
 
 Blocks of a more important sequence (a smaller ``priority``, as in vLLM) go later than all others.
 
@@ -29,7 +29,7 @@ _LEAST_IMPORTANT = 127
 
 
 class EvictionPolicy(Protocol):
-    """An order of the cached blocks that nobody holds."""
+    """An order of the cached blocks that no sequence holds."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -40,7 +40,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def free(self, blocks: Ids) -> None:
-        """Nobody holds these any more, deepest first: they may be evicted."""
+        """No sequence holds these any more, deepest first: they may be evicted."""
         ...
 
     def hold(self, blocks: Ids) -> None:

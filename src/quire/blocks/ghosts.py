@@ -2,7 +2,7 @@
 
 One slot of four bytes holds a 16-bit tag and a 16-bit time; a newcomer overwrites. Of a large cache
 only a sample of the blocks is remembered, chosen by content, since blocks of one prefix are used
-together: whoever knows a deep block's time knows that its ancestors were used no earlier.
+together: the time of a deep block says that its ancestors were used no earlier.
 """
 
 import numpy as np

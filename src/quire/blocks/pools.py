@@ -67,7 +67,7 @@ class Pools:
         self._pools = [
             BlockPool(
                 size.num_ids,
-                # Where blocks go one by one, nothing can be learned from who comes back to them.
+                # Where blocks go one by one, a prompt that comes back to them teaches nothing.
                 (lru if size.forgets else make_policy)(
                     size.num_blocks, partial(self._prints, n), size.spare_blocks
                 ),

@@ -14,7 +14,7 @@ def used_tokens(tables: BlockTables, number: int, group: Group, num_held: int) -
 
     ``num_held``: distinct blocks that the group's tables hold.
     """
-    # Rows that nobody has are all zero: to add them too costs less than to leave them out.
+    # Rows without a sequence are all zero: to add them too costs less than to leave them out.
     if tables.ends[number].sum() - tables.starts[number].sum() == num_held:  # nothing is shared
         num_tokens = tables.num_tokens
         return int((num_tokens - group.live_start(num_tokens)).sum())
@@ -27,7 +27,7 @@ def contents(
 ) -> tuple[_Counts, _Counts]:
     """Of each block, the tokens that some holder can still read, and the first to come of those.
 
-    A state counts as one token. Where nobody holds a block, its holder is -1. ``refs``: how many
+    A state counts as one token. A block without holders has the holder -1. ``refs``: how many
     hold each.
 
     Shapes: refs i32[N] → i64[N], i64[N].

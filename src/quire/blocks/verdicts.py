@@ -1,7 +1,7 @@
 """What accounting answers when it is asked for room: three types, each with the sum that proves it.
 
-A refusal has changed nothing. ``NotNow`` can be waited out; ``Never`` cannot, so that whoever asks
-is told at once.
+A refusal has changed nothing. ``NotNow`` can be waited out; ``Never`` cannot, so the caller is told
+at once.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What an option is made of: its field and description, and the checks that several need.
 
-Every message begins with the option's name: so who reads it, and ``environment``, knows whose word
+Every message begins with the option's name: so its reader, and ``environment``, know which option
 was wrong.
 """
 

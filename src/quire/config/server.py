@@ -262,7 +262,7 @@ class ServerConfig:
 def _vllms_key(given: set[str]) -> dict[str, Said]:
     """What ``VLLM_API_KEY`` says.
 
-    Raises: ConfigError for a variable that is set and empty: somebody means the server to be
+    Raises: ConfigError for a variable that is set and empty: the operator means the server to be
     guarded, and it would not be.
     """
     for variable in ("QUIRE_API_KEY", "VLLM_API_KEY"):

@@ -32,7 +32,7 @@ class Results:
     def add(self, tensor: Tensor) -> int:
         """Its number among what arrives."""
         if self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
-            self._send()  # the allocator gives the device's memory to whoever comes after the copy
+            self._send()  # the device's memory is handed out again only after the copy
         self._waiting.append(tensor)
         self._waiting_bytes += tensor.nbytes
         self._num += 1

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device: many arrays, one copy, and nobody waits for it.
+"""Numbers from the host to a device: many arrays, and one copy that the host does not wait for.
 
 They are gathered in pinned memory, which a device can copy from by itself. Torch keeps such memory
 for the next step, and hands none out before the copies that use it are done.

@@ -1,8 +1,8 @@
-"""The stream that an engine's work goes to: the device's default one, whoever steps.
+"""The stream that an engine's work goes to: the device's default one, whichever thread steps.
 
-What stream is the current one differs by thread, and whoever calls may have chosen another. Memory
-that is taken back while kernels use it, and a cache that is read where it was just written, are
-right only if all of an engine's work is in one order.
+Each thread has its own current stream, and the caller may have chosen another. Memory that is taken
+back while kernels use it, and a cache that is read where it was just written, are right only if all
+of an engine's work is in one order.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What torch keeps of memory, a device's and pinned memory of the host, for whoever comes next."""
+"""What torch keeps of memory for later use: a device's, and pinned memory of the host."""
 
 import logging
 
@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 def give_back_unused(device: torch.device) -> None:
-    """Have it give back what nobody uses, of this whole process: to the device and the system.
+    """Have torch give unused memory of this whole process back to the device and the system.
 
     Never fails: torch refuses while a graph is captured in another thread, and says so.
     """
@@ -22,4 +22,4 @@ def give_back_unused(device: torch.device) -> None:
             if give_back is not None:
                 give_back()
         except RuntimeError as error:
-            log.warning("torch keeps memory that nobody uses: %s", str(error).partition("\n")[0])
+            log.warning("torch keeps unused memory: %s", str(error).partition("\n")[0])

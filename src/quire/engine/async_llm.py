@@ -31,9 +31,9 @@ class AsyncLLM:
     the thread that steps. ``llm`` is for its figures: leave stepping and closing to this. While
     requests run, a model in memory is this engine's: its own ``generate`` would meet a step.
 
-    What comes while a step runs joins the next one. A reader costs the step nothing: one who is
-    behind gets what has come meanwhile as one piece. An engine that fails raises the reason in all
-    readers, and in whoever comes later.
+    A request that comes while a step runs joins the next one. A reader costs the step nothing: a
+    slow one gets what has come meanwhile as one piece. An engine that fails raises the reason in
+    all readers, and in those that come later.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
@@ -43,7 +43,7 @@ class AsyncLLM:
     ) -> None:
         self.llm = LLM(model, **options)
         self._desk = Desk(self.llm, observe)
-        # Grammars apart, so that nobody's prompt waits for the compilation of somebody's grammar.
+        # Apart, so that no prompt waits for the compilation of another request's grammar.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="quire-prompt")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
         self._finalizer = weakref.finalize(self, self._desk.close)
@@ -143,7 +143,7 @@ class AsyncLLM:
     async def inspect(self, function: Callable[[LLM, list[Sequence]], T]) -> T:
         """What a function of the LLM and its unfinished sequences gives, between two steps.
 
-        It runs in the thread that steps, holds everybody up, and is to change nothing.
+        It runs in the thread that steps, holds all requests up, and is to change nothing.
         """
         return await asyncio.wrap_future(self._desk.inspect(function))
 

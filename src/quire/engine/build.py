@@ -199,7 +199,8 @@ def _claimed(
         try:
             measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))
         except MemoryUnavailable:
-            # The ledger says who has it and what would fit; if it finds room, this is the news.
+            # The ledger says what has the memory and what would fit. If it finds room, this error
+            # is the news.
             kv_ledger(config, loaded, page_bytes, draft).require()
             raise
         give_back_kept(provider)  # pages of that step, which the device would count as taken

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request from the moment that somebody makes it until nobody reads it any more."""
+    """A request from the moment that it is made until its reader has left."""
 
     name: str
     mailbox: Mailbox
@@ -42,7 +42,7 @@ class Ticket:
 
 @final
 class Desk:
-    """Of one LLM, which nobody else closes. ``observe`` gets its usage after each step."""
+    """Of one LLM, which only the desk closes. ``observe`` gets its usage after each step."""
 
     def __init__(self, llm: "LLM", observe: "Observer | None") -> None:
         self._llm, self._observe = llm, observe
@@ -72,12 +72,12 @@ class Desk:
         self._stepper.post(partial(self._start, ticket, request))
 
     def leave(self, ticket: Ticket) -> None:
-        """Nobody reads it any more: what still runs of it ends before the next step."""
+        """The reader has left: what still runs of the request ends before the next step."""
         with self._lock:
             self._tickets.pop(ticket.name, None)
         if not ticket.over:
             with suppress(Exception):  # after the end there is nothing to end
-                self._stepper.post(partial(self._abort, [ticket], "nobody reads it any more"))
+                self._stepper.post(partial(self._abort, [ticket], "its reader has left"))
 
     def abort(self, names: Iterable[str]) -> "Future[None]":
         """End these requests before the next step; their readers are told."""

@@ -45,7 +45,7 @@ class Engine:
         self.clock = clock
         self.watch: Callable[[StepPlan], None] = _unwatched  # sees each plan before it is run
         self._has_failed = False  # the last step
-        self._refused_at = (-1, 0)  # who was alone when there were no pages, and its tokens
+        self._refused_at = (-1, 0)  # what ran alone without pages: its id and tokens
 
     def step(self) -> list[TokenOutput]:
         """One forward pass over whatever is due; what it did for each sequence that it served.
@@ -194,7 +194,7 @@ class Engine:
                 self.scheduler.lose(sequence)
 
     def _swap_in(self, plan: StepPlan) -> StepPlan:
-        """Bring back what the plan counts on. Who cannot have it begins anew, in a later plan."""
+        """Bring back what the plan counts on. A sequence that has lost it begins anew, later."""
         back = [chunk for chunk in plan.chunks if chunk.num_restored]
         lost = [chunk for chunk in back if self._swap is None or not self._swap.load(chunk)]
         for chunk in lost:

@@ -210,7 +210,10 @@ class LLM:
 
     @property
     def accounting(self) -> Accounting:
-        """Who holds which tokens. For who steps, between two steps; it is another after trouble."""
+        """The books: which sequence holds which tokens. Another object after trouble.
+
+        For the thread that steps, between two steps.
+        """
         return self._kv.accounting
 
     @property
@@ -392,7 +395,7 @@ class LLM:
         return self.engine.scheduler.add(request, arrived_s=arrived_s)
 
     def _note_usage(self) -> None:
-        """For who does not wait."""
+        """For callers that do not wait."""
         if not self._closed:
             self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
 

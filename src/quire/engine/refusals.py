@@ -1,4 +1,4 @@
-"""What no engine is assembled for: sizes with which a model, or a cache, could serve nobody."""
+"""What no engine is assembled for: sizes with which a model, or a cache, could serve no request."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from quire.models.loader import LoadedModel
 from quire.strategies import Accounting, Never
 from quire.units import format_bytes, format_count
 
-_NOBODY = -1  # requests count from 1
+_TRIAL_ID = -1  # requests count from 1
 
 
 def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
@@ -32,9 +32,9 @@ def refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
 def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
     """Raises: ConfigError for a cache in which no sequence, however short, finds room."""
     least = min(max_tokens, 2)  # a prompt and a token
-    accounting.add(_NOBODY, max_tokens=least)
-    verdict = accounting.try_extend(_NOBODY, least)
-    accounting.free(_NOBODY)
+    accounting.add(_TRIAL_ID, max_tokens=least)
+    verdict = accounting.try_extend(_TRIAL_ID, least)
+    accounting.free(_TRIAL_ID)
     accounting.drain()
     if isinstance(verdict, Never):
         raise ConfigError(

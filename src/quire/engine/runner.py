@@ -204,7 +204,7 @@ class ModelRunner:
     ) -> None:
         """On a GPU, capture decode steps as graphs, if they can be; the log says why not.
 
-        ``backend``: who attends in them, if it is not who attends in others.
+        ``backend``: what attends in them, if not the one that attends in other steps.
         """
         if self.device.type != "cuda":
             return
@@ -254,7 +254,7 @@ class ModelRunner:
         if self.way != "table":
             return f"by way of {self.way!r} the host decides what is computed"
         if self._recurrent is not None and (why := self._recurrent.why_not_padded) is not None:
-            return f"states of nobody cannot be left out: {why}"
+            return f"states of padding cannot be left out: {why}"
         if self._ranks is not None:
             return "the other ranks would have to capture, and replay, at the same time"
         if is_offloaded(self._loaded.model):

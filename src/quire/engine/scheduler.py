@@ -1,11 +1,11 @@
-"""Which tokens of which sequences the next step computes, and who must wait or make room.
+"""Which tokens of which sequences the next step computes, and which must wait or make room.
 
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and each
 step hands out tokens so that computed catches up. A sequence that has caught up gets its next token
 sampled. Room is taken while planning, so a plan can always be carried out.
 
-Who goes first is a ``policy``; who may come beside others, ``admission``; how room is asked for,
-``room``; who makes room for whom and how it comes back, ``preemption``.
+Which goes first is a ``policy``; which may come beside others, ``admission``; how room is asked
+for, ``room``; which makes room for which and how it comes back, ``preemption``.
 """
 
 from collections.abc import Mapping
@@ -123,13 +123,13 @@ class Scheduler:
 
     @property
     def held_back(self) -> Mapping[int, Sequence]:
-        """By id of each that the last plan held back: who computes what it begins with."""
+        """By id of each that the last plan held back: the one that computes what it begins with."""
         return self._in_batch.waits_for
 
     @property
     def most_logits(self) -> int:
         """Tokens of a step whose logits may be wanted, guesses apart: of one that has so many."""
-        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.everybody):
+        if any(sequence.lacks_prompt_logprobs for sequence in self._queues.on_their_own):
             return self.limits.max_num_batched_tokens
         return min(self.limits.max_num_seqs, self.num_running + self.num_waiting)
 
@@ -240,8 +240,8 @@ class Scheduler:
 
     def finish_all(self, reason: FinishReason, detail: str = "") -> None:
         """End every sequence; there is nothing left to report."""
-        while everybody := self._queues.everybody:  # a leader that ends leaves an heir
-            for sequence in everybody:
+        while sequences := self._queues.on_their_own:  # a leader that ends leaves an heir
+            for sequence in sequences:
                 self.finish(sequence, reason, detail)
         self._ended.clear()
 
@@ -267,7 +267,7 @@ class Scheduler:
 
     def drop_saved(self) -> None:
         """What is swapped out is of no use any more."""
-        for sequence in self._queues.everybody:
+        for sequence in self._queues.on_their_own:
             self.swap.release(sequence)
 
     def restart(self, accounting: Accounting) -> None:
@@ -282,7 +282,7 @@ class Scheduler:
         """Raises: AssertionError if the queues and the cache disagree."""
         self._accounting.check()
         self._queues.check(self._accounting)
-        self.swap.check(self._queues.everybody)
+        self.swap.check(self._queues.on_their_own)
         assert self.num_running <= self.limits.max_num_seqs
 
     @property

@@ -1,7 +1,7 @@
 """What an engine has done since it was made, counted as it goes: tokens, requests, reasons, times.
 
-Whoever steps writes; anybody may read at any moment and waits for nothing: each figure is one
-number, or a list that keeps its length. So two figures read together may be a token apart.
+The thread that steps writes. Every thread may read at any moment and waits for nothing: each figure
+is one number, or a list that keeps its length. So two figures read together may be a token apart.
 
 A *request* is one continuation here, as in vLLM, where each of ``n`` is a request of its own. But a
 prompt that several share counts once, when it is computed. Times are the engine's clock's.

@@ -1,7 +1,7 @@
 """A thread that steps while there is something to do, sleeps while there is not, and runs jobs.
 
-Jobs run between two steps, in the order in which they came: so whoever is not that thread can have
-something done to what it steps, and waits for no lock that a step holds.
+Jobs run between two steps, in the order in which they came. So another thread can have something
+done to what this one steps, and waits for no lock that a step holds.
 """
 
 import os

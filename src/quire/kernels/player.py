@@ -19,7 +19,7 @@ from quire.units import align_up
 _FRAME = ("next_thread", "arrived", "calls", "num_calls", "team_size", "yield")
 _CALL = ("worker", "frame", "num_threads", "joins")  # joins: all wait for one another after it
 _WORD_BYTES = 8
-_SPINS = 2_000  # a few tens of microseconds; who waits for longer lets others run
+_SPINS = 2_000  # a few tens of microseconds; a thread that waits longer lets others run
 
 
 class Player:

@@ -125,7 +125,7 @@ class Scratch:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it lasts, what is lent is made anew, and is nobody's afterwards."""
+        """While it lasts, what is lent is made anew, and is not lent again afterwards."""
         own, self._free = self._free, []
         try:
             yield

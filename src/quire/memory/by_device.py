@@ -55,8 +55,9 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
             f"set device=cpu"
         )
     index = _index(device)
-    # Whoever asks uses it on the stream that is current here: what is given back waits for its
-    # kernels. An engine asks from the default stream, and uses it there (``engine.cache_lock``).
+    # The caller uses it on the stream that is current here: what is given back waits for that
+    # stream's kernels. An engine calls from the default stream, and uses it there
+    # (``engine.cache_lock``).
     stream = torch.cuda.current_stream(index).cuda_stream
     return CudaMemory(device=index, stream=stream)
 

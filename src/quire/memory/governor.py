@@ -1,15 +1,15 @@
 """How much of the machine a cache may hold right now: a policy, without a thread or a clock.
 
-It is told what was read, and says where the ceiling should be and why. Who reads, and who gives
-back what, is ``quire.engine.elastic``'s business.
+It is told what was read, and says where the ceiling should be and why. To read, and to give back,
+is ``quire.engine.elastic``'s business.
 
 A part of the machine, the *headroom* of the ledger, is left to others; what is free beyond it is
 slack, and only slack is grown into. Others may take a quarter of the headroom before they are
 answered, so that no single reading decides. Then there is *pressure*: what the headroom lacks goes
 at once, and nothing grows for a while. In ``shared`` mode all that is only cached goes then, since
 no sequence waits for it; and the ceiling is drawn to a multiple of the slack, wherever it stands.
-All who follow that rule end up with the same share, in whatever order they came, and leave some
-slack, so that they put no pressure on each other.
+All caches that follow that rule end up with the same share, in whatever order they came, and leave
+some slack, so that they put no pressure on each other.
 
 Where the system kills a process that finds no memory, what the next step takes stays free too. It
 may be taken out of the headroom, but not out of what others have.

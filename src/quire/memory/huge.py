@@ -47,7 +47,7 @@ def huge_pieces(sizes: Sequence[int]) -> "list[Tensor]":
 
 
 def let_go(address: int, nbytes: int) -> None:
-    """Pages of a file that are mapped and not written to: whoever looks reads the file again."""
+    """Pages of a file that are mapped and not written to: the next access reads the file again."""
     start, stop = align_up(address, mmap.PAGESIZE), align_down(address + nbytes, mmap.PAGESIZE)
     if stop > start:
         libc = ctypes.CDLL(None)

@@ -68,7 +68,7 @@ class KeptMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of pages that nobody has committed."""
+        """Bytes of pages that are backed and not committed."""
         return sum(region.kept_bytes for region in self._regions)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "KeptRegion":

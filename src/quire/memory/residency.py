@@ -81,7 +81,7 @@ class Resident(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of pages that nobody has committed and that are not given back."""
+        """Bytes of pages that are not committed and not given back."""
         ...
 
     def close(self) -> None: ...

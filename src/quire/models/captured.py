@@ -86,7 +86,7 @@ class CapturedDecodes:
         self._tables = [
             torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device) for width in widths
         ]
-        batches, inputs = self._nobody(max_num_seqs)
+        batches, inputs = self._padding(max_num_seqs)
         room = staged_bytes([*inputs.arrays, *batch_arrays(batches)])
         room += sum(tables.nbytes + 16 for tables in self._tables)
         self._room = torch.zeros(room, dtype=torch.uint8, device=device)
@@ -215,7 +215,7 @@ class CapturedDecodes:
             self._forget()
 
     def _capture(self, size: int) -> Captured:
-        batches, nothing = self._nobody(size)
+        batches, nothing = self._padding(size)
         inputs = self._place(batches, nothing)
         # First without a graph, for what is done only the first time: kernels are compiled.
         ours = torch.cuda.current_stream(self._device)
@@ -244,7 +244,7 @@ class CapturedDecodes:
         trial of the model (``ModelRunner.capture``).
         """
         size = len(captured.logits)
-        batches, nothing = self._nobody(size)
+        batches, nothing = self._padding(size)
         numbers = np.arange(size)
         others = replace(
             nothing, token_ids=(5 + 11 * numbers) % self._vocab_size, positions=3 + numbers
@@ -260,7 +260,7 @@ class CapturedDecodes:
         size: int = self._model.get_input_embeddings().weight.shape[0]
         return size
 
-    def _nobody(self, size: int) -> tuple[list[AttentionBatch], HostInputs]:
+    def _padding(self, size: int) -> tuple[list[AttentionBatch], HostInputs]:
         """A step of padding."""
         batches = [
             AttentionBatch(
@@ -274,7 +274,7 @@ class CapturedDecodes:
         ]
         zeros, states = np.zeros(size, np.int64), None
         if self._state_groups:
-            states = StateBatch.of_nobody(size, self._state_groups)
+            states = StateBatch.padding(size, self._state_groups)
         inputs = HostInputs(
             token_ids=zeros, positions=zeros, logits_at=np.arange(size), states=states
         )

@@ -6,7 +6,7 @@ books, until torch 2.13 at least:
 * on the allocator's, which then gives no memory back to the device, and raises where it is asked;
 * on its pool's, which counts it among its graphs for ever, so that its memory never goes back;
 * before torch 2.13 on those of the generator of random numbers, of the whole process. It then draws
-  no number any more, and lets no graph be replayed, whoever's it is.
+  no number any more, and lets no graph of the process be replayed.
 
 Source: pytorch pull requests 180395 and 190348; ``CUDAGeneratorState::increase`` of torch 2.12
 """
@@ -42,7 +42,7 @@ def give_back_pool(device: torch.device, pool: Any, num_failed: int) -> None:
     """Of a pool all of whose graphs are gone: what ``num_failed`` captures still count for.
 
     A torch that does not count them has given the memory back. To count less than none would
-    spoil its allocator for good, so it is done only where memory that nobody uses stays taken.
+    spoil its allocator for good, so it is done only where unused memory stays taken.
     """
     with suppress(RuntimeError):  # an allocator without pools
         for _ in range(num_failed):

@@ -1,7 +1,7 @@
 """What one of several ranks must remember of a model that Transformers has cut into parts.
 
 Transformers' plan says how: where it divides the heads of keys, each rank keeps its own; where it
-gathers them again, or leaves attention whole, each keeps all. A latent is everybody's.
+gathers them again, or leaves attention whole, each keeps all. Every rank keeps all of a latent.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,8 @@ _FOR_SOME = 0.7  # if only some do: they are slow enough, so that what is read e
 def device_map(source: str, weights_bytes: int, device: torch.device) -> dict[str, Any]:
     """What Transformers is told when it loads; nothing if all weights have room.
 
-    Raises: ConfigError where some have none, and nobody is there who brings them over.
+    Raises: ConfigError where some have none, and Accelerate, which would bring them over, is not
+    installed.
     """
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if weights_bytes <= _FOR_WEIGHTS * free_bytes:

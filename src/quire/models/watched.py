@@ -1,4 +1,4 @@
-"""Whether a model is still what it was after its last pass, and who has changed it since."""
+"""Whether a model is still what it was; changes by its owner and by its passes are told apart."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -31,7 +31,7 @@ def is_replicated(spec: ModelSpec, on_rank: ModelSpec, num_ranks: int) -> bool:
 
 
 def divisors(number: int) -> str:
-    """In words, for who has to choose one."""
+    """In words, for a message that asks to choose one."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 

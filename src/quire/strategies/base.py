@@ -3,7 +3,7 @@
 Accounting has no tensors. It decides, and notes each physical consequence as a ``Change``: pages to
 commit, tokens to copy, pages to release. Storage carries the changes out, in order. So the planner
 and the simulator run the same decisions without a tensor, and the peak that an order of changes
-causes is a property of the list, not of who executes it.
+causes is a property of the list, not of what executes it.
 
 Verdicts and changes are ``quire.blocks``' words; this room adds what is common to strategies.
 """
@@ -67,7 +67,7 @@ class CacheConfig:
     growth: Growth = "uniform"  # growing
     growth_tokens: int = 256  # growing: step of uniform, first size of doubling, base of staggered
     keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
-    enable_prefix_caching: bool = True  # where blocks are: keep what ends, for who begins alike
+    enable_prefix_caching: bool = True  # where blocks are: keep what ends for like prompts
     eviction_policy: str = DEFAULT_POLICY  # … what of that goes first
     keep_events: bool = False  # … note what can be found from now on and what no longer
     max_capacity_bytes: int | None = None  # how far ``resize`` may go; None: no further
@@ -112,7 +112,7 @@ class Usage:
     reserved_bytes: int  # address space
     committed_bytes: int  # backed with pages
     used_bytes: int  # entries that a later token can still read, shared ones counted once
-    cached_bytes: int = 0  # held by nobody, kept in case somebody begins alike
+    cached_bytes: int = 0  # that no sequence holds, kept for prompts that begin alike
     num_sequences: int
     num_tokens: int  # of all sequences, shared ones counted for each holder
     # Besides, by what finds out (``page_tables``); None: it has not been asked for.
@@ -308,7 +308,7 @@ class Accounting(Protocol):
     def free(self, seq_id: int, *, forget: bool = False) -> None:
         """End a sequence and give back what only it holds.
 
-        ``forget``: nobody is to find what it has computed, nor the whole blocks it began with.
+        ``forget``: no sequence is to find what it has computed, nor the whole blocks it began with.
         """
         ...
 
@@ -335,7 +335,7 @@ class Accounting(Protocol):
         ...
 
     def drain(self) -> list[Change]:
-        """End the step: its changes, in order. Storage applies them before anyone writes.
+        """End the step: its changes, in order. Storage applies them before it is written to.
 
         Applied one by one they never commit more than the ceiling.
         """
@@ -374,7 +374,7 @@ class Storage(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for all copies: for who replays a step, which asks for no layer."""
+        """Wait for all copies: before the replay of a step, which asks for no layer."""
         ...
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:

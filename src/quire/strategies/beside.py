@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class CopiesBeside:
     """Copies that steps may not have waited for, by what they were made in.
 
-    Who asks is on the stream of the steps. What is copied there has been written by then, and what
-    is written later, over what was copied, waits for the copy as readers do.
+    The caller is on the stream of the steps. What is copied has been written there by then, and
+    what is written later, over what was copied, waits for the copy as readers do.
     """
 
     def __init__(self, device: "torch.device") -> None:

@@ -19,14 +19,14 @@ from quire.blocks.pool import NO_NODE, BlockPool
 from quire.spec import Group, KeptWhole
 
 Ids: TypeAlias = npt.NDArray[np.int64]
-NOBODY = -1
+NO_HOLDER = -1
 
 
 class CellState(IntEnum):
     """What a cell with pages is. One that is not listed has none: it is an address."""
 
-    EMPTY = 0  # nobody's, and without content
-    CACHED = 1  # nobody's, and found by whoever begins alike
+    EMPTY = 0  # no sequence's, and without content
+    CACHED = 1  # no sequence's, and found by prompts that begin alike
     SPARE = 2  # a sequence's, and no token in it can be read: not yet, or no more
     HELD = 3  # one sequence's
     SHARED = 4  # several sequences'
@@ -43,10 +43,10 @@ class Census:
     cell_tokens: int  # 1 for a state
     cell_bytes: int  # of pages, in all the group's layers
     entry_bytes: int  # of a token, or of a state without what fills up its pages
-    row_cells: int  # of the addresses that a sequence has for itself; 0: all are everybody's
+    row_cells: int  # of the addresses that a sequence has for itself; 0: all sequences use all
     ids: Ids  # ascending
     states: npt.NDArray[np.uint8]  # CellState
-    holders: Ids  # the sequence that came first of those that hold it, or NOBODY
+    holders: Ids  # the sequence that came first of those that hold it, or NO_HOLDER
     fills: Ids  # tokens that a holder can still read, each counted once; of what is cached, all
 
     @property

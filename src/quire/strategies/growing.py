@@ -289,7 +289,7 @@ class GrowingAccounting:
         return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
 
     def _unread(self) -> list[_Buffers]:
-        """Sequences whose outgrown buffers nobody reads any more: an earlier step copied them."""
+        """Sequences whose outgrown buffers are not read any more: an earlier step copied them."""
         return [held for held in self._sequences.values() if held.outgrown_in < self._step]
 
     def _take(
@@ -297,7 +297,7 @@ class GrowingAccounting:
     ) -> Verdict:
         """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
         peak = self._peak_bytes(held, wanted)
-        # Nobody reads any more what this step just copied.
+        # What this step just copied is not read any more.
         unread = [held, *(other for other in self._unread() if other is not held)]
         free = self.ceiling.now_bytes - self._committed_bytes
         needs_row = held.row < 0 and any(wanted)

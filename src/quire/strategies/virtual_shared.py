@@ -180,7 +180,7 @@ class SharedVirtualAccounting:
         num_new = (after - tables.num_tokens[rows] // size).clip(0) * self._num_seen
         num_new += np.count_nonzero(tables.ends[: self._num_seen, rows] > after, axis=0)
         num_new += NUM_GAPS * self._windows.num_blank(windows)
-        # Whoever has no window yet, or may pass the limit of mappings, is told one by one.
+        # A sequence that has no window yet, or may pass the limit of mappings, is tried by itself.
         waiting = np.flatnonzero(windows < 0)
         fitting = int(waiting[0]) if len(waiting) else len(seq_ids)
         if not self._windows.have_mappings(int(num_new[:fitting].sum())):
@@ -359,9 +359,9 @@ class SharedVirtualAccounting:
         return count
 
     def _may_swap(self, group: int, row: int, column: int, block: int) -> bool:
-        """Whether there are mappings to show a block that somebody else has filled alike.
+        """Whether there are mappings to show a block that another sequence has filled alike.
 
-        Where there are not, a sequence keeps its own: nobody can be asked to wait by then.
+        Where there are not, a sequence keeps its own block: by then none can be asked to wait.
         """
         table = self.pool.blocks.tables.ids[group][row]
         num_mappings = self._windows.num_cuts(group, table, column, block)

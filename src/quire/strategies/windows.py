@@ -2,9 +2,9 @@
 
 A window is a row of addresses as long as the longest sequence. Which blocks it shows follows from
 the block table, step by step. When a sequence ends its row is *parked* as it is: one that begins
-with the same blocks adopts it, and finds them shown already. A row that nobody adopts costs no
-memory, only mappings, and the operating system allows a process so many. They are counted here, so
-that a step is refused before the system would.
+with the same blocks adopts it, and finds them shown already. A row that no sequence adopts costs no
+memory, only mappings, of which the operating system allows a process so many. They are counted
+here, so that a step is refused before the system would refuse it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ class Windows:
         return len(np.setdiff1d(self._run_starts(group, beside), before))
 
     def num_blank(self, rows: Table) -> npt.NDArray[np.int64]:
-        """In how many groups each of these rows shows nothing; a negative one is of nobody yet."""
+        """In how many groups each of these rows shows nothing; a negative row is none yet."""
         blank = np.count_nonzero(self._runs[:, rows] == 0, axis=0)
         return np.where(rows < 0, len(self._shown), blank)
 

@@ -25,7 +25,7 @@ class TraceRequest:
     # Ids of the prompt's blocks, in order: equal ids after equal ids are the same tokens.
     hash_ids: tuple[int, ...] = ()
     id_tokens: int = 0  # tokens that an id stands for; the last one may stand for fewer
-    session: str | int | None = None  # who shares it is one conversation
+    session: str | int | None = None  # requests that share it are one conversation
     think_s: float | None = None  # from the answer before it in the session, where that is known
 
     def later(self, seconds: float) -> "TraceRequest":

@@ -41,7 +41,7 @@ class RowForm:
 
     name: str
     title: str
-    wanted: str  # what a row must have, for who has another one
+    wanted: str  # what a row must have, for the message about one that lacks it
     known: Callable[[bytes], bool]  # by the first line
     begin: Callable[[bytes], tuple[Parse, bool]]  # by the first line; is that one a row itself?
 

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 from quire.errors import ConfigError
 from quire.units import format_bytes
 
-OnProgress = Callable[[int, int | None], None]  # bytes read, and of how many; None: nobody said
+OnProgress = Callable[[int, int | None], None]  # bytes read, and of how many; None: unknown
 MAX_LINE_BYTES: Final = 64 * 2**20
 _BUFFER_BYTES = 2**18
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

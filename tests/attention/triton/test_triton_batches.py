@@ -55,7 +55,7 @@ def test_random_batches(
     block_size: int,
     strategy: str,
 ) -> None:
-    """With NaN wherever nobody may read."""
+    """With NaN wherever no query may read."""
     spec = make_spec(kind, kv_heads=1, dims=(16, 16), dtype="float32", reach=reach)
     case = make_case(
         spec, sharing=sharing, strategy=strategy, block_size=block_size, chunks=tuple(chunks)
@@ -134,7 +134,7 @@ def real_part(step: Step, num_seqs: int) -> Tensor:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_padding_is_zeros_and_disturbs_nobody(sinks: bool) -> None:
+def test_padding_is_zeros_and_disturbs_no_sequence(sinks: bool) -> None:
     """Sequences of no tokens with one query each, as a recorded decode step has them."""
     step = make_step([(1, 30), (1, 1), (1, 100)], num_seqs=3, num_tokens=3, spec=FULL)
     given_sinks = torch.tensor([0.3, -0.2]) if sinks else None
@@ -159,7 +159,7 @@ def test_tokens_and_sequences_beyond_the_last_are_zeros() -> None:
     assert torch.equal(got[21:], torch.zeros(3, 2, 16))
 
 
-def test_a_step_of_nobody_gives_nothing() -> None:
+def test_a_step_without_sequences_gives_nothing() -> None:
     step = make_step([], num_seqs=0, num_tokens=0, spec=FULL)
     assert backend().attend(step.q, step.view, step.batch, spec=FULL, scale=1.0).shape == (0, 2, 16)
 
@@ -226,7 +226,7 @@ def test_a_recorded_step_may_be_played_with_other_sequences(
 def test_parts_take_room_for_programs_and_not_for_tokens(
     as_shipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long sequence beside a long chunk is split, and nobody keeps parts for the chunk."""
+    """A long sequence beside a long chunk is split, and no parts are kept for the chunk."""
     sizes: list[tuple[Any, ...]] = []
 
     class Counting:

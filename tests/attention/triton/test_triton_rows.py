@@ -1,4 +1,4 @@
-"""Rows of states by their slots: what torch moves, but for nobody's, which are left alone."""
+"""Rows of states by their slots: as torch moves them, but padding, which is left alone."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from quire.attention import TorchRows, find_padded_rows
 from quire.attention.triton import TritonRows, rows
 from quire.memory import HostMemory
 
-NOBODY = -1
+PADDING = -1
 SHAPES = [(3, 7), (5,), (4, 2, 3, 1)]
 
 
@@ -45,8 +45,8 @@ def test_bits_are_those_that_torch_moves(shape: tuple[int, ...], dtype: torch.dt
     assert torch.equal(bits(held), bits(other))
 
 
-def test_nobody_reads_zeros_and_is_kept_nowhere() -> None:
-    held, slots = held_rows(4, (3, 7), torch.float32), torch.tensor([NOBODY, 2, NOBODY])
+def test_padding_reads_zeros_and_is_kept_nowhere() -> None:
+    held, slots = held_rows(4, (3, 7), torch.float32), torch.tensor([PADDING, 2, PADDING])
     before = held.clone()
     got = TritonRows().take(held, slots)
     assert torch.equal(bits(got[1]), bits(held[2]))
@@ -57,8 +57,8 @@ def test_nobody_reads_zeros_and_is_kept_nowhere() -> None:
 
 
 def test_nothing_else_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no page has to lie behind what is nobody's."""
-    held, slots = held_rows(4, (3, 7), torch.float32), torch.tensor([1, NOBODY, 3])
+    """So that no page has to lie behind padding."""
+    held, slots = held_rows(4, (3, 7), torch.float32), torch.tensor([1, PADDING, 3])
     new = torch.ones(3, 3, 7)
     own = np.concatenate([element_addresses(held[1]), element_addresses(held[3])])
     for call in (
@@ -97,7 +97,7 @@ def test_rows_may_lie_far_apart() -> None:
     last = (num_rows - 1) * row_bytes
     region.commit(last, memory.page_bytes)
     held = region.tensor(torch.uint8).view(num_rows, row_bytes)[:, :16]
-    slots, new = torch.tensor([NOBODY, num_rows - 1]), torch.arange(32, dtype=torch.uint8)
+    slots, new = torch.tensor([PADDING, num_rows - 1]), torch.arange(32, dtype=torch.uint8)
     with checking_overflow():
         TritonRows().put(held, slots, new.view(2, 16))
         got = TritonRows().take(held, slots)

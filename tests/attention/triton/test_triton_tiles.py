@@ -1,4 +1,4 @@
-"""The table of tiles: everything fits, everybody is served, and long walks are split."""
+"""The table of tiles: everything fits, every query is served, and long walks are split."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -86,4 +86,4 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
         with pytest.raises(ValueError, match=why):
             storage.write(0, *bad)
     assert not region(storage).any()
-    storage.write(0, slots[:0], k[:0], v[:0])  # a step of nobody
+    storage.write(0, slots[:0], k[:0], v[:0])  # a step without sequences

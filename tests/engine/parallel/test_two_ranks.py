@@ -44,7 +44,7 @@ pytestmark = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     before = dict(os.environ)
     crew = Crew(2).start()
-    assert dict(os.environ) == before, "how ranks find each other is nobody else's business"
+    assert dict(os.environ) == before, "the environment says how ranks find each other"
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
     crew.close()
@@ -161,7 +161,7 @@ def test_a_rank_commits_what_the_plan_of_its_files_says(folder: Folder, cache: s
 def test_a_step_that_fails_in_all_ranks_alike_is_done_again(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All fail at the same place, so nobody waits for anybody, and the crew goes on."""
+    """All fail at the same place, so no rank waits for another, and the crew goes on."""
     with folder.alone("llama") as llm:
         expected = texts(llm.generate(PROMPTS, GREEDY))
     with folder.ranked("llama") as llm:

@@ -306,7 +306,7 @@ def test_other_types_are_read_as_they_are(dtype: torch.dtype) -> None:
         assert tokens_of(logits, batch) == tokens_of(logits.float(), batch)
 
 
-def test_rows_that_nobody_draws_from_are_not_looked_at() -> None:
+def test_rows_without_a_draw_are_not_looked_at() -> None:
     logits = rows(5)
     logits[[0, 2, 4]] = math.nan
     draws = tuple(Draw(sequence=sequence(seq_id=i, seed=i), row=i) for i in (3, 1))
@@ -316,7 +316,7 @@ def test_rows_that_nobody_draws_from_are_not_looked_at() -> None:
     assert sampler_of().sample(logits, plan_of([])) == []
 
 
-def test_rows_past_those_of_the_plan_are_nobodys() -> None:
+def test_rows_past_those_of_the_plan_are_left_out() -> None:
     """As a recorded step of another size has them."""
     batch = [sequence(seq_id=i, seed=i, logprobs=2) for i in range(3)]
     logits = rows(8)

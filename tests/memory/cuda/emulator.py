@@ -146,7 +146,7 @@ class EmulatedDriver:
         return sum(m.nbytes for start, m in self._mappings.items() if address <= start < stop)
 
     def launch(self, *ranges: tuple[int, int], stream: int = 0) -> Work:
-        """A kernel that uses these (address, nbytes), and runs until somebody ends it."""
+        """A kernel that uses these (address, nbytes), and runs until a test ends it."""
         kernel = Work(ranges=list(ranges), runs_on=True)
         self._enqueue(kernel, stream)
         return kernel

@@ -13,7 +13,7 @@ class Work:
 
     ranges: list[tuple[int, int]] = field(default_factory=list)  # (address, nbytes) in use
     run: Callable[[], object] = bool
-    runs_on: bool = False  # until somebody finishes it
+    runs_on: bool = False  # until a test finishes it
     is_done: bool = False
 
 

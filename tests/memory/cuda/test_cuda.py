@@ -399,7 +399,7 @@ def test_addresses_go_with_the_call_after_the_last_tensor(
     thread = threading.Thread(target=on_another_thread.clear)
     thread.start()
     thread.join()
-    assert driver.reserved_bytes == 4 * PAGE  # the driver is not called by whoever drops a tensor
+    assert driver.reserved_bytes == 4 * PAGE  # to drop a tensor calls no driver
     memory.poll()
     assert driver.reserved_bytes == 0
 

@@ -237,7 +237,7 @@ def test_no_request_says_so() -> None:
 def test_who_ended_nothing_is_not_the_fastest() -> None:
     made = report()
     idle = made.variants[0]
-    nobody = replace(
+    none_ended = replace(
         idle,
         result=replace(
             idle.result,
@@ -245,7 +245,7 @@ def test_who_ended_nothing_is_not_the_fastest() -> None:
             latencies={name: dict.fromkeys(f, 0.0) for name, f in idle.result.latencies.items()},
         ),
     )
-    _, page = page_of(replace(made, variants=(nobody, *made.variants[1:])))
+    _, page = page_of(replace(made, variants=(none_ended, *made.variants[1:])))
     said = " ".join(page.texts)
     assert f"No request came to its end with {idle.name}." in said
     assert not re.search(rf"{idle.name}[^.]* waits? least", said)

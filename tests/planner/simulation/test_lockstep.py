@@ -101,7 +101,7 @@ def real_steps(options: dict[str, Any], model: str) -> tuple[list[Step], LLM, An
     with llm:
         steps, plans = list[Step](), list[StepPlan]()
         llm.engine.watch = plans.append
-        # Who comes is decided by what steps take: here as the simulator says, not as measured.
+        # What steps take decides what comes: here as the simulator says, not as measured.
         limits = llm.engine.scheduler.limits
         llm.engine.scheduler.costs.give(prices_of(COSTS, limits.max_num_batched_tokens))
         empty = llm.accounting.ceiling.capacity_bytes, limits

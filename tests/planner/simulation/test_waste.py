@@ -50,7 +50,7 @@ def test_free_memory_is_in_pieces_only_if_one_piece_would_do() -> None:
         waste.ended(seq_id)
     cache.drain()
     free_bytes = 8 * BLOCK_BYTES
-    assert not waste.is_in_pieces(free_bytes)  # nobody waits
+    assert not waste.is_in_pieces(free_bytes)  # none waits
     cache.add(3, max_tokens=100)
     waste.came(3, 99)
     assert waste.is_in_pieces(free_bytes)

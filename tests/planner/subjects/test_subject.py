@@ -50,7 +50,7 @@ def test_the_hub_gives_a_config_and_headers(monkeypatch: pytest.MonkeyPatch) -> 
         "get_safetensors_metadata",
         lambda _: SimpleNamespace(files_metadata=files),
     )
-    found = find_subject("someone/something")
+    found = find_subject("owner/something")
     assert found.own.weights_bytes == 4096 * 256 * 2
     assert "from the hub" in found.source
 
@@ -60,7 +60,7 @@ def test_a_hub_that_gives_the_config_alone_leaves_an_estimate(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(DEMO / "config.json"))
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", refuse)
-    assert find_subject("someone/something").weights_are_estimated
+    assert find_subject("owner/something").weights_are_estimated
 
 
 def test_a_hub_that_cannot_be_reached_is_said_with_the_nearest_name(
@@ -68,7 +68,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_nearest_name(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(ModelNotLoadable, match=r"no network.*the table has 'Qwen/Qwen3-4B'"):
-        find_subject("someone/Qwen3-4Bx")
+        find_subject("owner/Qwen3-4Bx")
 
 
 def refuse(*_: Any) -> Any:

@@ -2,8 +2,8 @@
 
 An item is one query over all heads (``single``) or several queries of one key-value head
 (``several``), over a range of one sequence's tokens. A sequence that is split into several ranges
-leaves parts, and whoever finishes the last part merges them, in order, so that results do not
-depend on chance.
+leaves parts, and the thread that finishes the last part merges them, in order, so that results do
+not depend on chance.
 """
 
 from llvmlite import ir

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
-from quire.attention.flashinfer.captured import CapturedPlans, is_nobody
+from quire.attention.flashinfer.captured import CapturedPlans, is_padding
 from quire.attention.flashinfer.limits import cannot_run, cannot_serve, refused
 from quire.attention.flashinfer.pages import PageTables, page_tables, page_tokens_of
 from quire.attention.flashinfer.wrappers import Decode, Kind, Latent, Prefill, Wrapper
@@ -47,7 +47,7 @@ class _Part:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
     parts: tuple[_Part, ...]
-    serves_all: bool  # else some queries belong to nobody, as in a batch that was padded
+    serves_all: bool  # else some queries are of no sequence, as in a batch that was padded
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class FlashInferAttention:
         self.make_writer = make_writer
         self._library = library
         self._workspace_bytes = workspace_bytes
-        # Torch would write what nobody has, too.
+        # Without a writer torch writes, and torch would write padding too.
         self.replays = CapturedPlans() if captures and make_writer is not None else None
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
@@ -100,7 +100,7 @@ class FlashInferAttention:
     ) -> Tensor:
         kind = self._kind(q, view, spec, scale, softcap)
         k, v = (part[:, :, : page_tokens_of(view)] for part in (view.k, view.v))
-        if self.replays is not None and is_nobody(batch):
+        if self.replays is not None and is_padding(batch):
             planned = self.replays.wrapper(
                 self._imported(), self._workspace(q.device), kind, view, batch.on(q.device)
             )
@@ -225,7 +225,7 @@ def _captured(
     batch: AttentionBatch,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A step that is captured, or about to be: whose it is, is known when it is replayed."""
+    """A step that is captured, or about to be: its sequences are known when it is replayed."""
     out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
     if sinks is not None:
         assert lse is not None

@@ -2,7 +2,7 @@
 
 A graph plays kernels and no plan. So a captured size of a group has a wrapper for each kind of
 layer, whose arrays lie where the graph found them, and before each replay the plan is made again.
-Sequences of nobody have no page.
+Rows of padding have no page.
 
 Which size and group a step is of, the address of its placed tables says: those of a captured step
 never move.
@@ -48,7 +48,7 @@ class CapturedPlans:
     def wrapper(
         self, library: Any, workspace: Tensor, kind: Kind, view: LayerView, placed: PlacedBatch
     ) -> Decode:
-        """Of a step of nobody, which is about to be captured; made by the run before.
+        """Of a step of padding, which is about to be captured; made by the run before.
 
         Raises: RuntimeError for what is not captured.
         """
@@ -71,11 +71,11 @@ class CapturedPlans:
         """The plans of a step that is about to be replayed."""
         for device in self._devices:
             for held in self._held.get(_place_of(batch.on(device)), {}).values():
-                held.wrapper.plan(_with_nobody(batch, held))
+                held.wrapper.plan(_padded_tables(batch, held))
 
 
-def is_nobody(batch: AttentionBatch) -> bool:
-    """Whether it is a step of padding: what a graph is captured with."""
+def is_padding(batch: AttentionBatch) -> bool:
+    """Whether a step has no sequence: a graph is captured with such a step."""
     return not batch.context_lens.any() and bool((np.diff(batch.query_starts) == 1).all())
 
 
@@ -83,8 +83,8 @@ def _place_of(placed: PlacedBatch) -> tuple[int, int]:
     return placed.tables.data_ptr(), len(placed.context_lens)
 
 
-def _with_nobody(batch: AttentionBatch, held: _Held) -> PageTables:
-    """The pages of a padded step: what nobody has lies behind the others."""
+def _padded_tables(batch: AttentionBatch, held: _Held) -> PageTables:
+    """The pages of a padded step, in which the padding lies behind the sequences."""
     live = np.flatnonzero(batch.context_lens)
     if not len(live):
         return empty_tables(batch.num_seqs, held.page_tokens)
@@ -92,14 +92,14 @@ def _with_nobody(batch: AttentionBatch, held: _Held) -> PageTables:
         held.kind.spec, batch, live, page_tokens=held.page_tokens, of_ranges=held.of_ranges
     )
     missing = batch.num_seqs - len(live)
-    nobody = torch.zeros(missing, dtype=torch.int32)
-    assert live[-1] == len(live) - 1, "sequences of nobody come last"
+    zeros = torch.zeros(missing, dtype=torch.int32)
+    assert live[-1] == len(live) - 1, "padding comes last"
     return PageTables(
         query_starts=torch.arange(batch.num_seqs + 1, dtype=torch.int32),
         page_starts=torch.cat([found.page_starts, found.page_starts[-1:].expand(missing)]),
         page_ids=found.page_ids,
-        # Of who has no page, FlashInfer asks for one token all the same.
-        last_page_tokens=torch.cat([found.last_page_tokens, nobody + 1]),
-        context_lens=torch.cat([found.context_lens, nobody]),
+        # FlashInfer asks for one token of a row without pages, too.
+        last_page_tokens=torch.cat([found.last_page_tokens, zeros + 1]),
+        context_lens=torch.cat([found.context_lens, zeros]),
         page_tokens=held.page_tokens,
     )

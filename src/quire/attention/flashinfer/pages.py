@@ -42,13 +42,13 @@ def page_tokens_of(view: LayerView) -> int:
 
 def empty_tables(num_seqs: int, page_tokens: int) -> PageTables:
     """One query each, and nothing to read."""
-    nobody = torch.zeros(num_seqs, dtype=torch.int32)
+    zeros = torch.zeros(num_seqs, dtype=torch.int32)
     return PageTables(
         query_starts=torch.arange(num_seqs + 1, dtype=torch.int32),
         page_starts=torch.zeros(num_seqs + 1, dtype=torch.int32),
-        page_ids=nobody[:0],
-        last_page_tokens=nobody + 1,  # it asks for one all the same
-        context_lens=nobody,
+        page_ids=zeros[:0],
+        last_page_tokens=zeros + 1,  # FlashInfer asks for one of a row without pages, too
+        context_lens=zeros,
         page_tokens=page_tokens,
     )
 

@@ -1,6 +1,6 @@
 """Attention on CUDA by kernels of our own, which need no more than the Triton that torch brings.
 
-With them, the one that moves recurrent states where slots may be nobody's (``rows``).
+With them, the one that moves recurrent states of padded steps (``rows``).
 """
 
 from quire.attention.triton.backend import TritonAttention

@@ -36,7 +36,7 @@ _JOINED_TOGETHER = 8  # splits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call of the kernel: whose sequences, in which tiles."""
+    """One call of the kernel: for which sequences, in which tiles."""
 
     tile: Tile
     several: bool  # tiles of a sequence
@@ -149,8 +149,8 @@ class TritonAttention:
         if placed.max_query_len > most:
             many = tiles.many_queries(**sizes)
             num_tiles = num_tokens // many.queries(shape.sharing) + num_seqs
-            everybody = 2**31 - 1
-            calls.append(self._call(shape, placed, gpu, many, num_tiles, (most, everybody)))
+            no_limit = 2**31 - 1
+            calls.append(self._call(shape, placed, gpu, many, num_tiles, (most, no_limit)))
         return calls
 
     def _call(

@@ -2,7 +2,7 @@
 
     m = max m_i      l = Σ l_i · 2 ** (m_i - m)      O = Σ O_i · 2 ** (m_i - m) / l
 
-The parts are joined in their order, and a part that nobody had to walk over is not read.
+The parts are joined in their order. A part that no program had to walk over is not read.
 """
 
 import triton

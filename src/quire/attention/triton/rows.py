@@ -1,4 +1,4 @@
-"""Rows of recurrent states by their slots, some of them nobody's, by the kernels of ``move``."""
+"""Rows of recurrent states by their slots, of padding too, by the kernels of ``move``."""
 
 from types import MappingProxyType
 from typing import final
@@ -22,7 +22,7 @@ _CODES = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: to
 
 @final
 class TritonRows:
-    """A ``RowMover`` that knows slots of nobody."""
+    """A ``RowMover`` that leaves out padding, whose slot is -1."""
 
     def take(self, held: Tensor, slots: Tensor) -> Tensor:
         """Raises: ValueError for slots of another kind, or rows with gaps inside."""

@@ -1,6 +1,6 @@
-"""How much a program does: one small table, and nothing that is tried out while somebody waits.
+"""How much a program does: one small table, and nothing that is tried out while a request waits.
 
-Reasons, rather than measurements, stand behind it: decision 38.
+The table has reasons and no measurements: decision 38.
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from quire.errors import QuireError
 
 log = logging.getLogger(__name__)
 
-_NOT_HEARD = 70  # the exit code of who has failed alone, so that others may wait for it
+_NOT_HEARD = 70  # the exit code of a rank that has failed alone, for which others may wait
 
 
 def main(channel: int, lifeline: int, folder: str, grace_s: float) -> None:

@@ -2,7 +2,7 @@
 
 They are started without running the user's script again, live in a session of their own (a Ctrl-C
 is rank 0's), and end with rank 0, however it ends. Where one of them ends, or does not answer, the
-others are ended and nothing waits for ever: ``RankLost`` says who it was. What they do,
+others are ended and nothing waits for ever: ``RankLost`` says which it was. What they do,
 ``follower`` knows.
 """
 
@@ -128,7 +128,7 @@ class Crew:
         return value
 
     def try_tell(self, message: Message) -> None:
-        """For what is given back: nothing is raised, and who is lost has nothing any more."""
+        """For what is given back: nothing is raised, for a lost rank has nothing any more."""
         if self.lost is None:
             try:
                 self.required(message, _nothing)
@@ -214,7 +214,7 @@ class Crew:
         answers = [self._answer(member, patience_s) for member in self._members]
         if isinstance(message, EXCHANGES):
             for member, answer in zip(self._members, answers, strict=True):
-                # It waits to hear that nobody waits for it; or somebody did, and it has ended.
+                # It waits to hear that no rank waits for it; or one did, and it has ended.
                 if isinstance(answer, Failed) and not member.tell(Heard()):
                     self._fate.wait_for(member)
                     self._refuse_if_lost(f" (it had failed: {answer.error})")
@@ -259,7 +259,7 @@ class _Member:
         self.rank, self.process, self.channel = rank, process, channel
 
     def tell(self, message: Message) -> bool:
-        """False if it is gone: whoever waits for its answer finds out."""
+        """False if it is gone: the call that waits for its answer finds out."""
         try:
             self.channel.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except OSError as error:
@@ -273,7 +273,7 @@ class _Member:
 
 @final
 class _Fate:
-    """Whether all of them live. Who dies takes the others along, so that nobody waits for it."""
+    """Whether all of them live. One that dies takes the others along, so that none waits for it."""
 
     def __init__(self, members: list[_Member]) -> None:
         self._members = members
@@ -306,8 +306,8 @@ class _Fate:
 
     @contextmanager
     def shared_by_all(self) -> Iterator[None]:
-        """For a message and its answers. After an interrupt nobody knows how far the others are,
-        and whose the next answer is.
+        """For a message and its answers. After an interrupt it is not known how far the others are,
+        and to which message the next answer belongs.
         """
         try:
             yield

@@ -125,7 +125,7 @@ class Follower:
         return None
 
     def go_on(self, message: Message) -> None:
-        """What nobody waits for: pages for the next step, while the device computes this one."""
+        """After the answer: have pages for the next step, while the device computes this one."""
         if isinstance(message, Compute) and (engine := self._engines.get(message.engine)):
             engine.resident.prepare()
 

@@ -70,7 +70,7 @@ def meeting(rank: int) -> Iterator[None]:
 
 
 def _current_device_kept() -> AbstractContextManager[object]:
-    """Without CUDA, or before it is used, nobody has chosen one."""
+    """Without CUDA, or before it is used, no device has been chosen."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     return on_device(torch.device("cuda", torch.cuda.current_device()))
@@ -91,7 +91,7 @@ def join(message: Join) -> None:
             timeout=timedelta(seconds=message.timeout_s),
             device_id=device,
         )
-        # The first exchange connects them: whoever cannot be reached is found out here.
+        # The first exchange connects them: a rank that cannot be reached is found out here.
         dist.all_reduce(torch.zeros(1, device=device or "cpu"))
 
 
@@ -102,7 +102,7 @@ def leave() -> None:
 
 
 def abort() -> None:
-    """End every exchange under way, for one who takes part in it is gone. Never raises."""
+    """End every exchange under way, for a rank that takes part in it is gone. Never raises."""
     if not dist.is_initialized():
         return
     try:

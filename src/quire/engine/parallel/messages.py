@@ -51,7 +51,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unload:
-    """Nobody needs that model any more."""
+    """No engine needs that model any more."""
 
     model: int
 
@@ -195,7 +195,7 @@ class PutBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropSaved:
-    """Nobody needs what was saved of these."""
+    """What was saved of these is not needed any more."""
 
     engine: int
     seq_ids: Sequence[int]
@@ -211,7 +211,7 @@ class Leave:
     """All is done. Not to be answered."""
 
 
-# All ranks do these together, so that one who stops in the middle leaves the others waiting.
+# All ranks do these together: one that stops in the middle leaves the others waiting.
 EXCHANGES = (Join, Load, Expect, Compute)
 
 # What an engine asks for again and again: of its steps, and of the memory around its cache.

@@ -12,7 +12,7 @@ from quire.strategies.states import StateRows
 
 @final
 class RankedStorage:
-    """What a step reads and writes here is this rank's; changes are everybody's.
+    """What a step reads and writes here is this rank's; changes are made in all ranks.
 
     ``apply_all`` carries changes out in all ranks, this one's storage among them.
     """
@@ -33,7 +33,7 @@ class RankedStorage:
 
     def apply(self, changes: Iterable[Change]) -> None:
         several = list(changes)
-        if several:  # a step that changes nothing is nobody's business
+        if several:  # of a step that changes nothing the other ranks need not hear
             self._apply_all(several, self._own)
 
     def settle(self) -> None:

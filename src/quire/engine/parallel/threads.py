@@ -19,7 +19,7 @@ def share_of_threads(num_ranks: int) -> int | None:
 
 def compute_with(num_threads: int) -> Callable[[], None]:
     """From now on, in this thread and those that begin later. What comes back undoes it, in the
-    same way, unless somebody has said another number since.
+    same way, unless another number has been set since.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -8,8 +8,8 @@ on a CPU; and in torch, in ``device``, for logits on a device, which stay there.
 from quire.engine.params import SamplingParams
 from quire.engine.sampling.sampler import Sampler
 
-# Of all kinds of rows these take the most memory on a device: edited, sorted, and told of. Only who
-# asks for the log-probabilities of a whole vocabulary takes more, for what is to come back.
+# Of all kinds of rows these take the most memory on a device: edited, sorted, and told of. Only
+# the log-probabilities of a whole vocabulary take more, for what is to come back.
 DEAREST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=1)
 
 __all__ = ["DEAREST", "Sampler"]

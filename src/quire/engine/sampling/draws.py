@@ -66,7 +66,7 @@ def drawn(weights: NDArray[np.float32], keys: NDArray[np.uint64]) -> NDArray[np.
 def _winners(
     weights: NDArray[np.float32], keys: NDArray[np.uint64], first: int
 ) -> NDArray[np.int64]:
-    """Who wins each row's race, run with its key's numbers from ``first`` on."""
+    """The token that wins each row's race, run with its key's numbers from ``first`` on."""
     handicaps = -np.log(uniforms(keys, first, weights.shape[1]))
     winners: NDArray[np.int64] = (weights / handicaps).argmax(-1)
     return winners

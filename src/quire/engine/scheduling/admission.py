@@ -1,8 +1,9 @@
-"""Who may come beside those that run: the headroom a newcomer must leave, and whom it displaces.
+"""Which sequences may come beside those that run: the headroom to leave, and what they displace.
 
-A newcomer for whom all are expected to find room to the end comes. One for whom room will be short
-some steps from now comes if that pays: until then it shares the steps that are taken anyway, and
-then a sequence makes room and computes again what it had. Both are seconds, by the measured costs.
+A newcomer comes if it and all others are expected to find room to the end. If room will be short
+some steps from now, it comes if that pays: until then it shares the steps that are taken anyway,
+and then a sequence makes room and computes again what it had. Both are seconds, by the measured
+costs.
 
 What all of them will need is worked out at most once a plan, and each that comes is added to it:
 ``company`` has the numbers, ``headroom`` the estimate.
@@ -80,7 +81,7 @@ class Admission:
         """What must stay free beside a newcomer, so that it and its company find room to the end.
 
         Those who would make room for it are no company. Of what is kept, ``spare_bytes`` are
-        elsewhere: in swap space, for those who lack room at the peak.
+        elsewhere: in swap space, for those that lack room at the peak.
         """
         least = self._limits.watermark_bytes
         if self._limits.headroom != 0 and self.company:
@@ -126,7 +127,7 @@ class Admission:
         return int(share * peak) - spare_bytes
 
     def _pays(self, newcomer: Sequence, num_steps: int, num_later: float) -> bool:
-        """Whether to come is worth it for one beside whom room will be short in so many steps.
+        """Whether to come is worth it, where room will be short in so many steps.
 
         Until then it has a part in steps that are taken anyway; if it waits, it has one in later
         steps, with ``num_later`` sequences. Then it, or another one like it, makes room, and

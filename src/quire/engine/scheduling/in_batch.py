@@ -18,11 +18,11 @@ _MOST_IN_VAIN = 3  # steps that one waits without having found more afterwards
 
 
 class InBatchPrefixes:
-    """Which blocks a step fills, and who waits for them."""
+    """Which blocks a step fills, and which sequences wait for them."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self.waits_for: dict[int, Sequence] = {}  # by id of who waits: who computes, in this plan
+        self.waits_for: dict[int, Sequence] = {}  # by id of the waiting one: the one it waits for
         self._filled: dict[BlockKey, Chunk] = {}
         self._num_seen = 0  # chunks of the step
 

@@ -1,4 +1,4 @@
-"""Who goes first: an order of sequences, in which the last ones make room for the first ones."""
+"""Which goes first: an order of sequences, in which the last ones make room for the first ones."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from quire.engine.sequence import Sequence
 class Policy:
     """Two keys of a sequence. They never change while it lives: queues are kept in this order.
 
-    ``rank`` is the order; no two sequences have the same. It begins with the ``grade``: who waits
-    may take the room of one that runs if that one's is greater. Equals wait for each other.
+    ``rank`` is the order; no two sequences have the same. It begins with the ``grade``: a
+    waiting sequence may take the room of a running one of greater grade. Equals wait for each
+    other.
     """
 
     rank: Callable[[Sequence], tuple[int, ...]]
@@ -39,7 +40,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         # First come, first served.
         "fcfs": Policy(rank=_arrival, grade=_no_grade),
-        # Smaller priorities first, at the cost of greater ones; of equals who came first.
+        # Smaller priorities first, at the cost of greater ones; of equals the first to come.
         "priority": Policy(rank=_priority, grade=lambda sequence: sequence.request.priority),
         # What may become the shortest first: less waiting on average, more for the longest.
         "shortest": Policy(rank=_length, grade=_no_grade),

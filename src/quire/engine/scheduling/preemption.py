@@ -1,8 +1,8 @@
-"""Whose room is taken, how it is to come back, and what that costs.
+"""Which sequence makes room, how it is to come back, and what that costs.
 
-The last one by rank makes room, with one exception: who has just come back is spared while there is
-another choice, or it would be computed again and again. Its entries are lost, or saved if that is
-the cheaper way; every victim is logged with its cost.
+The last one by rank makes room, with one exception: one that has just come back is spared while
+there is another choice, or it would be computed again and again. Its entries are lost, or saved if
+that is the cheaper way; every victim is logged with its cost.
 """
 
 import logging
@@ -60,12 +60,12 @@ class Preemption:
 
     @property
     def spare_bytes(self) -> int:
-        """Room elsewhere for who lacks it here, if going there is cheaper than computing again."""
+        """Room elsewhere for a victim, if going there is cheaper than computing again."""
         free_bytes = self.swap.free_bytes
         return free_bytes if free_bytes and self.costs.swap_pays else 0
 
     def victim(self, candidates: Several[Sequence]) -> Sequence:
-        """Who makes room, of these in their order."""
+        """The one that makes room, of these in their order."""
         worst = self._policy.grade(candidates[-1])
         choice = [s for s in candidates if self._policy.grade(s) == worst]
         victim = next((s for s in reversed(choice) if not s.came_back), choice[-1])

@@ -54,8 +54,8 @@ class Queues:
         ]
 
     @property
-    def everybody(self) -> list[Sequence]:
-        """But for those behind their leaders."""
+    def on_their_own(self) -> list[Sequence]:
+        """All sequences but those behind their leaders."""
         return [*self.running, *self.waiting, *self.undecided]
 
     def next_ones(self, count: int) -> list[Sequence]:
@@ -81,20 +81,20 @@ class Queues:
     def all_wait(self, accounting: Accounting) -> list[Sequence]:
         """No sequence runs any more in an empty cache, not even one that was between two places.
 
-        Returns: all of them.
+        Returns: all but those behind their leaders, by rank.
         """
         self._known = {i: s for i, s in self._known.items() if s.finish_reason is None}
         going_on = self._known.values()
         for leader in going_on:
             leader.siblings = [s for s in leader.siblings if s.finish_reason is None]
         self._leaders = {s.seq_id: leader for leader in going_on for s in leader.siblings}
-        on_their_own = (s for s in going_on if s.seq_id not in self._leaders)
-        everybody = sorted(on_their_own, key=self._rank)
+        on_their_own = [s for s in going_on if s.seq_id not in self._leaders]
+        on_their_own.sort(key=self._rank)
         self.running = []
         self.company.restart(accounting)
-        self.waiting = [s for s in everybody if not s.awaits_choice]
-        self.undecided = [s for s in everybody if s.awaits_choice]
-        return everybody
+        self.waiting = [s for s in on_their_own if not s.awaits_choice]
+        self.undecided = [s for s in on_their_own if s.awaits_choice]
+        return on_their_own
 
     def wait(self, sequence: Sequence) -> None:
         self._known[sequence.seq_id] = sequence
@@ -140,7 +140,7 @@ class Queues:
         self._leaders.update((sibling.seq_id, leader) for sibling in siblings)
 
     def part(self, leader: Sequence) -> list[Sequence]:
-        """Those who wait for this leader, and do so no longer."""
+        """Those that waited for this leader, and do so no longer."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             del self._leaders[sibling.seq_id]
@@ -158,11 +158,11 @@ class Queues:
 
     def check(self, accounting: Accounting) -> None:
         """Raises: AssertionError if a sequence is lost, out of order, or holds other room."""
-        places = [*self.everybody, *(self._known[i] for i in self._leaders)]
+        places = [*self.on_their_own, *(self._known[i] for i in self._leaders)]
         assert sorted(s.seq_id for s in places) == sorted(self._known), "a sequence is nowhere"
         for queue in (self.running, self.waiting, self.undecided):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
-        siblings = {s.seq_id: leader for leader in self.everybody for s in leader.siblings}
+        siblings = {s.seq_id: leader for leader in self.on_their_own for s in leader.siblings}
         assert siblings == self._leaders, "a sibling has lost its leader"
         self.company.check(self.running)
         for sequence in self.running:
@@ -176,7 +176,7 @@ class Queues:
     def _put(self, queue: list[Sequence], sequence: Sequence) -> None:
         if queue and self._rank(queue[-1]) > self._rank(sequence):
             insort(queue, sequence, key=self._rank)
-        else:  # as most do who come
+        else:  # as for most that come
             queue.append(sequence)
 
     def _place(self, queue: list[Sequence], sequence: Sequence) -> int | None:

@@ -92,8 +92,8 @@ class Room:
 
         ``num_others`` run beside it. ``kept_bytes`` stay free if it comes anew.
         """
-        # Who comes anew beside others must find room for all that is already there to compute, or
-        # the others would soon have to make it; alone it may go as far as it can.
+        # A newcomer beside others must find room for all that is already there to compute, or the
+        # others would soon have to make it. Alone it may go as far as it can.
         anew = not sequence.num_computed_tokens and num_others > 0
         while True:
             num_tokens = sequence.num_tokens if sequence.needs_room_at_once else attempt.stop
@@ -160,7 +160,7 @@ class Room:
         return True
 
     def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
-        """Who is alone need not wait for the machine: a lowered ceiling gives way to it.
+        """A sequence alone need not wait for the machine: a lowered ceiling gives way to it.
 
         So one sequence always gets on, and none ends for a shortage that will pass.
         """

@@ -8,7 +8,7 @@ from quire.engine.sequence import Sequence
 
 
 class Suspects:
-    """Who is computed alone, and up to how many tokens."""
+    """Which sequences are computed alone, and up to how many tokens."""
 
     def __init__(self) -> None:
         self._until: dict[Sequence, int] = {}

@@ -1,4 +1,4 @@
-"""Who is swapped out: the part of swapping that needs no tensor.
+"""Which sequences are swapped out: the part of swapping that needs no tensor.
 
 The bytes themselves are ``engine.swap``'s.
 """
@@ -12,7 +12,7 @@ Clock: TypeAlias = Callable[[], float]  # seconds since some moment
 
 
 class SwapSpace:
-    """Bytes for saved entries, and who has some."""
+    """Bytes for saved entries, and which sequences have some."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -46,5 +46,5 @@ class SwapSpace:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """``sequences``: all that have not ended. Raises: AssertionError if the books are off."""
         saved = {s.seq_id for s in sequences if s.num_saved_tokens}
-        assert saved == set(self._held), "swap space of somebody who has nothing saved"
+        assert saved == set(self._held), "swap space of a sequence that has nothing saved"
         assert sum(self._held.values()) == self.used_bytes <= self.capacity_bytes

@@ -1,8 +1,8 @@
 """Guesses of a smaller model that shares the vocabulary, computed one token ahead at a time.
 
 It has a cache of its own, in blocks, in which each sequence is followed: what was guessed wrongly
-is trimmed, who ends or is preempted is dropped, and who finds no room there gets no guesses. All
-sequences take each of its steps together.
+is trimmed, a sequence that ends or is preempted is dropped, and one that finds no room there gets
+no guesses. All sequences take each of its steps together.
 """
 
 import logging
@@ -124,7 +124,7 @@ class DraftModel:
         return drafts
 
     def _catch_up(self, sequences: list[Sequence]) -> dict[int, int]:
-        """Who gets how many guesses now. There is room for those; their own tokens are to come.
+        """How many guesses each gets now. There is room for those; their own tokens are to come.
 
         A longer text is computed in parts, as the main model does it, and gets guesses after the
         last one.

@@ -45,7 +45,7 @@ class Mover(Protocol):
         ...
 
     def drop(self, seq_ids: Several[int]) -> None:
-        """Nobody needs what was saved of these."""
+        """What was saved of these is not needed any more."""
         ...
 
     def try_out(self, num_bytes: int, saved: Note, loaded: Note) -> None:

@@ -1,7 +1,7 @@
 """What each thread does during a call: pack the inputs, then take items until none is left.
 
 An item is taken before the one before it is done, so that memory is asked for the next weights in
-time, whoever multiplies them.
+time, whichever thread multiplies them.
 """
 
 from llvmlite import ir

@@ -85,7 +85,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
-    """A rule's answer, before anyone looks whether there is room for it."""
+    """A rule's answer, before it is checked against the room that there is."""
 
     terms: tuple[Term, ...]
     bound: str

@@ -1,7 +1,7 @@
 """Tensors over memory that torch knows nothing of: an address, a length and a device.
 
-DLPack names the device, so torch asks nobody whose the address is. (CUDA's array interface makes it
-ask the driver, which cannot say before something is mapped there.)
+DLPack names the device, so torch does not ask whose the address is. (CUDA's array interface makes
+it ask the driver, which cannot say before something is mapped there.)
 
 Source: DLPack, include/dlpack/dlpack.h
 """

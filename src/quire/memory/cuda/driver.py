@@ -140,7 +140,7 @@ class Driver:
         return int(nbytes)
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes of the device that nobody has, and all it has."""
+        """Bytes of the device that are free, and all it has."""
         with self._current():
             free, total = self._checked("cuMemGetInfo", self._functions.cuMemGetInfo())
         return int(free), int(total)

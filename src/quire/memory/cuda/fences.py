@@ -1,4 +1,4 @@
-"""When nobody uses any more what was given back: an event on each stream that uses memory.
+"""From when on memory that was given back is unused: an event on each stream that uses memory.
 
 An event has passed when its stream has done all that it was given before. Events are used again.
 """

@@ -81,7 +81,7 @@ class Granules:
         self._ready: list[Granule] = []  # kept, and mapped nowhere
         self._parked: dict[Granule, Place] = {}  # kept, the one that has waited longest first
         self._hidden: deque[_Hidden] = deque()  # oldest first
-        self._forsaken: deque[PageTable] = deque()  # of ranges that nobody refers to
+        self._forsaken: deque[PageTable] = deque()  # of ranges without a reference
         self._leaving: list[PageTable] = []  # the same, taken note of
 
     @property
@@ -182,7 +182,7 @@ class Granules:
         return PageTable(self._driver.reserve(nbytes, alignment), nbytes, parks=parks)
 
     def forsake(self, table: PageTable) -> None:
-        """Nobody refers to these addresses: the next call gives them back, and what is there.
+        """No object refers to these addresses: the next call gives them back, and what is there.
 
         For finalizers, which may run on any thread and in the middle of any call.
         """
@@ -288,7 +288,7 @@ class Granules:
             log.warning("memory is not given back yet; that is tried again: %s", str(error))
 
     def __del__(self) -> None:
-        # Nobody has addresses here any more, so this is the last occasion. At the end of the
+        # No object has addresses here any more, so this is the last occasion. At the end of the
         # process, or in a forked one, the driver refuses, and does not need to be asked.
         with suppress(Exception):
             self.keep_bytes = self.hold_bytes = 0

@@ -52,7 +52,7 @@ class CudaResident:
         try:
             memory.prepare(wanted)
         except MemoryUnavailable as error:
-            log.debug("no page is prepared: %s", str(error))  # who needs one, is told
+            log.debug("no page is prepared: %s", str(error))  # a commit that needs one raises
 
     def watch(self) -> None:
         """Nothing is swapped out here."""
@@ -74,7 +74,7 @@ class CudaResident:
         try:
             torch.cuda.empty_cache()
         except RuntimeError as error:  # as while a graph is captured in another thread
-            log.warning("torch keeps memory that nobody uses: %s", str(error).partition("\n")[0])
+            log.warning("torch keeps unused memory: %s", str(error).partition("\n")[0])
 
     @property
     def kept_bytes(self) -> int:

@@ -171,7 +171,7 @@ class Addresses:
         self._calls.hide(self.start + offset, nbytes)
 
     def forget(self) -> None:
-        """Show nothing more, for good: there is nobody who could repeat the call."""
+        """Show nothing more, for good. Never fails: no caller could repeat the call."""
         try:
             self.hide(0, self.nbytes)
         except OSError as error:

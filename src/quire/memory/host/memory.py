@@ -31,8 +31,8 @@ class HostMemory:
     zero to it and given back by mapping a fresh one over it. Slower; chosen by itself, and logged,
     where the kernel lacks the calls above: Linux before 5.14, macOS.
 
-    With ``huge_pages`` a piece is backed by huge pages as far as it covers them whole: for those
-    who commit long pieces. With ``locked`` no page is ever swapped out; such memory has no heaps.
+    With ``huge_pages`` a piece is backed by huge pages as far as it covers them whole: for callers
+    that commit long pieces. With ``locked`` no page is ever swapped out; such memory has no heaps.
 
     Raises: MemoryUnavailable where pages cannot be locked, or not one can be had.
     """
@@ -104,7 +104,7 @@ class HostRegion:
     """One mapping, shared between this object (until ``close``) and the tensors over it.
 
     Nothing here unmaps: Python does when the last of them is gone, so no tensor can dangle. A
-    forked child has a region of its own, without pages; what it does there is nobody else's matter.
+    forked child has a region of its own, without pages; what it does there changes no other region.
     """
 
     __slots__ = (

@@ -77,7 +77,7 @@ def cuda_devices() -> tuple[DeviceMemory | str, ...]:
 
 
 class CudaGauge:
-    """One device, asked several times a second. Nobody says who waits for memory of it."""
+    """One device, asked several times a second. Who waits for its memory is not known."""
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -13,7 +13,7 @@ class NumaNode:
 
     node_id: int
     total_bytes: int
-    available_bytes: int  # free, or file pages that nobody reads
+    available_bytes: int  # free, or file pages not in use
     allowed: bool  # to this process, by cpuset.mems
 
 

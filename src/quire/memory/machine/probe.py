@@ -262,7 +262,7 @@ def cgroup_folders(
 def _cgroup_bound(
     root: Path, name: str, folder: Path, limit: str, usage: str, prefix: str
 ) -> Iterator[MemoryBound]:
-    """The group's bound, if it has one. File pages that nobody reads are as good as free."""
+    """The group's bound, if it has one. File pages that are not in use are as good as free."""
     limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
     if limit_bytes is not None and used is not None and limit_bytes < _CGROUP_V1_UNLIMITED:
         stat = read_table(folder / "memory.stat")

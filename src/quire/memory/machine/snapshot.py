@@ -87,7 +87,7 @@ class Machine:
 
     @property
     def hint(self) -> tuple[int, str]:
-        """The most that a process should use, whatever others use; and who says so."""
+        """The most that a process should use, whatever others use; and what says so."""
         if self.device is not None:
             return self.device.total_bytes, self.device.name
         if self.working_set_bytes is not None:
@@ -183,7 +183,7 @@ def read_pressure(path: Path) -> Pressure | None:
 
 
 def cgroup_version(root: Path = _ROOT) -> CgroupVersion:
-    """Which control groups this process is in, and who of them limits memory (hybrid: v1 may)."""
+    """Which control groups this process is in, and which of them limits memory (hybrid: v1 may)."""
     lines = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines()]
     v2 = any(line[:2] == ["0", ""] for line in lines)
     v1 = any(len(line) == 3 and line[1] for line in lines)

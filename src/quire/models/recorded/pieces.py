@@ -18,7 +18,7 @@ class Pieces:
         self._lent: dict[int, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Of a tensor's shape, strides and dtype, in memory that nobody sees."""
+        """Of a tensor's shape, strides and dtype, in memory that only a recording uses."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
         nbytes = 1 << ((last + 1) * tensor.itemsize - 1).bit_length()

@@ -2,7 +2,7 @@
 
 Tokens that go on from a state are rows of one batch; every other chunk is a batch by itself. What
 a step tells the device of that are its tokens' places and, for each group of layers that keep
-states, a slot for each row. A step that was captured is padded: rows of nobody have the slot -1.
+states, a slot for each row. A step that was captured is padded: rows of padding have the slot -1.
 """
 
 from collections.abc import Sequence
@@ -53,8 +53,8 @@ class StateBatch:
     slots: tuple[Array, ...]  # i64[S] in each group, in the same order
 
     @classmethod
-    def of_nobody(cls, size: int, num_groups: int) -> "StateBatch":
-        """A step of padding, a token each."""
+    def padding(cls, size: int, num_groups: int) -> "StateBatch":
+        """A step of ``size`` rows of padding, a token each."""
         return cls(
             rows=(Rows(members=tuple(range(size)), num_tokens=1, goes_on=True),),
             places=np.arange(size),
@@ -68,7 +68,7 @@ class StateBatch:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some of its rows are nobody's."""
+        """Whether some of its rows are padding."""
         return any(bool((own < 0).any()) for own in self.slots)
 
     @property
@@ -77,12 +77,12 @@ class StateBatch:
         return [self.places, *self.slots]
 
     def padded(self, size: int) -> "StateBatch":
-        """With rows of nobody, of a step that only goes on."""
+        """With rows of padding, of a step that only goes on."""
         assert self.only_goes_on, "other rows have no padding"
-        nobody = self.of_nobody(size, len(self.slots))
+        padding = self.padding(size, len(self.slots))
         room = (0, size - len(self.places))
         slots = tuple(np.pad(own, room, constant_values=-1) for own in self.slots)
-        return replace(nobody, slots=slots)
+        return replace(padding, slots=slots)
 
     def chunk(self, number: int) -> "StateBatch":
         """One of the step's chunks, by itself."""

@@ -33,7 +33,7 @@ from quire.strategies import Accounting, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptStates:
-    """A layer's states of all sequences, and who brings a step's into a batch and back."""
+    """A layer's states of all sequences, and what brings a step's into a batch and back."""
 
     convolutions: tuple[Tensor, ...]  # [slots, channels, width], each
     scans: tuple[Tensor, ...]  # [slots, …], each

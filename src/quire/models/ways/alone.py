@@ -3,8 +3,9 @@
 What does not attend through Transformers' interface, or reads masks itself (ALiBi, biases kept as
 buffers), cannot have the tokens of several sequences in one row. Each chunk then goes through the
 model by itself, with the model's own attention and masks. It sees a cache of Transformers' kind
-that holds this one sequence: where that lies, who shares it and who has room stays with the storage
-and the accounting. So does an encoder-decoder go, each of whose texts reads its own ``source``.
+that holds this one sequence: where that lies, which sequences share it and which have room stays
+with the storage and the accounting. Encoder-decoders go the same way: each text reads its own
+``source``.
 """
 
 import inspect
@@ -34,7 +35,7 @@ class LoneModel:
         self,
         model: PreTrainedModel,
         stand_ins: StandIns | None = None,
-        watch: ModelWatch | None = None,  # who has it looked at before each pass
+        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins

@@ -67,7 +67,7 @@ class Step:
 class EngineCache:
     """What a model sees as its ``past_key_values`` during one step (the write seam)."""
 
-    layers: tuple[Any, ...] = ()  # whoever looks in finds nothing that came from outside
+    layers: tuple[Any, ...] = ()  # a model that looks in finds no entries from outside
     is_compileable = False
     is_initialized = True  # no chunk is anything but a continuation
 
@@ -203,7 +203,7 @@ def _attend_expanded(
     spec: AttentionSpec,
     **options: Any,
 ) -> Tensor:
-    """Over keys and values that are kept by nobody, and need not be of a kind that is."""
+    """Over keys and values that no cache keeps; their kind need not be one that is kept."""
     key = ("expanded", spec.entry_shapes)
     if key not in batch.memo:
         serves = backend.unsupported(spec, q.device) is None

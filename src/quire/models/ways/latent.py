@@ -139,7 +139,7 @@ class LatentLayers:
 
 
 def _kept(several: Collection[AbsorbedLatent]) -> Kept:
-    """What must still be there: linear layers, their weights, and nobody who listens to them."""
+    """What must still be there: linear layers and their weights, and no hook on them."""
     slots: list[Slot] = []
     for each in several:
         slots += slots_of(each.module._modules, each.linear._parameters)

@@ -27,7 +27,7 @@ class PackedModel:
         self,
         model: PreTrainedModel,
         stand_ins: StandIns | None = None,
-        watch: ModelWatch | None = None,  # who has it looked at before each pass
+        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
         *,
         latents: Mapping[int, LatentAttention] | None = None,  # layers that keep them
         gathers: bool = False,  # every layer: its model changes what was kept

@@ -28,7 +28,7 @@ def core_hits(
     Raises: ConfigError for an unknown policy.
     """
     accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
-    # A hit leaves at least one token to compute. A last token that nobody else has makes that one.
+    # A hit leaves at least one token to compute, so each prompt gets a last token of its own.
     own = prompts.num_blocks
     hit_tokens = 0
     for request in range(prompts.num_requests):

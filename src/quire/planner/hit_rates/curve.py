@@ -1,7 +1,7 @@
 """How much of a trace's prompts a prefix cache finds, by its size and by what it evicts first.
 
 ``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` is the whole of it. Of what was not found
-it says why: nobody had asked it before (cold), it had been evicted, or it filled no block. LRU is
+it says why: no prompt had it before (cold), it had been evicted, or it filled no block. LRU is
 computed for all sizes at once, the other policies each by the engine's own core, and the optimum
 beside them knows the future. Drawing is left to the command line and to the report.
 

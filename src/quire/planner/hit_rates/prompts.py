@@ -1,9 +1,9 @@
 """Which prompts of a trace begin alike: a tree of stretches of blocks, and where each prompt ends.
 
 A stretch is a run of blocks that no prompt leaves or enters in the middle, so that its blocks are
-always used together; a prompt is a path of stretches from the root. Whoever follows prompts looks
-at stretches, of which there are few, not at blocks. Ids need not stand for all before them: equal
-ids are one block where all before them are equal too.
+always used together; a prompt is a path of stretches from the root. To follow prompts is to look at
+stretches, of which there are few, not at blocks. Ids need not stand for all before them: equal ids
+are one block where all before them are equal too.
 
 A block's number is its stretch's first number and its place in there.
 """
@@ -101,8 +101,8 @@ def prompts_of(
     """Read a trace to its end.
 
     ``block_tokens``: join so many tokens' ids to a block; None: an id is a block. ``whole_blocks``:
-    the end of a prompt that fills no block is kept by nobody, as in an engine; else it is a block
-    of its own, as in the traces' own figures.
+    the end of a prompt that fills no block is not kept, as in an engine; else it is a block of its
+    own, as in the traces' own figures.
 
     Raises: ConfigError.
     """

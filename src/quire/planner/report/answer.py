@@ -12,7 +12,7 @@ Figure: TypeAlias = Callable[[SimulationResult], float]
 
 
 def answers(report: Report) -> list[str]:
-    """Who serves most, who waits least, who wastes least; of one variant, how it does."""
+    """Say which variant serves most, waits least and wastes least; of a single one, how it does."""
     variants = [each for each in report.variants if each.result.num_requests]
     if not variants:
         return ["No request came: there is nothing to say."]

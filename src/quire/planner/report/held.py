@@ -1,7 +1,7 @@
 """Bytes held against tokens generated, by each strategy's own accounting.
 
 One sequence from its first token to the longest, and the first requests of a trace, each generating
-a token a step. Memory is ample, so that nobody waits: what is compared is what they ask for.
+a token a step. Memory is ample, so that none waits: what is compared is what they ask for.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ USED, EMPTY, CACHED = 0.95, 0.24, 0.5
 _KEYS = (
     ("used", "used: tokens that are still read"),
     ("empty", "empty: held, and no token's"),
-    ("cached", "cached: nobody's, kept in case somebody begins alike"),
+    ("cached", "cached: of no sequence, kept for prompts that begin alike"),
     ("solid", "requests running"),
     ("dashed", "requests waiting"),
 )

@@ -8,7 +8,7 @@ _KEYS = (
     ("later", "empty, and filled later"),
     ("empty", "empty, and never filled (internal fragmentation)"),
     ("cached", "cached"),
-    ("pieces", "not committed, and in pieces too small for who waits (external fragmentation)"),
+    ("pieces", "not committed, and in pieces too small for what waits (external fragmentation)"),
     ("free", "not committed"),
 )
 
@@ -19,10 +19,11 @@ def utilization_section(report: Report) -> Section:
         name="utilization",
         title="What memory was used for",
         text=[
-            "Means over time. Utilization is what is used of what sequences hold; what is only "
-            "cached anybody gets who needs it. What is held and empty is either filled later, "
-            "before its sequence ends, or never. The paper of PagedAttention (Kwon et al. 2023) "
-            "measured 20 to 38 % where the maximum is reserved, and 96 % in blocks."
+            "Means over time. Utilization is what is used of what sequences hold. What is only "
+            "cached does not count: it goes to a sequence that needs room. What is held and empty "
+            "is either filled later, before its sequence ends, or never. The paper of "
+            "PagedAttention (Kwon et al. 2023) measured 20 to 38 % where the maximum is reserved, "
+            "and 96 % in blocks."
         ],
         keys=_KEYS,
         bars=[_bar(each, color) for each, color in zip(report.variants, colors, strict=True)],

@@ -26,7 +26,7 @@ def prompt_of(request: TraceRequest, number: int, *, longest: int | None = None)
     token_ids: list[int] = []
     for hash_id in ids:
         token_ids += _stretch(hash_id, each)
-    if len(token_ids) < num_tokens:  # more than its hash ids stand for: nobody else's
+    if len(token_ids) < num_tokens:  # tokens beyond its hash ids are its own
         rest = num_tokens - len(token_ids)
         token_ids.append(-1 - 2 * (number % _NUM_OWN))
         token_ids += [_FILLER] * (rest - 1)

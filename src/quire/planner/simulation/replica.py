@@ -26,7 +26,7 @@ _PROBE = -1  # sequences count from 0
 @final
 class Replica:
     """``ended`` hears of each sequence that has; ``by_steps`` takes none of them together;
-    ``waste`` is told who comes and ends, and looks now and then.
+    ``waste`` is told which come and end, and looks now and then.
 
     ``now_s`` is where its clock is. What happens at one moment happens in this order: a step ends,
     requests come, the next step begins.
@@ -53,8 +53,8 @@ class Replica:
         self._may_stride = Reach(cache.accounting.groups).is_full
         self._coming: deque[tuple[TraceRequest, int]] = deque()
         self._params: dict[int, SamplingParams] = {}  # by their one number: to check takes time
-        # Only those who are first can come into a step; the others wait as what they are in a
-        # trace, which takes no room. Where somebody may overtake, all must be known.
+        # Only the first requests can come into a step; the others wait as what they are in a
+        # trace, which takes no room. Where requests may overtake, all must be known.
         limits = self.scheduler.limits
         self._most_known = limits.max_num_seqs + 1 if limits.policy == "fcfs" else 2**62
 
@@ -103,7 +103,7 @@ class Replica:
             self._note()
 
     def step(self) -> None:
-        """One step, with whoever has come; nothing where nobody has."""
+        """One step, with the requests that have come; nothing where none has."""
         self._let_in()
         self._step()
 

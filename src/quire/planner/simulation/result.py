@@ -37,7 +37,7 @@ class SimulationResult:
     # Means over time.
     used_bytes: float  # entries that a later token can still read
     committed_bytes: float
-    cached_bytes: float  # … held by nobody
+    cached_bytes: float  # … that no sequence holds
     num_running: float
     num_waiting: float
     peak_committed_bytes: int  # of one replica
@@ -46,7 +46,7 @@ class SimulationResult:
 
     # Means over time, where it was looked at; None: it was not, or there was none.
     later_fraction: float | None = None  # of what is held and empty: filled later, not wasted
-    pieces_fraction: float | None = None  # of what is not committed: enough, and in no one piece
+    pieces_fraction: float | None = None  # of what is not committed: enough, and in several pieces
 
     latencies: dict[str, dict[str, float]]
     goals: dict[str, float | None]

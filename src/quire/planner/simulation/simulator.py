@@ -46,7 +46,7 @@ class Watch(Protocol):
 
 
 class Unwatched:
-    """Nobody looks."""
+    """A simulation without a watcher."""
 
     def ended(self, replica: int, sequence: EngineSequence) -> None:
         """Nothing to do."""

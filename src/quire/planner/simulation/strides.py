@@ -1,7 +1,7 @@
 """Several steps of decoding at once, where they can only be alike: what makes a simulation fast.
 
-While nobody comes and nobody is still taking in a prompt, a step gives each running sequence a
-token, and the scheduler decides nothing. As long as there is room for all of them and a token
+While no request comes and no sequence still computes its prompt, a step gives each running sequence
+a token, and the scheduler decides nothing. As long as there is room for all of them and a token
 changes nothing but counts and new room (``Accounting.steady_tokens``), it makes no difference
 whether the cache hears of every step or of all of them together. The clock goes on step by step, up
 to the one in which the first sequence ends.
@@ -27,7 +27,7 @@ MOST_STEPS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """The moments at which its steps end, and who decodes."""
+    """The moments at which its steps end, and the sequences that decode."""
 
     moments_s: list[float]
     sequences: list[Sequence]
@@ -42,7 +42,7 @@ def find_stride(
 ) -> Stride | None:
     """The steps that begin before ``until_s`` and can only be alike, if there are any."""
     if scheduler.num_waiting and scheduler.num_running < scheduler.limits.max_num_seqs:
-        return None  # somebody comes
+        return None  # a sequence may come into the next step
     sequences = scheduler.decoding
     if not sequences or not _decides_nothing(scheduler, sequences):
         return None
@@ -53,7 +53,7 @@ def find_stride(
 
 
 def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> list[Sequence]:
-    """Carry it out; the caller's clock goes to the last of its moments. Returns: who has ended."""
+    """Carry it out; the caller's clock goes to the last of its moments. Returns: what has ended."""
     count, sequences = len(stride.moments_s), stride.sequences
     seq_ids = [s.seq_id for s in sequences]
     ends = [len(s.token_ids) + count - 1 for s in sequences]
@@ -82,7 +82,7 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     if len(sequences) > limits.max_num_batched_tokens:
         return False
     if scheduler.num_waiting:
-        # For a seat, as has been seen, and nobody will be displaced for one.
+        # They wait for a seat, as has been seen, and no sequence will be displaced for one.
         grade = POLICIES[limits.policy].grade
         same = len({grade(s) for s in sequences}) == 1 and limits.policy != "priority"
         if not same:
@@ -101,7 +101,7 @@ def _last(scheduler: Scheduler, sequence: Sequence) -> int:
 
 
 def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
-    """Up to the first end, as long as everybody stays steady and there is room."""
+    """Up to the first end, as long as all sequences stay steady and there is room."""
     lengths, most, count = list[int](), list[int](), MOST_STEPS
     for s in sequences:
         num_tokens, num_prompt_tokens = len(s.token_ids), len(s.request.prompt_token_ids)

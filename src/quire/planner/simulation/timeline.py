@@ -1,6 +1,6 @@
 """What was held when, in a bounded number of points, and its means over time.
 
-It is noted at the end of each step in which somebody came, moved on or ended. Between two notes
+It is noted at the end of each step in which a sequence came, moved on or ended. Between two notes
 sequences only decode, so that what they hold goes in a line from one to the other.
 """
 
@@ -17,7 +17,7 @@ class State:
 
     used_bytes: int  # entries that a later token can still read
     committed_bytes: int
-    cached_bytes: int  # held by nobody, kept in case somebody begins alike
+    cached_bytes: int  # that no sequence holds, kept for prompts that begin alike
     num_running: int
     num_waiting: int
 

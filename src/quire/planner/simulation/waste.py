@@ -2,8 +2,8 @@
 
 An engine cannot know the first: it does not know how long answers get. A trace says it. So of what
 is empty a part is filled *later*, before its sequence ends, and the rest never is (internal
-fragmentation). What is free is *in pieces* while there is enough of it for who waits first, and no
-hole is long enough (external fragmentation); only where sequences get ranges.
+fragmentation). What is free is *in pieces* while there is enough of it for the first that waits,
+and no hole is long enough (external fragmentation); only where sequences get ranges.
 
 Moments are looked at ever less often, so that any length of time costs the logarithm of it.
 
@@ -49,7 +49,7 @@ class Waste:
         self._ends.pop(seq_id, None)
 
     def note(self, now_s: float) -> None:
-        """Somebody may have come, moved on or ended."""
+        """Sequences may have come, moved on or ended."""
         if now_s < self._next_s or now_s <= self._last_s:
             return
         seconds = now_s - self._last_s
@@ -64,7 +64,7 @@ class Waste:
         self._next_s = now_s * (1 + _EVERY_FRACTION)
 
     def skip(self, now_s: float) -> None:
-        """Nobody was there until now."""
+        """No sequence was there until now."""
         self._last_s = max(self._last_s, now_s)
 
     @staticmethod
@@ -86,7 +86,7 @@ class Waste:
         )
 
     def is_in_pieces(self, free_bytes: int) -> bool:
-        """Whether who waits first would have room in what is free, if that were one piece."""
+        """Whether the first that waits would have room in what is free, if that were one piece."""
         cache = self._accounting
         if not isinstance(cache, ContiguousAccounting):
             return False
