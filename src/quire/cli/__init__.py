@@ -85,9 +85,9 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from quire import __version__
+        from importlib.metadata import version  # takes as long as the rest of --help
 
-        typer.echo(f"quire {__version__}")
+        typer.echo(f"quire {version('quire')}")
         raise typer.Exit
 
 
