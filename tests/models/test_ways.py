@@ -307,6 +307,18 @@ def test_in_fewer_bits_a_window_in_the_mask_alone_is_seen_too() -> None:
         assert taken(world) == "alone"
 
 
+def test_in_fewer_bits_the_few_tokens_past_a_window_are_judged_by_themselves() -> None:
+    model = tiny_model("mistral").bfloat16()
+    with world_of(model, kept_as="bfloat16") as world:
+        trial = Trial(world.loaded, [sliding(9)], torch.bfloat16, 64)
+        logits = alone(model, torch.tensor([trial.token_ids]))[0].float()
+        first = len(logits) - 3
+        trial.judge(logits, first)
+        logits[first:] = logits[first:].flip(-1)
+        with pytest.raises(UnsupportedModel, match="of the largest"):
+            trial.judge(logits, first)
+
+
 @pytest.mark.parametrize("row", [2, 15])
 def test_what_is_no_number_is_never_right(row: int) -> None:
     model = tiny_model("mistral")

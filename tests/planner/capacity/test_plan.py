@@ -77,6 +77,14 @@ def test_every_strategy_under_every_rule_and_the_options_among_them() -> None:
     assert given.cell.kv_bytes == GIB
 
 
+def test_bytes_that_a_rule_refuses_hold_nothing() -> None:
+    asked = 4096 * GIB
+    found = planned("Llama-3.1-8B", card("h100"), kv_cache_memory_bytes=asked)
+    assert found.ledger.refusal is not None
+    assert found.ledger.kv_bytes == asked
+    assert (found.cell.kv_bytes, found.cell.num_sequences) == (0, 0)
+
+
 def test_reserving_the_longest_wastes_and_blocks_do_not() -> None:
     cells = {
         cell.strategy: cell
