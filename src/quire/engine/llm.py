@@ -37,14 +37,6 @@ log = logging.getLogger(__name__)
 Observer: TypeAlias = Callable[[Usage], None]
 
 _USAGE_AGE_S = 0.25  # how old what is noted of it may be when a step begins
-_NOTHING = Usage(
-    reserved_bytes=0,
-    committed_bytes=0,
-    used_bytes=0,
-    num_sequences=0,
-    num_tokens=0,
-    page_table_bytes=0,
-)
 
 
 class LLM:
@@ -419,7 +411,7 @@ class LLM:
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
             parts.callback(self._tell_the_end, End(reason, detail))
-            self._noted_usage = _NOTHING
+            self._noted_usage = Usage.nothing()
             self.engine.close(reason, detail)
 
     def _tell_the_end(self, end: End) -> None:

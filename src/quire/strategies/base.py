@@ -122,6 +122,18 @@ class Usage:
     def wasted_bytes(self) -> int:
         return self.committed_bytes - self.used_bytes - self.cached_bytes
 
+    @classmethod
+    def nothing(cls) -> "Usage":
+        """Make the usage of a cache that is not there yet, or no longer."""
+        return cls(
+            reserved_bytes=0,
+            committed_bytes=0,
+            used_bytes=0,
+            num_sequences=0,
+            num_tokens=0,
+            page_table_bytes=0,
+        )
+
 
 # -- the two protocols --------------------------------------------------------------------------
 

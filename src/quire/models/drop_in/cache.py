@@ -357,16 +357,7 @@ class DropInCache(Cache):
     def usage(self) -> Usage:
         """Bytes reserved, committed, used and wasted, as accounting knows them."""
         family = self._family_of_copies
-        if family is None:
-            return Usage(
-                reserved_bytes=0,
-                committed_bytes=0,
-                used_bytes=0,
-                num_sequences=0,
-                num_tokens=0,
-                page_table_bytes=0,
-            )
-        return family.usage()
+        return Usage.nothing() if family is None else family.usage()
 
     def close(self) -> None:
         """Give back what no copy holds. The cache can be used again, from the beginning."""
