@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,35 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
                 list(pieces)
         assert process.end() == 0
         assert not path.exists()
+
+
+STOPPED_EARLY = """
+import os, signal, sys
+
+class Told:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Told())
+sys.argv = ["quire", "serve", "--port", "0"]
+from quire.cli import main
+main()
+"""
+
+
+def test_a_stop_while_modules_are_imported_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_EARLY], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_stop_that_a_library_lost_is_heard_later() -> None:
+    heard: list[str] = []
+    with StopSignals(lambda: None) as signals:
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        signals.when_asked(lambda: heard.append("asked"))
+    assert heard == ["asked"]
 
 
 FAILING = """

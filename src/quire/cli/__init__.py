@@ -6,6 +6,7 @@ command waits for what only another one needs.
 
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from quire.errors import QuireError
+from quire.server.stop import ended_at_once
 
 # What each does: the first line of its own help, and the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -64,6 +66,12 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
 def main() -> None:
     """Run the command line; a Quire error is said on standard error, with exit code 1."""
     named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
+    # A server that is told to stop ends with 0, also while its modules are still imported.
+    with ended_at_once() if named == ["serve"] else nullcontext():
+        _run(named)
+
+
+def _run(named: list[str]) -> None:
     if named:
         from quire.config import keep_few_shapes, wait_patiently  # read what --help has no use for
 

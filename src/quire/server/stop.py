@@ -3,11 +3,27 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, final
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the process with 0 inside the block; in the main thread only.
+
+    For the time before it holds anything. What a handler raises while modules are imported may be
+    lost, so it raises nothing.
+    """
+    before = {each: signal.signal(each, lambda *_: os._exit(0)) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @final
@@ -27,8 +43,13 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def when_asked(self, function: Callable[[], object]) -> None:
-        """Call it at the first signal, instead of raising SystemExit."""
+        """Call it at the first signal, instead of raising SystemExit.
+
+        There may have been one: a library can lose what a handler raises in the midst of its code.
+        """
         self._when_asked = function
+        if self.asked is not None:
+            function()
 
     def __enter__(self) -> "StopSignals":
         self._before = {each: signal.signal(each, self._take) for each in _SIGNALS}
