@@ -49,10 +49,10 @@ def test_a_full_queue_refuses_and_has_room_when_one_begins() -> None:
         refused = refusal(own, ALICE)
         assert (refused.status, refused.code) == (503, "max_num_queued_reqs")
         assert "max_num_queued_reqs=2" in refused.message
-        assert own.refuse_early(BOB) == "max_num_queued_reqs"
+        with pytest.raises(Refused, match="max_num_queued_reqs"), own.arrive(BOB):
+            pass
         own.note_piece(first, 0)
-        assert own.refuse_early(BOB) is None
-        with one(own, BOB, 1, 5):
+        with own.arrive(BOB), one(own, BOB, 1, 5):
             assert own.num_under_way == 3
     assert (own.num_under_way, own.num_queued) == (0, 0)
 
@@ -154,17 +154,32 @@ def test_several_prompts_come_in_together_or_not_at_all() -> None:
     assert own.num_queued == own.num_under_way == 0
 
 
-def test_who_is_at_the_door_takes_a_place() -> None:
-    """While a body is read there is nothing in the queue yet, and memory is taken all the same."""
+def test_what_has_been_read_takes_a_place() -> None:
+    """While a prompt is made nothing is in the queue yet; a burst is bounded all the same."""
     own, _ = gate(queued=3)
+    with ExitStack() as door:
+        for _ in range(3):
+            door.enter_context(own.prepare())
+        for late in (own.prepare(), own.arrive(BOB)):
+            with pytest.raises(Refused) as refused:
+                door.enter_context(late)
+            assert refused.value.code == "max_num_queued_reqs"
+            assert refused.value.retry_after_s == 3
+        with one(own, ALICE, 2, 5):  # one of the three, which is in front of the others
+            pass
+    with own.prepare(), own.prepare(), own.prepare():
+        pass
+
+
+def test_what_has_not_come_yet_counts_for_its_key_alone() -> None:
+    own, _ = gate(queued=1, each=3)
     with ExitStack() as door:
         for _ in range(3):
             door.enter_context(own.arrive(ALICE))
         with pytest.raises(Refused) as refused:
-            door.enter_context(own.arrive(BOB))
-        assert refused.value.code == "max_num_queued_reqs"
-        assert refused.value.retry_after_s == 3
-        with one(own, ALICE, 2, 5):  # one of the three, which is in front of the others
+            door.enter_context(own.arrive(ALICE))
+        assert (refused.value.status, refused.value.code) == (429, "max_num_reqs_per_key")
+        with own.arrive(BOB), own.prepare(), one(own, BOB, 1, 5):
             pass
-    with own.arrive(BOB), own.arrive(BOB), own.arrive(BOB):
+    with own.arrive(ALICE):
         pass

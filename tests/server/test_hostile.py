@@ -1,18 +1,23 @@
 """Requests made to cost more than they may: each is refused in words, and leaves nothing."""
 
+import asyncio
 import gc
+import gzip
 import json
 from collections import Counter
+from threading import Event
 from typing import Any
 
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.guard.bodies import Bodies
+from quire.server.guard.keys import Caller
+from quire.server.guard.shares import Bodies, TextThreads
 from quire.server.wire import body as body_module
 from quire.server.wire.body import parse
 from quire.server.wire.errors import Refused
 from server.asking import Client, nothing_runs, run, serving
+from server.random_requests import TEMPLATE
 from server.sockets import listening, posting, until
 
 AT = "/v1/completions"
@@ -122,7 +127,13 @@ def test_hostile_requests_are_refused_and_nothing_grows() -> None:
 def _kept() -> Counter[str]:
     """Objects of what a request goes through, by type. What a model has recorded is its own."""
     gc.collect()
-    names = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
+    # Of timers that were cancelled a loop keeps up to a hundred.
+    there = (
+        each
+        for each in gc.get_objects()
+        if not (isinstance(each, asyncio.TimerHandle) and each.cancelled())
+    )
+    names = (f"{type(each).__module__}.{type(each).__name__}" for each in there)
     rooms = ("quire.server", "quire.engine", "asyncio", "starlette", "_asyncio")
     return Counter(name for name in names if name.startswith(rooms))
 
@@ -156,34 +167,177 @@ def test_a_body_of_too_many_values_is_not_even_parsed(monkeypatch: pytest.Monkey
         parse(b"[],[]," * 2**20)
 
 
-def test_bodies_in_memory_are_bounded_together() -> None:
+ALICE, BOB = Caller(number=0, salt="a"), Caller(number=1, salt="b")
+
+
+def test_bodies_in_memory_are_bounded_together_and_no_key_takes_all() -> None:
     bodies = Bodies(100)
-    with bodies.one() as first, bodies.one() as second:
-        first(60)
-        with pytest.raises(Refused) as refused:
-            second(41)
-        assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-        second(40)
-        assert bodies.num_bytes == 100
+    with bodies.one(ALICE) as first, bodies.one(ALICE) as second, bodies.one(BOB) as other:
+        first(30)
+        second(20)
+        for more in (first, second):
+            with pytest.raises(Refused) as refused:
+                more(1)
+            assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+        other(25)
+        with pytest.raises(Refused):
+            other(1)
+        assert bodies.num_bytes == 75
     assert bodies.num_bytes == 0
 
+
+UNFINISHED = (
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [5]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/completions", BRIEF),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), UNFINISHED)
+def test_unfinished_bodies_of_one_key_refuse_no_other(path: str, body: Any) -> None:
     async def ask() -> None:
-        async with listening(ServerConfig(max_request_bytes=1024)) as server:
+        config = ServerConfig(
+            max_request_bytes=1024, api_key=("alice", "bob"), chat_template=TEMPLATE
+        )
+        async with listening(config) as server:
             own = server.client.service.bodies
-            data = posting(b"x" * 1024, "/tokenize")
+            data = posting(b"x" * 1024, path, x_api_key="alice")
             peers = [await server.connect() for _ in range(16)]
             for peer in peers:
                 await peer.send(data[:-1])
-            await until(lambda: own.num_bytes == 16 * 1023)
-            late = await server.connect()
-            await late.send(data)
-            assert (await late.answer())[0] == 503
+            await until(lambda: own.num_bytes > 7 * 1024)
+            bob = await server.connect()
+            await bob.send(posting(body, path, x_api_key="bob"))
+            status, answer = await bob.answer()
+            assert status == 200, answer
             for peer in peers:
                 peer.close()
             await until(lambda: not own.num_bytes)
-            again = await server.connect()
-            await again.send(posting({"prompt": "a"}, "/tokenize"))
-            assert (await again.answer())[0] == 200
+
+    run(ask())
+
+
+@pytest.mark.parametrize(("path", "body"), UNFINISHED)
+def test_headers_alone_of_one_key_take_no_place_of_anothers(path: str, body: Any) -> None:
+    """Nor more of its own than it may have under way."""
+
+    async def ask() -> None:
+        config = ServerConfig(
+            max_num_queued_reqs=2,
+            max_num_reqs_per_key=3,
+            api_key=("alice", "bob"),
+            chat_template=TEMPLATE,
+        )
+        async with listening(config) as server:
+            gate = server.client.service.gate
+            alice = posting(body, path, x_api_key="alice").partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            peers = [await server.connect() for _ in range(4)]
+            for peer in peers:
+                await peer.send(alice)
+            assert (await peers[-1].answer())[0] == 429
+            bob = await server.connect()
+            await bob.send(posting(body, path, x_api_key="bob"))
+            status, answer = await bob.answer()
+            assert status == 200, answer
+            for peer in peers:
+                peer.close()
+            await nothing_runs(server.client)
+            await until(lambda: not gate.num_arrived)
+
+    run(ask())
+
+
+def test_a_body_has_to_come_as_a_whole_in_time() -> None:
+    async def ask() -> None:
+        async with listening(ServerConfig(body_timeout=0.2)) as server:
+            peer = await server.connect()
+            data = posting(BRIEF)
+            await peer.send(data[:-1])
+            answer = await peer.rest()
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408")
+            assert b"connection: close" in head.lower()
+            assert b"0.2 s (body_timeout)" in body
+            assert server.client.service.bodies.num_bytes == 0
+
+    run(ask())
+
+
+@pytest.mark.parametrize("packing", ["gzip", "br", "identity, gzip", "x" * 100])
+def test_a_packed_body_is_refused_by_its_header(packing: str) -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            body = gzip.compress(json.dumps(BRIEF).encode())
+            answer = await client.post(AT, body, content_encoding=packing)
+            assert answer.status == 415
+            assert f"content-encoding: {packing[:60]!r}" in answer.error["message"]
+            assert (await client.post(AT, BRIEF, content_encoding="Identity")).status == 200
+
+    run(ask())
+
+
+TOO_LONG = "word " * 200_000
+CHAT = [{"role": "user", "content": TOO_LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (AT, {"prompt": TOO_LONG}),
+        (AT, {"prompt": TOO_LONG, "truncate_prompt_tokens": 5}),
+        (AT, {"prompt": ["a", TOO_LONG]}),
+        ("/tokenize", {"prompt": TOO_LONG}),
+        ("/tokenize", {"messages": CHAT}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": CHAT}),
+        ("/v1/responses", {"input": TOO_LONG}),
+        ("/v1/responses", {"input": TOO_LONG, "truncation": "auto"}),
+    ],
+)
+def test_what_cannot_fit_is_not_tokenized_first(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        async with serving(ServerConfig(chat_template=TEMPLATE)) as client:
+            tokenizer = client.service.llm.llm.tokenizer
+            lengths: list[int] = []
+
+            def counted(own: Any, text: str, *args: Any, **kwargs: Any) -> Any:
+                lengths.append(len(text))
+                return before(own, text, *args, **kwargs)
+
+            before = type(tokenizer).__call__
+            monkeypatch.setattr(type(tokenizer), "__call__", counted)
+            answer = await client.post(path, body)
+            assert answer.status == 400, answer.body
+            assert "max_model_len" in answer.error["message"]
+            assert max(lengths, default=0) < 100
+
+    run(ask())
+
+
+def test_texts_of_one_key_do_not_hold_up_anothers() -> None:
+    """However many of them there are: a key has half of the threads, and its others wait."""
+
+    async def ask() -> None:
+        threads = TextThreads()
+        for num_bytes in (10, 2**20):
+            go_on = Event()
+            held = [
+                asyncio.ensure_future(threads.run(go_on.wait, ALICE, num_bytes=num_bytes))
+                for _ in range(20)
+            ]
+            left = asyncio.ensure_future(threads.run(go_on.wait, ALICE, num_bytes=num_bytes))
+            await asyncio.sleep(0)
+            left.cancel()  # gives no turn away before its thread has ended
+            async with asyncio.timeout(20):
+                assert await threads.run(lambda: "b", BOB, num_bytes=num_bytes) == "b"
+                assert not any(each.done() for each in held)
+                go_on.set()
+                assert await asyncio.gather(*held) == [True] * 20
+        threads.close()
 
     run(ask())
 

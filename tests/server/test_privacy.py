@@ -101,7 +101,7 @@ def lines_with_canary(said: io.StringIO) -> list[str]:
 
 
 def test_no_log_and_no_metric_says_what_was_sent() -> None:
-    config = ServerConfig(api_key=(KEY,), trust_request_chat_template=True)
+    config = ServerConfig(api_key=(KEY,))
 
     async def ask() -> None:
         with everything_logged() as said:
@@ -153,7 +153,7 @@ def test_what_fails_is_logged_without_what_was_sent(monkeypatch: pytest.MonkeyPa
 def test_an_error_quotes_no_more_than_a_few_words() -> None:
     async def ask() -> None:
         long = f"{WORD} " * 2000
-        async with listening(ServerConfig(trust_request_chat_template=True)) as server:
+        async with listening(ServerConfig()) as server:
             for path, body in ASKED:
                 if isinstance(body, bytes):
                     continue

@@ -29,6 +29,7 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "max_logprobs": 0,
         "max_stored_response_bytes": 0,
         "max_background_responses": 0,
+        "timeout_keep_alive": 1,
     }
 )
 
@@ -99,9 +100,6 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "A Jinja template, or a file with one, instead of the model's.", panel=_MODEL
     )
-    trust_request_chat_template: bool = option(
-        False, "Let requests bring a chat template of their own.", panel=_MODEL
-    )
     tool_call_parser: str | None = option(None, "How this model writes tool calls.", panel=_MODEL)
     reasoning_parser: str | None = option(None, "How this model marks its reasoning.", panel=_MODEL)
     generation_config: str = option(
@@ -149,6 +147,15 @@ class ServerConfig:
         "it is cut off.",
         panel=_LIMITS,
     )
+    body_timeout: float = option(
+        300.0, "Seconds that a client has to send all of a request's body.", panel=_LIMITS
+    )
+    timeout_keep_alive: int = option(
+        75,
+        "Seconds that a connection stays open between two requests: longer than a proxy in front "
+        "keeps it.",
+        panel=_LIMITS,
+    )
     send_timeout: float = option(
         60.0,
         "Seconds after which a client that reads nothing of its answer is cut off.",
@@ -178,6 +185,7 @@ class ServerConfig:
         seconds("shutdown_timeout", self.shutdown_timeout, may_be_zero=True)
         seconds("read_timeout", self.read_timeout, may_be_zero=False)
         seconds("send_timeout", self.send_timeout, may_be_zero=False)
+        seconds("body_timeout", self.body_timeout, may_be_zero=False)
         one_of("uvicorn_log_level", self.uvicorn_log_level, _LOG_LEVELS)
         self._check_keys()
         self._check_names()

@@ -32,15 +32,11 @@ from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.entrance import Entrance, as_answer
 from quire.server.operations import Operation
 from quire.server.service import Service
-from quire.server.turnstile import Turnstile
 from quire.server.wire.errors import Refused
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
-    """All routes over one engine, which stays its owner's; they share ``app.state.service``.
-
-    ``app.state.turnstile`` may stand before them, where bytes come in.
-    """
+    """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
     service = Service(llm, config)
 
     @asynccontextmanager
@@ -61,18 +57,16 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
                 expose_headers=("x-request-id", "retry-after"),
             )
         )
-    entrances = [Entrance(service, operation) for operation in _operations(service)]
     app = Starlette(
         routes=[
-            Route(each.operation.path, each, methods=list(each.operation.methods))
-            for each in entrances
+            Route(each.path, Entrance(service, each), methods=list(each.methods))
+            for each in _operations(service)
         ],
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_allowed},
     )
     app.state.service = service
-    app.state.turnstile = Turnstile(service.gate, entrances)
     return app
 
 
@@ -80,11 +74,11 @@ def _operations(service: Service) -> list[Operation]:
     get, post = ("GET",), ("POST",)
     feed = Feed(service.llm, chats=bool(service.chat.template.source))
     all_of_them = [
-        Operation("/v1/completions", completions, post, joins_queue=True),
-        Operation("/v1/chat/completions", chat_completions, post, joins_queue=True),
-        Operation("/v1/messages", messages, post, dialect="anthropic", joins_queue=True),
+        Operation("/v1/completions", completions, post),
+        Operation("/v1/chat/completions", chat_completions, post),
+        Operation("/v1/messages", messages, post, dialect="anthropic"),
         Operation("/v1/messages/count_tokens", count_tokens, post, dialect="anthropic"),
-        Operation("/v1/responses", responses, post, joins_queue=True),
+        Operation("/v1/responses", responses, post),
         Operation("/v1/responses/{name}", response, get, queries=("stream", "starting_after")),
         Operation("/v1/responses/{name}", delete, ("DELETE",)),
         Operation("/v1/responses/{name}/cancel", cancel, post, refuses=(400,)),

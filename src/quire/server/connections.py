@@ -7,14 +7,13 @@ for as long as it likes.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, final
 
 import h11
-from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.server.wire.parts import Malformed, Parts
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class LoopErrors:
             self._said_s = now_s
             log.warning(
                 "nobody new is let in: %s; raise the limit of open files (ulimit -n), or lower "
-                "read_timeout",
+                "read_timeout or timeout_keep_alive",
                 context.get("exception"),
             )
 
@@ -73,64 +72,94 @@ class Connection(H11Protocol):
     some bytes that are no HTTP.
 
     ``read_timeout_s`` is for a request's header, and for each 64 KiB of its body;
-    ``send_timeout_s`` for each 64 KiB of an answer that waits to be taken. ``turned_away`` may
-    answer a request's bytes before they are parsed.
+    ``send_timeout_s`` for each 64 KiB of an answer that waits to be taken. Between two requests
+    uvicorn's own ``timeout_keep_alive`` counts.
     """
 
-    def __init__(
-        self,
-        *,
-        read_timeout_s: float,
-        send_timeout_s: float,
-        turned_away: Callable[[bytes], Response | None],
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, read_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
-        self._turned_away = turned_away
         self._sending, self._taking = Patience(read_timeout_s), Patience(send_timeout_s)
         self._between_looks_s = min(read_timeout_s, send_timeout_s) / _LOOKS
-        self._num_received_bytes = self._num_resumed = self._num_turned_away = 0
+        self._num_received_bytes = self._num_resumed = 0
         self._next_look: asyncio.TimerHandle | None = None
+        self._parts = Parts()
+        self._next_turn: asyncio.Handle | None = None  # to read what has come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._next_look is not None:
-            self._next_look.cancel()
+        for each in (self._next_look, self._next_turn):
+            if each is not None:
+                each.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._num_received_bytes += len(data)
-        if self._is_between_requests and (answer := self._turned_away(data)) is not None:
-            self._say(data, answer)
-        else:
-            super().data_received(data)
+        self._parts.add(data)
+        if self._next_turn is None:
+            self._read_on()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._parts and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._read_on)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what it says comes too late
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # in the midst of an answer
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         self._num_resumed += 1
         super().resume_writing()
 
-    @property
-    def _is_between_requests(self) -> bool:
-        own = self.conn
-        return own.our_state is own.their_state is h11.IDLE and not own.trailing_data[0]
+    def _read_on(self) -> None:
+        """A head and a part of its body; what is left, when others have had their turn."""
+        self._next_turn = None
+        if self._parts and self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+        if self.transport.is_closing():
+            self._parts.clear()
+            return
+        try:
+            if head := self._parts.head() if self.conn.their_state is h11.IDLE else b"":
+                super().data_received(head)
+                self._parts.body(self._length())
+            body = self._parts.of_body() if self.conn.their_state is h11.SEND_BODY else b""
+        except Malformed as error:
+            self._parts.clear()
+            self.send_400_response(str(error))
+            return
+        if body:
+            super().data_received(body)
+        if self._parts and (head or body):
+            self._next_turn = self.loop.call_soon(self._read_on)
+        if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR):
+            self._parts.clear()
+        elif self._next_turn or (self._parts and self.conn.their_state is h11.DONE):
+            self.transport.pause_reading()
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
-    def _say(self, data: bytes, answer: Response) -> None:
-        """A whole answer to a request that the parser will never know of."""
-        self._unset_keepalive_if_required()
-        self._num_turned_away += 1
-        status = answer.status_code
-        if self.access_log:
-            method, target = data.split(b" ", 2)[:2]
-            whom = "{}:{}".format(*self.client) if self.client else ""
-            words = (whom, method.decode(), target.decode(), "1.1", status)
-            self.access_logger.info('%s - "%s %s HTTP/%s" %d', *words)
-        lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
-        headers = self.server_state.default_headers + answer.raw_headers
-        lines += [name + b": " + value for name, value in headers]
-        self.transport.write(b"\r\n".join([*lines, b"", answer.body]))
+    def _length(self) -> int | None:
+        """Of the body behind the head that was read last; None: it comes in chunks.
+
+        Raises: Malformed for what two readers may understand differently.
+        """
+        headers = dict(self.headers or ())
+        length = headers.get(b"content-length")
+        if b"transfer-encoding" not in headers:
+            return int(length or 0)
+        if length is not None:
+            raise Malformed("A body has either a content-length or a transfer-encoding.")
+        return None
 
     def _look(self) -> None:
         now_s = self.loop.time()
@@ -142,11 +171,12 @@ class Connection(H11Protocol):
     def _sends_nothing(self, now_s: float) -> bool:
         """Though it is for the client to send: a first request, the rest of one, the next one."""
         cycle = self.cycle
-        waits = cycle is None or cycle.response_complete or cycle.more_body
+        is_between = cycle is not None and self.timeout_keep_alive_task is not None
+        waits = cycle is None or cycle.more_body or (cycle.response_complete and not is_between)
         return self._sending.is_over(
             now_s,
             waits=waits and not self.flow.read_paused,
-            mark=(cycle, self._num_turned_away, self._num_received_bytes // STEP_BYTES),
+            mark=(cycle, self._num_received_bytes // STEP_BYTES),
         )
 
     def _takes_nothing(self, now_s: float) -> bool:

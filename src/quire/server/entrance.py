@@ -6,12 +6,12 @@ of a path leads around the guard.
 
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import final
 from uuid import uuid4
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -46,9 +46,12 @@ class Entrance:
         headers = self._names(http.headers, own)
         with ExitStack() as stack:
             try:
-                exchange = self._enter(http, stack, own, headers)
-                body = () if self._takes is None else (await exchange.read(self._takes),)
-                answer = await self.operation.endpoint(exchange, *body)
+                with ExitStack() as door:
+                    exchange = Exchange(
+                        http, self._service, self._enter(http, door), stack, door, own, headers
+                    )
+                    body = () if self._takes is None else (await exchange.read(self._takes),)
+                    answer = await self.operation.endpoint(exchange, *body)
             except (ClientDisconnect, ClientGone):
                 return
             except Exception as error:
@@ -58,39 +61,17 @@ class Entrance:
             except ClientGone:
                 return
 
-    def _enter(
-        self, http: Request, stack: ExitStack, own: str, headers: dict[str, str]
-    ) -> Exchange:
-        """Raises: Refused."""
-        caller = NOBODY_ELSE if self.operation.is_open else self._known(http.headers)
-        door = stack.enter_context(ExitStack())
-        if self.operation.joins_queue:
+    def _enter(self, http: Request, door: ExitStack) -> Caller:
+        """Who asks. Raises: Refused for a stranger, a foreign page, or want of room."""
+        caller = NOBODY_ELSE
+        if not self.operation.is_open:
+            caller = self._service.keys.caller(http.headers)
+            self._service.origins.check(http.headers)
+        if self._takes is not None:
             door.enter_context(self._service.gate.arrive(caller))
-        return Exchange(http, self._service, caller, stack, door, own, headers)
-
-    def turned_away(self, headers: Mapping[str, str]) -> Response | None:
-        """What a request would be told if it were read now, if nobody can join the queue.
-
-        None: it has to be read. So it is where there is more to say than that.
-        """
-        try:
-            caller = self._known(headers)
-        except Refused:
-            return None
-        reason = self._service.gate.refuse_early(caller)
-        if reason is None or "origin" in headers:  # a browser's, who is answered with CORS
-            return None
-        refused = self._service.gate.refused(reason)
-        self._service.metrics.note_answer("POST", self._path, refused.status)
-        return self._refusal(refused, self._names(headers, uuid4().hex))
-
-    def _known(self, headers: Mapping[str, str]) -> Caller:
-        """Raises: Refused for a stranger, or a web page that may not ask."""
-        caller = self._service.keys.caller(headers)
-        self._service.origins.check(headers)
         return caller
 
-    def _names(self, headers: Mapping[str, str], own: str) -> dict[str, str]:
+    def _names(self, headers: Headers, own: str) -> dict[str, str]:
         """What the client finds its answer by: its own name for it if it has said one.
 
         Nothing here is found by it.

@@ -1,9 +1,11 @@
 """One HTTP request while it is answered: who asks, what of it is read, and what is to be undone."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -11,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from quire.engine.sequence import Request
 from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
+from quire.server.schemas.fields import Asked
 from quire.server.service import Service
 from quire.server.wire.body import (
     check,
@@ -20,8 +23,10 @@ from quire.server.wire.body import (
     read_body,
     refuse_what_is_not_done,
 )
+from quire.server.wire.errors import Refused
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -50,9 +55,20 @@ class Exchange:
 
     async def fields(self) -> dict[str, Any]:
         """The body, a JSON object. Raises: Refused; ClientDisconnect."""
-        take = self.door.enter_context(self.service.bodies.one())
-        data = await read_body(self.http, self.service.config.max_request_bytes, take)
+        config = self.service.config
+        take = self.door.enter_context(self.service.bodies.one(self.caller))
+        try:
+            async with asyncio.timeout(config.body_timeout):
+                data = await read_body(self.http, config.max_request_bytes, take)
+        except TimeoutError:
+            raise Refused(
+                408,
+                f"the body has not come within {config.body_timeout:g} s (body_timeout): send less "
+                "at a time",
+                code="body_timeout",
+            ) from None
         self.num_body_bytes = len(data)
+        self.door.enter_context(self.service.gate.prepare())
         return parse(data, most_values=self.service.most_values)
 
     async def read(self, kind: type[T]) -> T:
@@ -65,6 +81,27 @@ class Exchange:
         refuse_what_is_not_done(given)
         self.ignore(*ignored(given, names_of(kind)))
         return value
+
+    async def in_text_thread(self, function: Callable[..., R], *args: Any, num_bytes: int = 0) -> R:
+        """What a function of texts gives, while the event loop goes on and other keys have turns.
+
+        ``num_bytes``: about how much there is to do, if that is more than the body.
+        """
+        return await self.service.text_threads.run(
+            partial(function, *args), self.caller, num_bytes=max(num_bytes, self.num_body_bytes)
+        )
+
+    async def prompt_ids(self, prompt: str | list[int], asked: Asked) -> list[int]:
+        """A text's tokens, or those given; of more than are wanted, the last.
+
+        Raises: RequestError.
+        """
+        if isinstance(prompt, str):
+            special = asked.add_special_tokens is not False
+            prompt = await self.in_text_thread(
+                partial(self.service.texts.encode, prompt, add_special_tokens=special)
+            )
+        return self.service.shortened(prompt, asked.truncate_prompt_tokens)
 
     def admit(self, requests: Sequence[Request]) -> list[Pass]:
         """Let the engine's requests into the queue until this ends. Raises: Refused."""

@@ -22,10 +22,7 @@ Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``is_open``: without a key too. ``joins_queue``: not even read while there is no room.
-
-    ``media_type`` is of an answer that says itself what it is.
-    """
+    """``is_open``: without a key too. ``media_type``: of an answer that says itself what it is."""
 
     path: str
     endpoint: Endpoint
@@ -33,7 +30,6 @@ class Operation:
     _: KW_ONLY
     dialect: Dialect = "openai"
     is_open: bool = False
-    joins_queue: bool = False
     media_type: str | None = None
     queries: tuple[str, ...] = ()  # names of what may stand behind the path
     refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
@@ -67,10 +63,9 @@ class Operation:
         found = {
             *self.refuses,
             *(() if self.is_open else (401, 403)),
-            *((400, 413, 503) if takes else ()),
+            *((400, 408, 413, 415, 429, 500, 503) if takes else ()),
             *((404,) if names_model else ()),
             *((400,) if self.queries else ()),
-            *((429, 500) if self.joins_queue else ()),
         }
         return tuple(sorted(found))
 

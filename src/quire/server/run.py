@@ -131,14 +131,15 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
             Connection,
             read_timeout_s=config.read_timeout,
             send_timeout_s=config.send_timeout,
-            turned_away=app.state.turnstile.turned_away,
         ),
+        ws="none",
         workers=1,
         log_config=None,  # it is set up already
         server_header=False,
         root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
+        timeout_keep_alive=config.timeout_keep_alive,
         timeout_graceful_shutdown=_FLUSH_S,
     )
 

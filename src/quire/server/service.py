@@ -3,12 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
@@ -17,10 +14,10 @@ from quire.engine.params import SamplingParams, StructuredOutputsParams
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
-from quire.server.guard.bodies import Bodies
 from quire.server.guard.gate import Bounds, Gate, Pass
 from quire.server.guard.keys import Caller, Keys
 from quire.server.guard.origin import Origins
+from quire.server.guard.shares import Bodies, TextThreads
 from quire.server.kept.background import Background
 from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
@@ -35,8 +32,6 @@ from quire.units import format_count
 
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest that there may be, in memory at once
-_LONG_BYTES = 2**18  # texts that take a thread of their own; tokenizers read about 1 MB/s
-T = TypeVar("T")
 
 
 class Service:
@@ -71,19 +66,17 @@ class Service:
         self._sampling_defaults = sampling_defaults(
             config.generation_config, own=llm.llm.sampling_defaults
         )
-        self.texts = TokenTexts(llm.llm.tokenizer)
+        self.texts = TokenTexts(llm.llm.tokenizer, llm.llm.max_model_len)
         self.chat = Chat(
             llm.llm.tokenizer,
+            self.texts,
             chat_template=config.chat_template,
-            trust_request_chat_template=config.trust_request_chat_template,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)
-        # Two, so that a template that takes its time does not hold up everybody's prompts.
-        self._texts = ThreadPoolExecutor(2, thread_name_prefix="quire-text")
-        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="quire-long-text")
+        self.text_threads = TextThreads()
 
     @property
     def model_name(self) -> str:
@@ -143,45 +136,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return max_tokens
-
-    async def in_text_thread(self, function: Callable[..., T], *args: Any, num_bytes: int = 0) -> T:
-        """What a function of texts gives, while the event loop goes on.
-
-        ``num_bytes``: about how much there is to do. Nobody waits for what is much longer.
-        """
-        threads = self._long_texts if num_bytes > _LONG_BYTES else self._texts
-        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises: Refused."""
-        tokenizer = self.llm.llm.tokenizer
-        if tokenizer is None:
-            raise Refused(400, "this model has no tokenizer: give the prompt as token ids")
-        return await self.in_text_thread(
-            _tokenize, tokenizer, text, add_special_tokens, num_bytes=len(text)
-        )
-
-    async def prompt_ids(self, prompt: str | list[int], asked: Asked) -> list[int]:
-        """A text's tokens, or those given; of more than are wanted, the last. Raises: Refused."""
-        if isinstance(prompt, str):
-            if asked.truncate_prompt_tokens is None:
-                self._refuse_too_long(prompt)
-            special = asked.add_special_tokens is not False
-            prompt = await self.tokenize(prompt, add_special_tokens=special)
-        return self.shortened(prompt, asked.truncate_prompt_tokens)
-
-    def _refuse_too_long(self, text: str) -> None:
-        """What cannot fit is not tokenized first, which may take a minute. Raises: Refused."""
-        most = self.max_model_len * self.texts.longest
-        if len(text) > most:
-            raise Refused(
-                400,
-                f"the prompt has {format_count(len(text))} characters, and the context of "
-                f"{format_count(self.max_model_len)} tokens (max_model_len) cannot hold more than "
-                f"{format_count(most)}: shorten the prompt",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def shortened(self, token_ids: list[int], most: int | None) -> list[int]:
         """The last ``most`` tokens; -1 is vLLM's word for what the context takes."""
@@ -266,22 +220,11 @@ class Service:
     def close(self) -> None:
         """End tasks, threads and processes; the engine is its owner's."""
         self.background.close()
-        self._texts.shutdown(wait=False)
-        self._long_texts.shutdown(wait=False)
-        self.chat.close()
+        self.text_threads.close()
         if self.tracer is not None:
             self.tracer.close()
         if self.request_log is not None:
             self.request_log.close()
-
-
-def _tokenize(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Refused(400, f"the text is not valid Unicode: {error.reason}") from None
-    token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    return token_ids
 
 
 async def _merged(

@@ -1,20 +1,48 @@
-"""Single tokens as people and programs read them, in logprobs."""
+"""Texts as tokens, and tokens as people and programs read them."""
 
 from functools import lru_cache
 from typing import Any, final
+
+from quire.errors import RequestError, RequestTooLong
+from quire.units import format_count
 
 _REPLACEMENT = "\ufffd"
 
 
 @final
 class TokenTexts:
-    """Of one tokenizer; without one, ids stand for themselves."""
+    """Of one tokenizer; without one, ids stand for themselves. ``max_model_len`` bounds texts."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, max_model_len: int | None = None) -> None:
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._byte_of = _bytes_of_characters()
-        self.longest = _longest(tokenizer)  # characters that a token may stand for, with room
+        self._longest = _longest(tokenizer)  # characters that a token may stand for, with room
         self.of = lru_cache(maxsize=65_536)(self._of)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Its tokens. It may take a second for each million characters.
+
+        Raises: RequestError; RequestTooLong for what cannot fit, which is not tokenized first.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer: it takes token ids, neither texts nor messages"
+            )
+        most = None if self._max_model_len is None else self._max_model_len * self._longest
+        if most is not None and len(text) > most:
+            raise RequestTooLong(
+                f"the prompt has {format_count(len(text))} characters, and the context of "
+                f"{format_count(self._max_model_len or 0)} tokens (max_model_len) cannot hold more "
+                f"than {format_count(most)}: shorten the prompt"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error.reason}") from None
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)[
+            "input_ids"
+        ]
+        return token_ids
 
     def text_of(self, token_ids: list[int] | tuple[int, ...]) -> str:
         """Of several, together."""

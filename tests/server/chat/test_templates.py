@@ -1,15 +1,12 @@
 """Prompts are what Transformers would write, and no template takes more than its share."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError
 
 from quire.errors import ConfigError, RequestError
-from quire.server.chat.process import RenderingProcess
 from quire.server.chat.sandbox import Limits, Sandbox
 from quire.server.chat.templates import ChatTemplate
 from server.chat.families import CHATML, DEEPSEEK, FAMILIES, PARTS, tokenizer
@@ -46,14 +43,29 @@ HOSTILE = {
     "numbers": "{{ 9 ** 9999999 }}",
     "sums": "{% set ns = namespace(x='a' * 1000) %}"
     "{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-}
-# What only a process of its own can be kept from.
-WORSE = {
     "doubling": "{% set ns = namespace(x='a') %}"
     "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "width": "{{ 'x' | center(2000000000) }}",
     "format": "{{ '%999999999d' % 3 }}",
-    "filter": "{{ lipsum(n=1000000) }}",
+    "format as a filter": "{{ '%*d' | format(999999999, 3) }}",
+    "format as a method": "{{ '{:999999999}'.format(3) }}",
+    "format with a width of its own": "{{ '{:{}}'.format(3, 999999999) }}",
+    "places": "{{ ('%s' * 9999) % (('a' * 9999,) * 9999) }}",
+    "padding": "{{ 'x'.ljust(2000000000) }}",
+    "replace": "{% set a = 'a' * 9999 %}{{ a.replace('a', a) }}",
+    "replace as a filter": "{% set a = 'a' * 9999 %}{{ a | replace('a', a) }}",
+    "join": "{{ 'x'.join(['a' * 9999] * 9999) }}",
+    "join of what is made on the way": "{{ range(99999) | map('center', 99999) | join | length }}",
+    "indent": "{{ ('\n' * 9999) | indent(9999) }}",
+    "json": "{{ range(9999) | list | tojson(indent=9999) }}",
+    "lists in lists": "{% set a = [1] %}" + "{% set a = [a, a] %}" * 60 + "{{ a | tojson }}",
+    "lists in lists as a text": "{% set a = [1] %}" + "{% set a = [a, a] %}" * 60 + "{{ a }}",
+    "blocks": "{% set a = 'a' * 999 %}"
+    + ("{% set a %}" + "{{ a }}" * 9 + "{% endset %}") * 60
+    + "{{ a | length }}",
+    "texts in loops": "{% set a %}{% for i in range(99999) %}"
+    + "raw text " * 99
+    + "{% endfor %}{% endset %}{{ a | length }}",
     "sort": "{% set a = range(99999) | map('string') | list %}"
     + "{% set a = a | sort | reverse | unique | list %}" * 400,
 }
@@ -62,15 +74,6 @@ WORSE = {
 def calls_with(arguments: str) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"function": function}]}
-
-
-@pytest.fixture
-def trusting() -> Iterator[ChatTemplate]:
-    """With the operator's consent to templates of clients."""
-    limits = Limits(seconds=0.3, max_chars=100_000)
-    template = ChatTemplate(tokenizer(), CHATML, trust_request_chat_template=True, limits=limits)
-    yield template
-    template.close()
 
 
 def expected(family: str, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -136,10 +139,9 @@ def test_the_last_message_is_continued(family: str, last: str) -> None:
         ({"kwargs": {"chat_template": "x"}}, "cannot set 'chat_template'"),
         ({"kwargs": {"messages": []}}, "cannot set 'messages'"),
         ({"kwargs": {"bos_token": "x"}}, "cannot set 'bos_token'"),
-        ({"kwargs": {" deadline": 1e99}}, "cannot set ' deadline'"),
+        ({"kwargs": {" odd": 1e99}}, "cannot set ' odd'"),
         ({"kwargs": {"x": "y" * 70_000}}, "68.37 KiB as JSON"),
         ({"kwargs": {"x": object()}}, "has a object"),
-        ({"template": "x"}, "--trust-request-chat-template"),
     ],
 )
 def test_what_a_request_cannot_ask_for(options: dict[str, Any], message: str) -> None:
@@ -242,64 +244,34 @@ def test_a_template_is_stopped_here_too(name: str) -> None:
         template.render(HELLO)
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, *WORSE])
-def test_a_clients_template_is_stopped(trusting: ChatTemplate, name: str) -> None:
-    with pytest.raises(RequestError, match="was stopped"):
-        trusting.render(HELLO, template={**HOSTILE, **WORSE}[name])
-    assert trusting.render(HELLO, template="{{ messages[0].role }}") == "user"
-
-
-def test_a_clients_template_is_rendered_as_the_models(trusting: ChatTemplate) -> None:
-    assert trusting.render(CONVERSATION, TOOLS, template=CHATML) == trusting.render(
-        CONVERSATION, TOOLS
-    )
-    with pytest.raises(RequestError, match=r"not a Jinja template: line 1"):
-        trusting.render(HELLO, template="{% if %}")
-    with pytest.raises(RequestError, match="at most 262,144 characters"):
-        trusting.render(HELLO, template="x" * 300_000)
-
-
-def test_lone_surrogates_come_back(trusting: ChatTemplate) -> None:
-    messages = [{"role": "user", "content": "\ud800"}]
-    assert trusting.render(messages, template="{{ messages[0].content }}") == "\ud800"
-
-
-def test_no_process_is_left_behind() -> None:
-    process = RenderingProcess(Limits(seconds=0.2))
-    assert process.render("{{ x }}", {"x": 3}) == "3"
-    first = process.pid
-    with pytest.raises(RequestError, match=r"took longer than 0\.2 s"):
-        process.render(WORSE["sort"], {})
-    assert process.pid is None
-    assert process.render("{{ x }}", {"x": 4}) == "4"
-    second = process.pid
-    process.close()
-    for pid in (first, second):
-        assert pid is not None
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_a_process_that_was_killed_is_replaced() -> None:
-    process = RenderingProcess(Limits())
-    process.render("x", {})
-    assert process.pid is not None
-    os.kill(process.pid, 9)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process.render("{{ x }}", {"x": 5}) == "5"
-    process.close()
-
-
-def test_a_clients_template_sees_no_environment(trusting: ChatTemplate) -> None:
-    for template in (
+def test_a_template_sees_no_environment() -> None:
+    for source in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__.os.environ }}",
         "{% set ns = namespace(_x=1) %}",
         "{{ messages.append(1) }}",
+        "{{ 'a'.expandtabs(9) }}",
+        "{{ (1).to_bytes(9) }}",
     ):
         with pytest.raises(RequestError, match="refuses the messages"):
-            trusting.render(HELLO, template=template)
+            ChatTemplate(tokenizer(), source).render(HELLO)
+
+
+def test_what_templates_do_with_texts_is_what_jinja_does() -> None:
+    """The limits are looked at and nothing else is done."""
+    source = (
+        "{{ '%5.2f|%s|%%' % (1.5, 'ü') }}{{ '%s-%d' | format('a', 7) }}{{ '{:>4}'.format('x') }}"
+        "{{ 'a' ~ 1 ~ none ~ ['b'] }}{{ 'aXbX'.replace('X', '--') }}"
+        "{{ 'aXbX' | replace('X', '-') }}{{ {'a': [1]} | tojson(indent=2) }}"
+        "{{ ', '.join(['a', 'b']) }}{{ [1, 2] | join('; ') }}"
+        "{{ [{'n': 'v'}] | join(attribute='n') }}"
+        "{{ 'a\nb' | indent(2) }}{{ 'x' | center(5) }}{{ 'x'.ljust(3) }}"
+        "{% set a %}{{ 'b' }}c{% endset %}{{ a | upper }}{{ [3, 1] | sort | map('string') | list }}"
+    )
+    assert ChatTemplate(tokenizer(), source).render(HELLO) == Environment().from_string(
+        source.replace("tojson(indent=2)", "string")
+    ).render().replace("{'a': [1]}", '{\n  "a": [\n    1\n  ]\n}')
 
 
 def test_one_rendering_knows_nothing_of_another() -> None:

@@ -20,6 +20,7 @@ from quire.server.chat.tools.choice import ToolChoice, checked_choice, forced_fo
 from quire.server.chat.tools.declared import Tool, checked_tools
 from quire.server.chat.tools.formats import ToolFormat, tool_format
 from quire.server.chat.tools.objects import arguments_of, required
+from quire.server.token_texts import TokenTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,6 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     add_special_tokens: bool = False
 
@@ -61,7 +61,7 @@ class ChatPrompt:
 
 @final
 class Chat:
-    """Any thread may use it; ``close`` it at the end.
+    """Any thread may use it. ``texts`` are the tokenizer's, with a bound where there is one.
 
     ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
     text tells. Raises: ConfigError for a template or a name that cannot be.
@@ -70,20 +70,16 @@ class Chat:
     def __init__(
         self,
         tokenizer: Any,
+        texts: TokenTexts | None = None,
         *,
         chat_template: str | Path | None = None,
-        trust_request_chat_template: bool = False,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         limits: Limits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self.template = ChatTemplate(
-            tokenizer,
-            chat_template,
-            trust_request_chat_template=trust_request_chat_template,
-            limits=limits,
-        )
+        self._texts = texts or TokenTexts(tokenizer)
+        self.template = ChatTemplate(tokenizer, chat_template, limits=limits)
         self._tools: ToolFormat | None = tool_format(tool_call_parser, self.template.source)
         self._reasoning: ReasoningFormat | None = reasoning_format(
             reasoning_parser, self.template.source
@@ -111,13 +107,15 @@ class Chat:
             [dict(tool.declaration) for tool in shown] or None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            template=request.chat_template,
             kwargs=request.chat_template_kwargs,
         )
         reads_marks = (choice.kind == "auto" or self._reasoning is not None) and form is None
         return ChatPrompt(
             text=text,
-            token_ids=self._token_ids(text, request.add_special_tokens),
+            # No second beginning of sequence: where one is wanted, the template wrote it.
+            token_ids=tuple(
+                self._texts.encode(text, add_special_tokens=request.add_special_tokens)
+            ),
             structured_outputs=form,
             skip_special_tokens=not (self._has_special_marks and reads_marks),
             tools=MappingProxyType({tool.name: tool for tool in shown}),
@@ -139,19 +137,6 @@ class Chat:
             reasoning=None if forced else self._reasoning,
             make_id=call_id if self._tools is None else self._tools.make_id,
         )
-
-    def close(self) -> None:
-        self.template.close()
-
-    def _token_ids(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """Without a second beginning of sequence: where one is wanted, the template wrote it."""
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer: it takes token ids, not messages")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the messages are not valid text: {error}") from error
-        return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _marks_are_special(self) -> bool:
         marks = list(self._tools.opens) if self._tools else []

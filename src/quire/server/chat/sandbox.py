@@ -1,31 +1,42 @@
 """Chat templates as Transformers renders them, but for a limited time and to a limited length.
 
 Jinja makes Python of a template, and nothing stops Python from outside. So every loop and macro
-gets a call in front of its body that looks at the clock, and the operators that can make much of
-little look at the size first. What a template of the operator's can be driven to by messages is
-bounded so; what a hostile template could still do in one call of a filter is not, and so those run
-in a process that can be killed (``process.py``).
+gets a call in front of its body that looks at the clock, as every filter and call does; whatever
+makes much of little, operators, filters and methods of texts, looks at the size first; and all
+that a template writes is counted, into variables too. A template comes with a model's files, which
+others have made.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
+from threading import local
 from time import monotonic
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from quire.errors import RequestError
 from quire.units import format_count
 
-_DEADLINE = " deadline"  # no template can write this name
+_WRITTEN = 64  # times max_chars that all texts on the way to a prompt may have together
+# No chat is written with these, and each makes much of little.
+_NO_FILTERS = ("pprint", "slice", "urlize", "wordwrap", "xmlattr")
+_NO_METHODS = frozenset(("expandtabs", "format_map", "to_bytes", "translate"))
+_PADS = frozenset(("center", "ljust", "rjust", "zfill"))
+_DIGITS = re.compile(r"[0-9]+")
+_STAR = re.compile(r"%[^%a-zA-Z*]*\*")  # a width that is given beside the value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +57,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
     Raises, as a template is made: TemplateSyntaxError.
     """
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, loopcontrols],
+            finalize=self._written,
         )
-        self.limits = limits
+        self.limits, self._spent = limits, _Spent()
         self.filters["tojson"] = _tojson
+        for name in _NO_FILTERS:
+            del self.filters[name]
+        for name, function in self.filters.items():
+            self.filters[name] = self._bounded(name, function)
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.globals["dict"] = _Dict()
@@ -61,14 +80,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render(self, template: Template, variables: Mapping[str, Any]) -> str:
         """Raises: RequestError: a limit, or what the template says against the messages."""
-        deadline = monotonic() + self.limits.seconds
+        self._spent.deadline, self._spent.num_chars = monotonic() + self.limits.seconds, 0
         pieces, length = [], 0
         try:
-            for piece in template.generate({**variables, _DEADLINE: deadline}):
+            for piece in template.generate(variables):
                 pieces.append(piece)
                 length += len(piece)
-                self._check_size(length)
-                self._check_time(deadline)
+                self._check(length)
         except Exhausted as error:
             raise RequestError(f"the chat template was stopped: {error}") from error
         except TemplateError as error:
@@ -81,18 +99,36 @@ class Sandbox(ImmutableSandboxedEnvironment):
             ) from error
         return "".join(pieces)
 
-    @pass_context
-    def tick(self, context: Context) -> None:
-        """Called in front of the body of each loop and macro. Raises: Exhausted."""
-        self._check_time(context.parent[_DEADLINE])
+    def tick(self, num_chars: int) -> None:
+        """Called in front of each body of a loop or macro, of so much text. Raises: Exhausted."""
+        self._check(0)
+        self._spend(num_chars)
+
+    def joined(self, *values: Any) -> str:
+        """What ``~`` gives. Raises: Exhausted."""
+        self._make(sum(map(self._size, values)))
+        return "".join(map(str, values))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        name, text = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        if isinstance(text, str | bytes):
+            if name == "join" and args:
+                args = (list(__self._counted(args[0], text)), *args[1:])
+            __self._look_at(name, text, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self._check_size(len(left) + len(right))
+            self._make(len(left) + len(right))
         elif operator == "*":
             for several, times in ((left, right), (right, left)):
                 if hasattr(several, "__len__") and isinstance(times, int):
-                    self._check_size(len(several) * times)
+                    self._make(len(several) * times)
+        elif operator == "%" and isinstance(left, str | bytes):
+            self._look_at("%", left, (right,), {})
         if (
             operator in ("*", "**")
             and isinstance(left, int)
@@ -105,19 +141,134 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False
     ) -> str:
+        source = _Joins().visit(source)
         bodies: Iterable[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
         for repeated in bodies:
-            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            texts = [text for node in repeated.body for text in node.find_all(nodes.TemplateData)]
+            length = nodes.Const(sum(len(text.data) for text in texts))
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [length], [], None, None)
             repeated.body.insert(0, nodes.ExprStmt(call).set_lineno(repeated.lineno))
         return super()._generate(source, name, filename, defer_init)
 
-    def _check_time(self, deadline: float) -> None:
-        if monotonic() > deadline:
-            raise Exhausted(f"it took longer than {self.limits.seconds:g} s")
+    # -- limits ------------------------------------------------------------------------------------
 
-    def _check_size(self, length: int) -> None:
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that looks at what it is given first."""
+        place = int(hasattr(function, "jinja_pass_arg"))  # of the value, behind what Jinja passes
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            before, value, more = args[:place], args[place], args[place + 1 :]
+            if name == "join":
+                separator = more[0] if more else kwargs.get("d", "")
+                value = list(self._counted(value, separator))
+            self._look_at(name, value, more, kwargs)
+            return function(*before, value, *more, **kwargs)
+
+        return bounded
+
+    def _look_at(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """At what a filter or a method of a text is given. Raises: Exhausted."""
+        self._check(0)
+        given = (*args, *kwargs.values())
+        most = max((each for each in given if isinstance(each, int)), default=0)
+        if name in _PADS:
+            self._make(most)
+        elif name in ("%", "format"):
+            self._make(self._formatted(name, value, given))
+        elif name == "replace" and len(given) > 1:
+            text, old, new = (
+                each if isinstance(each, bytes) else str(each) for each in (value, *given[:2])
+            )
+            self._make(len(text) + text.count(old) * len(new))  # type: ignore[arg-type]
+        elif name == "indent":
+            width = max((len(each) for each in given if isinstance(each, str)), default=most or 4)
+            self._make((str(value).count("\n") + 1) * width)
+        elif name in ("tojson", "string"):
+            self._make(self._size(value) * (1 + most))
+
+    def _formatted(self, name: str, text: Any, given: tuple[Any, ...]) -> int:
+        """Characters that a text with places to fill in may become."""
+        text = text.decode("latin-1") if isinstance(text, bytes) else str(text)
+        if name == "format" and "%" not in text:
+            specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
+            is_open, numbers = any("{" in spec for spec in specs), _DIGITS.findall(" ".join(specs))
+            num_places = len(specs)
+        else:
+            is_open, numbers = _STAR.search(text) is not None, _DIGITS.findall(text)
+            num_places = text.count("%")
+        if is_open or max(map(len, numbers), default=0) > len(str(self.limits.max_chars)):
+            raise Exhausted("a text with a width that has no bound")
+        widest = max(map(int, numbers), default=0)
+        return len(text) + num_places * (widest + sum(map(self._size, given)))
+
+    def _counted(self, values: Iterable[Any], separator: Any) -> Iterator[Any]:
+        length = 0
+        for value in values:
+            length += self._size(value) + len(separator)
+            self._check(length)
+            yield value
+        self._spend(length)
+
+    def _size(self, value: Any) -> int:
+        """Characters of a value as a text, about. Raises: Exhausted for too many."""
+        if isinstance(value, str | bytes):
+            return len(value)
+        length, left = 0, [value]
+        while left:
+            each = left.pop()
+            if isinstance(each, str | bytes):
+                length += len(each) + 4
+            elif isinstance(each, Mapping):
+                left += (*each.keys(), *each.values())
+            elif isinstance(each, list | tuple):
+                left += each
+            length += 4
+            self._check(length)
+        return length
+
+    def _written(self, value: Any) -> Any:
+        """What stands in double braces, wherever it is written to."""
+        self._spend(self._size(value))
+        return value
+
+    def _make(self, length: int) -> None:
+        """So long a text, or list, is to be made now. Raises: Exhausted."""
+        self._check(length)
+        self._spend(length)
+
+    def _spend(self, length: int) -> None:
+        self._spent.num_chars += length
+        if self._spent.num_chars > _WRITTEN * self.limits.max_chars:
+            raise Exhausted(
+                f"more than {_WRITTEN} times {format_count(self.limits.max_chars)} characters on "
+                "the way to the prompt"
+            )
+
+    def _check(self, length: int) -> None:
+        """Raises: Exhausted, by the clock or by the length of one text."""
+        if monotonic() > self._spent.deadline:
+            raise Exhausted(f"it took longer than {self.limits.seconds:g} s")
         if length > self.limits.max_chars:
             raise Exhausted(f"more than {format_count(self.limits.max_chars)} characters")
+
+
+class _Spent(local):
+    """What the rendering of this thread has had."""
+
+    deadline = float("inf")
+    num_chars = 0
+
+
+class _Joins(NodeTransformer):
+    """``~`` as a call, so that it can be counted."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+        return call.set_lineno(node.lineno)
 
 
 class Generation(Extension):

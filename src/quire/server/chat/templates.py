@@ -1,8 +1,7 @@
-"""From messages to the text of a prompt, by the operator's template, the model's, or a client's.
+"""From messages to the text of a prompt, by the operator's template, or else the model's.
 
-The first two run here, for a limited time (``sandbox.py``); a client's, where it is allowed, in a
-process that can be killed (``process.py``). The text has its beginning-of-sequence token where the
-template writes one, so it is to be tokenized without adding any.
+It runs for a limited time (``sandbox.py``); a client brings none. The text has its
+beginning-of-sequence token where the template writes one, so it is to be tokenized without any.
 """
 
 import logging
@@ -16,12 +15,10 @@ from jinja2 import Template, TemplateSyntaxError
 from quire.errors import ConfigError, RequestError
 from quire.server.chat.messages import checked_messages, with_arguments_as_text, with_parts
 from quire.server.chat.plain import Message, check_size, plain
-from quire.server.chat.process import RenderingProcess
 from quire.server.chat.sandbox import Limits, Sandbox, syntax_error
 
 log = logging.getLogger(__name__)
 
-_MAX_TEMPLATE_CHARS = 256 * 1024
 _MAX_KWARGS_BYTES = 64 * 1024
 # What a request says by other fields, or not at all.
 _RESERVED = frozenset(
@@ -40,7 +37,7 @@ _TRIAL = "needle"
 
 @final
 class ChatTemplate:
-    """A model's way to write a conversation down. Any thread may render; ``close`` it at the end.
+    """A model's way to write a conversation down. Any thread may render.
 
     ``template`` is the operator's, a file or the text itself; without one it is the tokenizer's,
     and where that has none either every rendering is refused.
@@ -52,13 +49,10 @@ class ChatTemplate:
         tokenizer: Any,
         template: str | Path | None = None,
         *,
-        trust_request_chat_template: bool = False,
         limits: Limits | None = None,
     ) -> None:
-        limits = limits or Limits()
-        self._trusts_clients = trust_request_chat_template
         self._special_tokens = _special_tokens(tokenizer)
-        self._sandbox, self._process = Sandbox(limits), RenderingProcess(limits)
+        self._sandbox = Sandbox(limits or Limits())
         self._sources = _sources(tokenizer, template)
         self._templates = {
             name: self._compile(name, source) for name, source in self._sources.items()
@@ -79,16 +73,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        template: str | None = None,
         kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> str:
         """The prompt.
 
-        It may take as long as the limit says, and a client's template waits for those of others:
-        not for the thread of an event loop, nor for one that all requests share. ``template`` is a
-        client's, ``kwargs`` are further names for the template.
-        Raises: RequestError: messages or names that cannot be, a template that is refused, missing
-        or stopped, or what the template says against the messages.
+        It may take as long as the limit says: not for the thread of an event loop. ``kwargs`` are
+        further names for the template.
+        Raises: RequestError: messages or names that cannot be, a template that is missing or
+        stopped, or what the template says against the messages.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -106,7 +98,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._render(template, variables)
+        text = self._render(variables)
         if not continue_final_message:
             return text
         end = text.rfind(_CONTINUES)
@@ -116,14 +108,7 @@ class ChatTemplate:
             )
         return text[:end]
 
-    def close(self) -> None:
-        """End the process for clients' templates, if there is one."""
-        self._process.close()
-
-    def _render(self, template: str | None, variables: dict[str, Any]) -> str:
-        if template is not None:
-            self._check_client(template)
-            return self._process.render(template, variables)
+    def _render(self, variables: dict[str, Any]) -> str:
         if not self._templates:
             raise RequestError(
                 "this model has no chat template: start the server with --chat-template, a file "
@@ -132,17 +117,6 @@ class ChatTemplate:
         variables["messages"] = self._shaped(variables["messages"])
         name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
         return self._sandbox.render(self._templates[name], variables)
-
-    def _check_client(self, template: str) -> None:
-        if not self._trusts_clients:
-            raise RequestError(
-                "chat_template is not allowed in a request: the server would have to be started "
-                "with --trust-request-chat-template"
-            )
-        if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
-            raise RequestError(
-                f"chat_template must be a text of at most {_MAX_TEMPLATE_CHARS:,} characters"
-            )
 
     def _names(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A client's names beside the special tokens'. Raises: RequestError."""

@@ -67,7 +67,6 @@ def conversation(asked: ChatRequest) -> Conversation:
         if asked.add_generation_prompt is None
         else asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
-        chat_template=asked.chat_template,
         chat_template_kwargs=kwargs,
         add_special_tokens=bool(asked.add_special_tokens),
     )

@@ -44,7 +44,7 @@ async def _request(
 ) -> Request:
     """Raises: Refused; RequestError."""
     service = exchange.service
-    token_ids = await service.prompt_ids(prompt, asked)
+    token_ids = await exchange.prompt_ids(prompt, asked)
     room = service.room_for(len(token_ids), asked.max_tokens or None)
     params = service.params(
         asked,

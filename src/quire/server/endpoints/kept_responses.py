@@ -70,7 +70,7 @@ async def input_items(exchange: Exchange) -> Json[ItemList]:
     if order not in ("asc", "desc"):
         raise Refused(400, f"order={order[:40]!r} must be asc or desc", param="order")
     before = run.before if run is not None else kept.before if kept is not None else ()
-    items: Items = await exchange.service.in_text_thread(list, decoded(before))
+    items: Items = await exchange.in_text_thread(list, decoded(before))
     if order == "desc":
         items.reverse()
     after = query.get("after")

@@ -64,9 +64,7 @@ async def count_tokens(exchange: Exchange, asked: CountTokensRequest) -> Json[Co
     """How many tokens a prompt has."""
     service = exchange.service
     service.refuse_unknown_model(asked.model)
-    prompt = await service.in_text_thread(
-        service.chat.prompt, _conversation(asked), num_bytes=exchange.num_body_bytes
-    )
+    prompt = await exchange.in_text_thread(service.chat.prompt, _conversation(asked))
     return as_json(exchange, CountedTokens(input_tokens=len(prompt.token_ids)))
 
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -230,11 +231,12 @@ class Responding:
 
     async def _count(self) -> None:
         """What it has cost. Thoughts are counted by their text: their tokens have no other mark."""
-        tally, service = self._turn.work.tally, self._turn.work.service
+        tally, exchange = self._turn.work.tally, self._turn.work.exchange
+        encode = partial(exchange.service.texts.encode, add_special_tokens=False)
         thoughts = [block.text for block in self._blocks.all if block.kind == "reasoning"]
         num_thought = 0
         for text in thoughts:
-            num_thought += len(await service.tokenize(text, add_special_tokens=False))
+            num_thought += len(await exchange.in_text_thread(encode, text))
         self.response.usage = ResponseUsage(
             input_tokens=tally.prompt_tokens,
             # Nobody asks for a prompt to be written into the cache, or pays for it.

@@ -74,7 +74,7 @@ async def _responding(
     num_bytes = sum(map(len, before))
     turn = await take_turn(
         exchange,
-        await exchange.service.in_text_thread(
+        await exchange.in_text_thread(
             _conversation, exchange.service, asked, before, num_bytes=num_bytes
         ),
         asked,

@@ -1,5 +1,7 @@
 """``/tokenize``, ``/detokenize``, ``/tokenizer_info``: texts as the model sees them."""
 
+from functools import partial
+
 from quire.server.chat.chat import ChatRequest as Conversation
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.exchange import Exchange
@@ -25,18 +27,15 @@ async def tokenize(exchange: Exchange, asked: TokenizeRequest) -> Json[Tokens]:
             tools=asked.tools,
             add_generation_prompt=asked.add_generation_prompt is not False,
             continue_final_message=bool(asked.continue_final_message),
-            chat_template=asked.chat_template,
             chat_template_kwargs=asked.chat_template_kwargs or {},
             add_special_tokens=bool(asked.add_special_tokens),
         )
-        prompt = await service.in_text_thread(
-            service.chat.prompt, conversation, num_bytes=exchange.num_body_bytes
-        )
+        prompt = await exchange.in_text_thread(service.chat.prompt, conversation)
         token_ids = list(prompt.token_ids)
     else:
-        token_ids = await service.tokenize(
-            asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False
-        )
+        special = asked.add_special_tokens is not False
+        encode = partial(service.texts.encode, asked.prompt or "", add_special_tokens=special)
+        token_ids = await exchange.in_text_thread(encode)
     texts = service.texts
     return as_json(
         exchange,
@@ -54,16 +53,14 @@ async def detokenize(exchange: Exchange, asked: DetokenizeRequest) -> Json[Detok
     service = exchange.service
     service.refuse_unknown_model(asked.model)
     known = service.llm.llm.vocab_size
-    for token_id in asked.tokens:
+    for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token_id < known:
             raise Refused(
                 400,
                 f"token id {token_id} is not in the vocabulary: from 0 to {known - 1:,}",
                 param="tokens",
             )
-    text = await service.in_text_thread(
-        service.texts.text_of, asked.tokens, num_bytes=exchange.num_body_bytes
-    )
+    text = await exchange.in_text_thread(service.texts.text_of, asked.tokens)
     return as_json(exchange, Detokenized(prompt=text))
 
 

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from dataclasses import replace
 
+from quire.errors import RequestTooLong
 from quire.server.chat.chat import Chat, ChatRequest
 
 
@@ -22,7 +23,10 @@ def shortened(chat: Chat, asked: ChatRequest, most_tokens: int) -> ChatRequest:
         return replace(asked, messages=[*head, *messages[start:]])
 
     def fits(start: int) -> bool:
-        return len(chat.prompt(of(start)).token_ids) <= most_tokens
+        try:
+            return len(chat.prompt(of(start)).token_ids) <= most_tokens
+        except RequestTooLong:
+            return False
 
     place = bisect_left(is_user, True, key=fits)
     return of(is_user[min(place, len(is_user) - 1)])

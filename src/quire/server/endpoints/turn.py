@@ -96,9 +96,7 @@ async def take_turn(
     Raises: Refused; RequestError.
     """
     service = exchange.service
-    prompt = await service.in_text_thread(
-        service.chat.prompt, chat, num_bytes=max(num_bytes, exchange.num_body_bytes)
-    )
+    prompt = await exchange.in_text_thread(service.chat.prompt, chat, num_bytes=num_bytes)
     token_ids = service.shortened(list(prompt.token_ids), asked.truncate_prompt_tokens)
     room = service.room_for(len(token_ids), None)
     if within_context and max_tokens is not None:

@@ -9,7 +9,7 @@ nobody would sit out is refused at once, with the time that it would take as ``R
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,10 +54,10 @@ class Gate:
         self.draining = False
         self.num_under_way = 0  # requests
         self._bounds, self._clock = bounds, clock
-        self._num_at_door = 0  # requests that are read and prepared
+        self._num_at_door = 0  # requests that are prepared, and have been read
         self._num_queued = 0  # sequences
         self._num_queued_tokens = 0
-        self._by_key: dict[int, int] = {}
+        self._by_key: Counter[int] = Counter()  # at the door, or under way
         self._begun_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._ended_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
 
@@ -67,23 +67,31 @@ class Gate:
         return self._num_queued
 
     @property
-    def is_shut(self) -> bool:
-        """Nobody could join now, whoever it is."""
-        return self._refuse_everybody(self._num_queued + self._num_at_door) is not None
-
-    def refuse_early(self, caller: Caller) -> Rejection | None:
-        """Why nobody could join now, before anything of the request has been read."""
-        return self._refuse(caller, self._num_queued + self._num_at_door)
+    def num_arrived(self) -> int:
+        """Requests at the door, or under way."""
+        return self._by_key.total()
 
     @contextmanager
     def arrive(self, caller: Caller) -> Iterator[None]:
-        """Inside the block a request is read and prepared, for one of the places in the queue.
+        """Inside the block a request is read and prepared. It counts for its key alone: what has
+        not come yet takes nobody's place.
 
         Raises: Refused.
         """
-        reason = self.refuse_early(caller)
-        if reason is not None:
-            raise self.refused(reason)
+        self._check(caller)
+        self._by_key[caller.number] += 1
+        try:
+            yield
+        finally:
+            self._leave(caller)
+
+    @contextmanager
+    def prepare(self) -> Iterator[None]:
+        """Inside the block a request that has been read is prepared, for a place in the queue.
+
+        Raises: Refused.
+        """
+        self._check(None)
         self._num_at_door += 1
         try:
             yield
@@ -104,7 +112,7 @@ class Gate:
         self.num_under_way += 1
         self._num_queued += num_sequences
         self._num_queued_tokens += num_tokens
-        self._by_key[caller.number] = self._by_key.get(caller.number, 0) + 1
+        self._by_key[caller.number] += 1
         try:
             yield passes
         finally:
@@ -113,9 +121,7 @@ class Gate:
                 for choice in range(own.num_sequences):
                     self._leave_queue(own, choice)
             self._ended_s.append(self._clock())
-            self._by_key[caller.number] -= 1
-            if not self._by_key[caller.number]:
-                del self._by_key[caller.number]
+            self._leave(caller)
 
     def note_piece(self, own: Pass, choice: int) -> None:
         """Something of a continuation has come: it waits no longer."""
@@ -160,17 +166,18 @@ class Gate:
             times.popleft()
         return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
-    def _refuse(self, caller: Caller, num_queued: int) -> Rejection | None:
-        reason = self._refuse_everybody(num_queued)
-        num_own, most = self._by_key.get(caller.number, 0), self._bounds.num_reqs_per_key
-        return (
-            "max_num_reqs_per_key" if reason != "draining" and _reached(num_own, most) else reason
-        )
+    def _check(self, caller: Caller | None) -> None:
+        """Raises: Refused if nobody could join the queue now, or this key may not."""
+        reason = self._refuse(caller, self._num_queued + self._num_at_door)
+        if reason is not None:
+            raise self.refused(reason)
 
-    def _refuse_everybody(self, num_queued: int) -> Rejection | None:
+    def _refuse(self, caller: Caller | None, num_queued: int) -> Rejection | None:
         bounds = self._bounds
         if self.draining:
             return "draining"
+        if caller is not None and _reached(self._by_key[caller.number], bounds.num_reqs_per_key):
+            return "max_num_reqs_per_key"
         if _reached(num_queued, bounds.num_queued_reqs):
             return "max_num_queued_reqs"
         if _reached(self._num_queued_tokens, bounds.num_queued_tokens):
@@ -187,6 +194,11 @@ class Gate:
         if _over(self._num_queued_tokens + num_tokens, bounds.num_queued_tokens):
             return "max_num_queued_tokens"
         return None
+
+    def _leave(self, caller: Caller) -> None:
+        self._by_key[caller.number] -= 1
+        if not self._by_key[caller.number]:
+            del self._by_key[caller.number]
 
     def _leave_queue(self, own: Pass, choice: int) -> None:
         if choice in own.begun:

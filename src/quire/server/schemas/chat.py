@@ -31,7 +31,6 @@ class ChatRequest(Asked, kw_only=True):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Annotated[str, Meta(max_length=2**16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

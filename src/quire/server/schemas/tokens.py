@@ -20,7 +20,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[str, Meta(max_length=2**16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

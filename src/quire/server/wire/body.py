@@ -30,6 +30,7 @@ NOT_DONE: Mapping[str, object] = MappingProxyType(
     {
         "allowed_token_ids": None,
         "audio": None,
+        "chat_template": None,
         "documents": None,
         "kv_transfer_params": None,
         "length_penalty": 1.0,
@@ -46,8 +47,16 @@ async def read_body(
 ) -> bytes:
     """``take`` is told of bytes before they are kept, and may raise Refused.
 
-    Raises: Refused (413); ClientDisconnect, if nobody is there to be told anything.
+    Raises: Refused (413, 415); ClientDisconnect, if nobody is there to be told anything.
     """
+    packed = ", ".join(request.headers.getlist("content-encoding"))
+    if packed.strip().lower() not in ("", "identity"):
+        raise Refused(
+            415,
+            f"content-encoding: {packed[:60]!r} is not read here: send the body as it is, without "
+            "that header",
+            code="unsupported_content_encoding",
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and len(declared) < 19 and int(declared) > most_bytes:
         raise _too_long(most_bytes)

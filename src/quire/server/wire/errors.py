@@ -1,9 +1,10 @@
 """What a client is told when something does not work, in the form that it knows.
 
 400  the request is wrong, or can never fit    413  the body is too long
-401  no key, or an unknown one                 429  this key has too many requests under way
-403  a web page that may not ask               500  the engine could not compute it
-404  an unknown path or model                  503  no room in the queue, or going down
+401  no key, or an unknown one                 415  the body is packed
+403  a web page that may not ask               429  this key has too many requests under way
+404  an unknown path or model                  500  the engine could not compute it
+408  the body has not come in time             503  no room in the queue, or going down
 """
 
 from collections.abc import Mapping
@@ -69,6 +70,8 @@ class Refused(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 408:  # the rest of the body is not waited for
+            return {"connection": "close"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def body(self, dialect: Dialect) -> ErrorAnswer | AnthropicErrorAnswer:

@@ -1,0 +1,99 @@
+"""What keys share in front of the queue, memory and threads, so that none takes all of it."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar, final
+
+from quire.server.guard.keys import Caller
+from quire.server.wire.errors import Refused
+from quire.units import format_bytes
+
+T = TypeVar("T")
+
+_RETRY_AFTER_S = 1
+_LONG_BYTES = 2**18  # texts that are apart from others; tokenizers read about 1 MB/s
+
+
+@final
+class Bodies:
+    """Counts bytes of bodies, from the moment they are read until nobody needs them.
+
+    Of each key there may be as much as is left besides: half of all while it is alone, a third each
+    while there are two, so that none takes what another asks for.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._by_key: Counter[int] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._by_key.total()
+
+    @contextmanager
+    def one(self, caller: Caller) -> Iterator[Callable[[int], None]]:
+        """A body inside the block grows by what is given to this. It raises: Refused (503)."""
+        own = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal own
+            of_key = self._by_key[caller.number]
+            if of_key + num_bytes > self._most_bytes - self.num_bytes - num_bytes:
+                raise Refused(
+                    503,
+                    f"the requests of this key that are being read have {format_bytes(of_key)} "
+                    f"together, and all {format_bytes(self.num_bytes)}: of "
+                    f"{format_bytes(self._most_bytes)} (16 times max_request_bytes) a key may have "
+                    "as much as it leaves: try again",
+                    code="bodies_full",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            own += num_bytes
+            self._by_key[caller.number] += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._by_key[caller.number] -= own
+            if not self._by_key[caller.number]:
+                del self._by_key[caller.number]
+
+
+@final
+class TextThreads:
+    """Threads that make prompts of texts and templates: some for long texts, others for the rest.
+
+    A key has half of either at once, and its other texts wait. What has begun is not stopped.
+    """
+
+    def __init__(self) -> None:
+        self._short, self._long = _Threads(4, "quire-text"), _Threads(2, "quire-long-text")
+
+    async def run(self, work: Callable[[], T], caller: Caller, *, num_bytes: int) -> T:
+        """What ``work`` gives, of about so many bytes of text."""
+        return await (self._long if num_bytes > _LONG_BYTES else self._short).run(work, caller)
+
+    def close(self) -> None:
+        for each in (self._short, self._long):
+            each.threads.shutdown(wait=False)
+
+
+@final
+class _Threads:
+    """``number`` of them."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.threads = ThreadPoolExecutor(number, thread_name_prefix=name)
+        self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(number // 2))
+
+    async def run(self, work: Callable[[], T], caller: Caller) -> T:
+        turn = self._turns[caller.number]
+        await turn.acquire()
+        loop = asyncio.get_running_loop()
+        doing = self.threads.submit(work)
+        # Who leaves gives the turn back when the thread has ended, and not before.
+        doing.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
+        return await asyncio.wrap_future(doing)
