@@ -28,7 +28,7 @@ _UNITS: Mapping[str, int] = MappingProxyType(
         "tb": 10**12,
     }
 )
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -53,7 +53,7 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int):
         return text
-    match = _BYTES.fullmatch(text)
+    match = _BYTES.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size: write e.g. 512MiB, 16GB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -64,7 +64,7 @@ def parse_count(text: str | int) -> int:
 
     Raises: ConfigError for anything else.
     """
-    match = _BYTES.fullmatch(str(text))
+    match = _BYTES.fullmatch(str(text).strip())
     factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not a count: write e.g. 4M, 500k or a plain number")
