@@ -10,6 +10,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.engine.llm import LLM
+from quire.server.exchange import Exchange
 from quire.server.service import Service
 from server.asking import Client, nothing_runs, run
 from server.sockets import Listening, listening, posting
@@ -134,7 +135,7 @@ def test_what_fails_is_logged_without_what_was_sent(monkeypatch: pytest.MonkeyPa
                     await fails()
                     yield
 
-                monkeypatch.setattr(Service, "tokenize", fails)
+                monkeypatch.setattr(Exchange, "prompt_ids", fails)
                 monkeypatch.setattr(Service, "run", fails_later)
                 client = server.client.with_key(KEY)
                 for body in (BRIEF, {**BRIEF, "prompt": [5]}):

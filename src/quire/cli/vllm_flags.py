@@ -141,6 +141,11 @@ FOREIGN: tuple[Foreign, ...] = (
         here="Quire never runs code from a model's folder",
     ),
     Foreign(
+        flag="--trust-request-chat-template",
+        switch=True,
+        here="a request brings no template: --chat-template is the operator's",
+    ),
+    Foreign(
         flag="--load-format", harmless=("auto", "hf", "safetensors"), here="safetensors, or .bin"
     ),
     Foreign(flag="--model-impl", harmless=("auto", "transformers"), here="Transformers' own code"),

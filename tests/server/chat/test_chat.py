@@ -37,7 +37,7 @@ def test_the_beginning_of_sequence_is_not_doubled() -> None:
 
 
 def test_text_that_is_none_is_refused() -> None:
-    with pytest.raises(RequestError, match="not valid text"):
+    with pytest.raises(RequestError, match="not valid Unicode"):
         chat().prompt(ChatRequest(messages=[{"role": "user", "content": "\ud800"}]))
 
 
