@@ -97,6 +97,7 @@ def test_all_chunks_are_read_and_no_more(
         (HEAD + b"a: " + b" " * 9000 + b"\0\r\n\r\n", "control character"),
         (HEAD + b"a: " + b" " * 9000 + b"\r \r\n\r\n", "control character"),
         (HEAD + b"a: " + b" " * 9000 + b"\x0b\r\n\r\n", "control character"),
+        (HEAD + b"connection: " + b"," * 1001 + b"\r\n\r\n", "1,000 commas"),
         (b"\x16\x03\x01", "Invalid HTTP"),
         (b" GET", "Invalid HTTP"),
     ],

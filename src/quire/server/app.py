@@ -22,11 +22,9 @@ from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED
 from quire.server.endpoints.chat import chat_completions
 from quire.server.endpoints.completions import completions
-from quire.server.endpoints.description import described
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
 from quire.server.endpoints.messages import count_tokens, messages
-from quire.server.endpoints.metrics import metrics
-from quire.server.endpoints.models import health, model, models, version
+from quire.server.endpoints.models import described, health, metrics, model, models, version
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.entrance import Entrance, as_answer

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 STEP_BYTES = 64 * 1024  # that a client has to send or take, each time before its time is over
 _LOOKS = 4  # in one such time
-
-
 _SAYS_AGAIN_S = 60.0
 
 
@@ -125,7 +123,7 @@ class Connection(H11Protocol):
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         if self.transport.is_closing():
-            self._parts.clear()
+            self._parts = Parts()
             return
         try:
             if head := self._parts.head() if self.conn.their_state is h11.IDLE else b"":
@@ -133,7 +131,7 @@ class Connection(H11Protocol):
                 self._parts.body(self._length())
             body = self._parts.of_body() if self.conn.their_state is h11.SEND_BODY else b""
         except Malformed as error:
-            self._parts.clear()
+            self._parts = Parts()
             self.send_400_response(str(error))
             return
         if body:
@@ -141,7 +139,7 @@ class Connection(H11Protocol):
         if self._parts and (head or body):
             self._next_turn = self.loop.call_soon(self._read_on)
         if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR):
-            self._parts.clear()
+            self._parts = Parts()
         elif self._next_turn or (self._parts and self.conn.their_state is h11.DONE):
             self.transport.pause_reading()
             return

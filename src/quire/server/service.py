@@ -200,18 +200,9 @@ class Service:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    @property
-    def draining(self) -> bool:
-        """Nobody is let in any more; those inside go on."""
-        return self.gate.draining
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        self.gate.draining = value
-
     async def drain(self, timeout_s: float) -> bool:
         """Let nobody in and wait for those inside; True if none is left."""
-        self.draining = True
+        self.gate.draining = True
         until_s = time.monotonic() + timeout_s
         while self.gate.num_under_way and time.monotonic() < until_s:
             await asyncio.sleep(0.05)

@@ -101,8 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def tick(self, num_chars: int) -> None:
         """Called in front of each body of a loop or macro, of so much text. Raises: Exhausted."""
-        self._check(0)
-        self._spend(num_chars)
+        self._make(num_chars)
 
     def joined(self, *values: Any) -> str:
         """What ``~`` gives. Raises: Exhausted."""
@@ -210,7 +209,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             length += self._size(value) + len(separator)
             self._check(length)
             yield value
-        self._spend(length)
+        self._make(length)
 
     def _size(self, value: Any) -> int:
         """Characters of a value as a text, about. Raises: Exhausted for too many."""
@@ -231,15 +230,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _written(self, value: Any) -> Any:
         """What stands in double braces, wherever it is written to."""
-        self._spend(self._size(value))
+        self._make(self._size(value))
         return value
 
     def _make(self, length: int) -> None:
         """So long a text, or list, is to be made now. Raises: Exhausted."""
         self._check(length)
-        self._spend(length)
-
-    def _spend(self, length: int) -> None:
         self._spent.num_chars += length
         if self._spent.num_chars > _WRITTEN * self.limits.max_chars:
             raise Exhausted(

@@ -87,18 +87,24 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other: set one of "
                 "them to false"
             )
+        if not self._templates:
+            raise RequestError(
+                "this model has no chat template: start the server with --chat-template, a file "
+                "or the template itself, or use /v1/completions"
+            )
         checked = checked_messages(messages)
         names = self._names(kwargs)
         if continue_final_message:
             checked[-1] = _open_ended(checked[-1])
         variables = {
             **names,
-            "messages": checked,
+            "messages": self._shaped(checked),
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._render(variables)
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        text = self._sandbox.render(self._templates[name], variables)
         if not continue_final_message:
             return text
         end = text.rfind(_CONTINUES)
@@ -107,16 +113,6 @@ class ChatTemplate:
                 "continue_final_message: the chat template leaves the last message out"
             )
         return text[:end]
-
-    def _render(self, variables: dict[str, Any]) -> str:
-        if not self._templates:
-            raise RequestError(
-                "this model has no chat template: start the server with --chat-template, a file "
-                "or the template itself, or use /v1/completions"
-            )
-        variables["messages"] = self._shaped(variables["messages"])
-        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
-        return self._sandbox.render(self._templates[name], variables)
 
     def _names(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A client's names beside the special tokens'. Raises: RequestError."""

@@ -1,11 +1,17 @@
-"""``GET /v1/models``, ``/version``, ``/health``: what is served, and whether it is."""
+"""What is served, and how it is: models, version, health, metrics, and the document of it all."""
 
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version as version_of
 
+import msgspec
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.exchange import Exchange
+from quire.server.openapi import document
+from quire.server.operations import Endpoint, Operation
 from quire.server.schemas.models import ModelCard, ModelList, Version
 
 
@@ -34,9 +40,32 @@ async def health(exchange: Exchange) -> Response:
     """
     service = exchange.service
     service.refuse_without_engine()
-    if service.draining:
+    if service.gate.draining:
         raise service.gate.refused("draining")
     return Response(headers=exchange.headers)
+
+
+async def metrics(exchange: Exchange) -> ASGIApp:
+    """What Prometheus scrapes.
+
+    Read without waiting for a step, and also after the engine has failed.
+    """
+    body, content_type = exchange.service.metrics.render()
+    return Response(body, headers={**exchange.headers, "content-type": content_type})
+
+
+def described(operations: Sequence[Operation], *, has_keys: bool) -> Endpoint:
+    """Of all of them, as they are when somebody asks for the first time."""
+
+    @cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(operations, has_keys=has_keys))
+
+    async def openapi(exchange: Exchange) -> ASGIApp:
+        """This document."""
+        return Response(encoded(), media_type="application/json", headers=exchange.headers)
+
+    return openapi
 
 
 def _card(exchange: Exchange, name: str) -> ModelCard:

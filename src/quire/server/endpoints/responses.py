@@ -1,5 +1,6 @@
 """``POST /v1/responses``: answer a conversation, alone, in pieces, or with nobody connected."""
 
+from bisect import bisect_left
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -8,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from quire.errors import RequestTooLong
+from quire.server.chat.chat import Chat
 from quire.server.chat.chat import ChatRequest as Conversation
 from quire.server.chat.responses import from_responses
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
@@ -20,7 +23,6 @@ from quire.server.endpoints.items import (
     readable,
 )
 from quire.server.endpoints.response_events import Responding
-from quire.server.endpoints.truncation import shortened
 from quire.server.endpoints.turn import Turn, reasoning_kwargs, refuse_several, take_turn
 from quire.server.exchange import Exchange
 from quire.server.kept.background import Run
@@ -204,8 +206,33 @@ def _conversation(
     chat = replace(chat, chat_template_kwargs=kwargs)
     if asked.truncation == "auto":
         most = service.max_model_len - (asked.max_output_tokens or 1)
-        chat = shortened(service.chat, chat, most)
+        chat = _shortened(service.chat, chat, most)
     return chat
+
+
+def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversation:
+    """As much of its end as fits, beginning with a user's message; instructions stay.
+
+    Where not even the last turn fits, that one is all that is left: it is refused by its length.
+    It renders as often as halving takes. Raises: RequestError.
+    """
+    messages = list(asked.messages)
+    is_user = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not is_user:
+        return asked
+    head = messages[: is_user[0]]
+
+    def of(start: int) -> Conversation:
+        return replace(asked, messages=[*head, *messages[start:]])
+
+    def fits(start: int) -> bool:
+        try:
+            return len(chat.prompt(of(start)).token_ids) <= most_tokens
+        except RequestTooLong:
+            return False
+
+    place = bisect_left(is_user, True, key=fits)
+    return of(is_user[min(place, len(is_user) - 1)])
 
 
 def _allowed(asked: ResponsesRequest) -> tuple[Items | None, Any]:

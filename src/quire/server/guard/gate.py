@@ -66,11 +66,6 @@ class Gate:
         """Sequences of which nothing has come yet."""
         return self._num_queued
 
-    @property
-    def num_arrived(self) -> int:
-        """Requests at the door, or under way."""
-        return self._by_key.total()
-
     @contextmanager
     def arrive(self, caller: Caller) -> Iterator[None]:
         """Inside the block a request is read and prepared. It counts for its key alone: what has

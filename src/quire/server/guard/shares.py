@@ -1,10 +1,10 @@
 """What keys share in front of the queue, memory and threads, so that none takes all of it."""
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar, final
 
 from quire.server.guard.keys import Caller
@@ -70,30 +70,25 @@ class TextThreads:
     """
 
     def __init__(self) -> None:
-        self._short, self._long = _Threads(4, "quire-text"), _Threads(2, "quire-long-text")
+        self._short = ThreadPoolExecutor(4, thread_name_prefix="quire-text")
+        self._long = ThreadPoolExecutor(2, thread_name_prefix="quire-long-text")
+        self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def run(self, work: Callable[[], T], caller: Caller, *, num_bytes: int) -> T:
         """What ``work`` gives, of about so many bytes of text."""
-        return await (self._long if num_bytes > _LONG_BYTES else self._short).run(work, caller)
+        is_long, loop = num_bytes > _LONG_BYTES, asyncio.get_running_loop()
+        half = asyncio.Semaphore(1 if is_long else 2)
+        turn = self._turns.setdefault((caller.number, is_long), half)
+        await turn.acquire()
+        doing = (self._long if is_long else self._short).submit(work)
+
+        def give_back(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turn.release)
+
+        doing.add_done_callback(give_back)  # a caller that leaves keeps its turn until then
+        return await asyncio.wrap_future(doing)
 
     def close(self) -> None:
-        for each in (self._short, self._long):
-            each.threads.shutdown(wait=False)
-
-
-@final
-class _Threads:
-    """``number`` of them."""
-
-    def __init__(self, number: int, name: str) -> None:
-        self.threads = ThreadPoolExecutor(number, thread_name_prefix=name)
-        self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(number // 2))
-
-    async def run(self, work: Callable[[], T], caller: Caller) -> T:
-        turn = self._turns[caller.number]
-        await turn.acquire()
-        loop = asyncio.get_running_loop()
-        doing = self.threads.submit(work)
-        # Who leaves gives the turn back when the thread has ended, and not before.
-        doing.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
-        return await asyncio.wrap_future(doing)
+        self._short.shutdown(wait=False)
+        self._long.shutdown(wait=False)

@@ -11,6 +11,7 @@ from typing import final
 
 MOST_HEAD_BYTES = 16 * 1024
 MOST_HEAD_LINES = 100
+_MOST_COMMAS = 1_000  # h11 splits some values at them
 _MOST_LINE_BYTES = 8_000  # of the line with the path; Source: RFC 9110, section 4.1
 _MOST_BODY_BYTES = 64 * 1024  # in one part
 _MOST_CHUNKS = 16  # in one part
@@ -40,9 +41,6 @@ class Parts:
     def add(self, data: bytes) -> None:
         self._data += data
 
-    def clear(self) -> None:
-        self._data.clear()
-
     def body(self, length: int | None) -> None:
         """After a head: so many bytes, or None for chunks."""
         self._left, self._is_chunked, self._is_over = length or 0, length is None, False
@@ -61,6 +59,8 @@ class Parts:
         head = self._take(found.end())
         if head.count(b"\n") > MOST_HEAD_LINES:
             raise Malformed(f"A request's head may have {MOST_HEAD_LINES} lines.")
+        if head.count(b",") > _MOST_COMMAS:
+            raise Malformed(f"A request's head may have {_MOST_COMMAS:,} commas.")
         if head.find(b"\n") > _MOST_LINE_BYTES:
             raise Malformed(f"A request's line may have {_MOST_LINE_BYTES:,} bytes.")
         if len(head.translate(None, _NOT_IN_A_HEAD)) < len(head) or head.count(b"\r") > head.count(
