@@ -187,8 +187,8 @@ def test_bodies_in_memory_are_bounded_together_and_no_key_takes_all() -> None:
 
 
 UNFINISHED = (
-    ("/tokenize", {"prompt": "a"}),
-    ("/detokenize", {"tokens": [5]}),
+    ("/tokenize", {"prompt": "a b c d e f g h"}),
+    ("/detokenize", {"tokens": [5] * 9}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
     ("/v1/completions", BRIEF),
 )

@@ -69,7 +69,7 @@ class Gate:
     @contextmanager
     def arrive(self, caller: Caller) -> Iterator[None]:
         """Inside the block a request is read and prepared. It counts for its key alone: what has
-        not come yet takes nobody's place.
+        not come yet takes no place of another key.
 
         Raises: Refused.
         """
@@ -162,7 +162,7 @@ class Gate:
         return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
     def _check(self, caller: Caller | None) -> None:
-        """Raises: Refused if nobody could join the queue now, or this key may not."""
+        """Raises: Refused if no request could join the queue now, or none of this key."""
         reason = self._refuse(caller, self._num_queued + self._num_at_door)
         if reason is not None:
             raise self.refused(reason)

@@ -19,7 +19,7 @@ _LONG_BYTES = 2**18  # texts that are apart from others; tokenizers read about 1
 
 @final
 class Bodies:
-    """Counts bytes of bodies, from the moment they are read until nobody needs them.
+    """Counts bytes of bodies, from when they are read until their requests join the queue.
 
     Of each key there may be as much as is left besides: half of all while it is alone, a third each
     while there are two, so that none takes what another asks for.
