@@ -138,11 +138,10 @@ class Connection(H11Protocol):
             super().data_received(body)
         if self._parts and (head or body):
             self._next_turn = self.loop.call_soon(self._read_on)
-        if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR):
+        state = self.conn.their_state
+        if state in (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR):
             self._parts = Parts()
-        elif self._next_turn or (
-            self._parts and self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        ):
+        elif self._next_turn or (self._parts and state not in (h11.IDLE, h11.SEND_BODY)):
             self.transport.pause_reading()
             return
         if not self.flow.read_paused:

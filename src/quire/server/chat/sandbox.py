@@ -34,7 +34,6 @@ _WRITTEN = 64  # times max_chars that all texts on the way to a prompt may have 
 # No chat is written with these, and each makes much of little.
 _NO_FILTERS = ("pprint", "slice", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = frozenset(("expandtabs", "format_map", "to_bytes", "translate"))
-_PADS = frozenset(("center", "ljust", "rjust", "zfill"))
 _DIGITS = re.compile(r"[0-9]+")
 _STAR = re.compile(r"%[^%a-zA-Z*]*\*")  # a width that is given beside the value
 
@@ -173,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check(0)
         given = (*args, *kwargs.values())
         most = max((each for each in given if isinstance(each, int)), default=0)
-        if name in _PADS:
+        if name in ("center", "ljust", "rjust", "zfill"):
             self._make(most)
         elif name in ("%", "format"):
             self._make(self._formatted(name, value, given))

@@ -13,7 +13,6 @@ from quire.units import format_bytes
 
 T = TypeVar("T")
 
-_RETRY_AFTER_S = 1
 _LONG_BYTES = 2**18  # texts that are apart from others; tokenizers read about 1 MB/s
 
 
@@ -49,7 +48,7 @@ class Bodies:
                     f"{format_bytes(self._most_bytes)} (16 times max_request_bytes) a key may have "
                     "as much as it leaves: try again",
                     code="bodies_full",
-                    retry_after_s=_RETRY_AFTER_S,
+                    retry_after_s=1,
                 )
             own += num_bytes
             self._by_key[caller.number] += num_bytes

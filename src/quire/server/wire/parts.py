@@ -57,10 +57,9 @@ class Parts:
                 raise Malformed("Invalid HTTP request received.")
             return b""
         head = self._take(found.end())
-        if head.count(b"\n") > MOST_HEAD_LINES:
-            raise Malformed(f"A request's head may have {MOST_HEAD_LINES} lines.")
-        if head.count(b",") > _MOST_COMMAS:
-            raise Malformed(f"A request's head may have {_MOST_COMMAS:,} commas.")
+        for sign, most, what in (b"\n", MOST_HEAD_LINES, "lines"), (b",", _MOST_COMMAS, "commas"):
+            if head.count(sign) > most:
+                raise Malformed(f"A request's head may have {most:,} {what}.")
         if head.find(b"\n") > _MOST_LINE_BYTES:
             raise Malformed(f"A request's line may have {_MOST_LINE_BYTES:,} bytes.")
         if len(head.translate(None, _NOT_IN_A_HEAD)) < len(head) or head.count(b"\r") > head.count(
