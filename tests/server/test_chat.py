@@ -8,7 +8,7 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, nothing_runs, run, saying, serving
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -171,14 +171,11 @@ def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
 
 def test_reasoning_goes_apart_or_is_left_out() -> None:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
-    fields = {
-        "structured_outputs": {"regex": "<think>hm</think>yes"},
-        "max_tokens": 60,
-        "ignore_eos": False,
-    }
+    fields = {"max_tokens": 60}
 
     async def ask() -> None:
         async with serving(config) as client:
+            saying(client, "<think>hm</think>yes")
             whole, streamed = await both(client, **fields)
             message = whole["choices"][0]["message"]
             assert (message["reasoning"], message["content"]) == ("hm", "yes")

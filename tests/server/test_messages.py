@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,14 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
-from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
+from server.asking import (
+    Answer,
+    leave_while_it_runs,
+    nothing_runs,
+    run,
+    saying,
+    serving,
+)
 from server.listening import listening
 
 anthropic = pytest.importorskip("anthropic")
@@ -70,22 +76,6 @@ def names(answer: Answer) -> list[str]:
     found = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     assert found == [event["type"] for event in answer.events]
     return found
-
-
-def saying(client: Client, text: str, pieces: int = 7) -> None:
-    """Let the model say this, whatever it is asked."""
-    own = client.service.llm.generate
-
-    async def generate(request: Any) -> AsyncGenerator[Any, None]:
-        said = 0
-        async with aclosing(own(request)) as deltas:
-            async for delta in deltas:
-                last = delta.finish_reason is not None
-                until = len(text) if last else min(said + pieces, len(text))
-                yield replace(delta, text=text[said:until], finish_reason="stop" if last else None)
-                said = until
-
-    client.service.llm.generate = generate
 
 
 def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds() -> None:

@@ -10,9 +10,17 @@ from typing import Any, Literal
 import pytest
 
 from quire.config import ServerConfig
-from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
+from server.asking import (
+    Answer,
+    Client,
+    leave_while_it_runs,
+    nothing_runs,
+    run,
+    saying,
+    serving,
+)
 from server.listening import listening
-from server.test_messages import num_tokens, saying, text_of
+from server.test_messages import num_tokens, text_of
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")

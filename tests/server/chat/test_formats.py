@@ -65,6 +65,7 @@ def reader(parser: str, *, kind: Any = "auto", name: str = "", parallel: bool = 
         choice=ToolChoice(kind=kind, name=name),
         parallel=parallel,
         in_reasoning=False,
+        reasoning=None,
     )
     return Reader(
         prompt,

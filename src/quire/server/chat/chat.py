@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from quire.engine.params import StructuredOutputsParams
+from quire.engine.params import Reasoning, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat.events import CallEnded, Event, Events, Reply, call_id, reply
 from quire.server.chat.reasoning import ReasoningFormat, reasoning_format
@@ -42,6 +42,7 @@ class ChatPrompt:
     """A request as the engine takes it, and what is needed to read the answer.
 
     ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
+    ``reasoning`` may come before a text of any form, that one or another; None where none may.
     ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
     reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
     what the client asks for: models without a token for that name strings, as
@@ -51,6 +52,7 @@ class ChatPrompt:
     text: str
     token_ids: tuple[int, ...]
     structured_outputs: StructuredOutputsParams | None
+    reasoning: Reasoning | None
     skip_special_tokens: bool
     tools: Mapping[str, Tool]
     choice: ToolChoice
@@ -114,29 +116,27 @@ class Chat:
             template=request.chat_template,
             kwargs=request.chat_template_kwargs,
         )
-        reads_marks = (choice.kind == "auto" or self._reasoning is not None) and form is None
+        reads_marks = choice.kind == "auto" or self._reasoning is not None
+        marks, continues = self._reasoning, request.continue_final_message
         return ChatPrompt(
             text=text,
             token_ids=self._token_ids(text, request.add_special_tokens),
             structured_outputs=form,
+            reasoning=None if marks is None else marks.before_a_form(text, continues=continues),
             skip_special_tokens=not (self._has_special_marks and reads_marks),
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
             parallel=request.parallel_tool_calls,
-            # A grammar begins with the first token: there is no reasoning before it.
-            in_reasoning=self._reasoning is not None
-            and form is None
-            and self._reasoning.is_open(text, continues=request.continue_final_message),
+            in_reasoning=marks is not None and marks.is_open(text, continues=continues),
             stop=() if form is not None else self._stop,
         )
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
         """For one continuation of a prompt; each of several has a reader of its own."""
-        forced = prompt.choice.is_forced
         return Reader(
             prompt,
             tools=self._tools if prompt.choice.kind == "auto" else None,
-            reasoning=None if forced else self._reasoning,
+            reasoning=self._reasoning,
             make_id=call_id if self._tools is None else self._tools.make_id,
         )
 
@@ -232,15 +232,14 @@ class Reader:
 
     def _read(self) -> Reading[None]:
         prompt, tape, out = self._prompt, self._tape, self._out
+        if self._reasoning is not None:
+            yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
         if prompt.choice.kind == "named":
             yield from arguments_of(prompt.choice.name, tape, out)
         elif prompt.choice.kind == "required":
             yield from required(tape, out)
+        elif self._tools is not None:
+            yield from self._tools.read(tape, out, prompt.tools)
         else:
-            if self._reasoning is not None:
-                yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
-            if self._tools is not None:
-                yield from self._tools.read(tape, out, prompt.tools)
-            else:
-                yield from tape.upto(put=out.content)
+            yield from tape.upto(put=out.content)
         out.end_of_content()

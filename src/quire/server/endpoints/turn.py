@@ -109,6 +109,9 @@ async def take_turn(
         logprobs=logprobs,
         form=prompt.structured_outputs,
     )
+    if params.structured_outputs is not None:
+        form = replace(params.structured_outputs, reasoning=prompt.reasoning)
+        params = replace(params, structured_outputs=form)
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:
