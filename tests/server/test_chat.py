@@ -169,6 +169,75 @@ def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
     run(ask())
 
 
+CUT = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
+
+
+def test_a_call_that_the_limit_cuts_is_a_call_and_no_content() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            saying(client, CUT, reason="length")
+            whole, streamed = await both(client, tools=[ADD], max_tokens=60)
+            (choice,) = whole["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["content"] is None
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "add", "arguments": '{"a": true, "b": "x'}
+            own = put_together(streamed)[0]
+            assert (own["content"], own["finish_reason"]) == ("", "length")
+            assert own["tool_calls"][0] == {"name": "add", "args": '{"a": true, "b": "x'}
+
+    run(ask())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            for fields in ({"max_tokens": 3}, {"max_tokens": 9}, {"stop": ['"b"']}):
+                asked = {"max_tokens": 200, "ignore_eos": False, "tool_choice": choice, **fields}
+                whole, streamed = await both(client, tools=[ADD], **asked)
+                (found,) = whole["choices"]
+                assert found["finish_reason"] == ("stop" if "stop" in fields else "length")
+                assert not found["message"]["content"]
+                own = put_together(streamed)[0]
+                assert own["content"] == ""
+                calls = found["message"].get("tool_calls", [])
+                assert [call["function"]["arguments"] for call in calls] == [
+                    call["args"] for call in own["tool_calls"].values()
+                ]
+                # In an array of calls the name comes first.
+                assert (len(calls) == 1) == (choice != "required" or fields != {"max_tokens": 3})
+
+    run(ask())
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+def test_one_call_is_required_unless_several_are_asked_for(
+    parallel: bool | None, most: int
+) -> None:
+    """The model likes commas, so it goes on if it may."""
+    comma = demo().tokenizer(",")["input_ids"][0]
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(
+                client,
+                tools=[ADD],
+                tool_choice="required",
+                parallel_tool_calls=parallel,
+                logit_bias={str(comma): 100},
+                max_tokens=120,
+                ignore_eos=False,
+            )
+            (choice,) = whole["choices"]
+            num_calls = len(choice["message"]["tool_calls"])
+            assert num_calls == len(put_together(streamed)[0]["tool_calls"])
+            assert num_calls == 1 if most == 1 else num_calls > 1
+            assert choice["finish_reason"] == ("tool_calls" if most == 1 else "length")
+
+    run(ask())
+
+
 def test_reasoning_goes_apart_or_is_left_out() -> None:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
     fields = {"max_tokens": 60}

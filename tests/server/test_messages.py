@@ -10,6 +10,7 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
+from quire.server.endpoints.messages import so_far
 from server.asking import (
     Answer,
     leave_while_it_runs,
@@ -305,6 +306,38 @@ def test_a_call_that_breaks_off_is_text() -> None:
             assert answer.events[-2]["delta"]["stop_reason"] == "end_turn"
 
     run(ask())
+
+
+def test_a_call_that_the_limit_cuts_keeps_what_has_come() -> None:
+    said = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
+
+    async def ask() -> None:
+        async with serving(CONFIG) as nobody, listening(nobody) as address:
+            saying(nobody, said, reason="length")
+            asking = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
+            async with asking:
+                fields = clients(max_tokens=20, tools=[ADD])
+                whole = await asking.messages.create(**fields)
+                async with asking.messages.stream(**fields) as stream:
+                    final = await stream.get_final_message()
+            for message in (whole, final):
+                assert message.stop_reason == "max_tokens"
+                (block,) = message.content
+                assert (block.type, block.name, block.input) == ("tool_use", "add", {"a": True})
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("", {}), ("{", {}), ('{"a', {}), ('{"a": tr', {}), ('{"a": 1', {}), ('{"a": 1}', {"a": 1}),
+        ('{"a": 1, "b": [2, {"c": "},[\\"', {"a": 1, "b": [2, {}]}),
+        ('{"a": "\\\\", "b": ', {"a": "\\"}), ('{"a": [[], ', {"a": [[]]}),
+    ],
+)  # fmt: skip
+def test_an_object_that_breaks_off_has_its_whole_members(arguments: str, found: Any) -> None:
+    assert json.loads(so_far(arguments)) == found
 
 
 def test_an_answer_has_the_form_that_is_asked_for() -> None:

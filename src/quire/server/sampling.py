@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams, StructuredOutputsParams
 from quire.errors import ConfigError
+from quire.server.chat.json_schemas import closed
 from quire.server.schemas.fields import ResponseFormat, Sampling, StructuredOutputs
 from quire.server.wire.errors import Refused
 
@@ -113,7 +114,8 @@ def _of_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
             "response_format: type json_schema needs json_schema.schema",
             param="response_format",
         )
-    return StructuredOutputsParams(json=given.json_schema.schema)
+    schema = given.json_schema.schema
+    return StructuredOutputsParams(json=closed(schema) if given.json_schema.strict else schema)
 
 
 def _of_vllm(given: StructuredOutputs | None) -> StructuredOutputsParams | None:

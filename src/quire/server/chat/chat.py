@@ -29,7 +29,7 @@ class ChatRequest:
     messages: Iterable[Any]
     tools: Iterable[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None  # one where a call is required, any number elsewhere
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -106,7 +106,11 @@ class Chat:
                 "tool_choice=auto: it is not known how this model writes tool calls: start the "
                 "server with --tool-call-parser, or ask with tool_choice required"
             )
-        form = forced_form(choice, tools, parallel=request.parallel_tool_calls)
+        parallel = request.parallel_tool_calls
+        if parallel is None:
+            # A grammar for any number of calls lets a small model go on until its tokens end.
+            parallel = choice.kind != "required"
+        form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
         text = self.template.render(
             request.messages,
@@ -126,7 +130,7 @@ class Chat:
             skip_special_tokens=not (self._has_special_marks and reads_marks),
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
-            parallel=request.parallel_tool_calls,
+            parallel=parallel,
             in_reasoning=marks is not None and marks.is_open(text, continues=continues),
             stop=() if form is not None else self._stop,
         )
@@ -201,15 +205,18 @@ class Reader:
         self._go_on()
         return self._taken()
 
-    def finish(self) -> list[Event]:
-        """What is left when no more text comes."""
-        self._tape.end()
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What is left when no more text comes. ``cut``: though the model had not come to an end.
+
+        Of a call that is cut its beginning stays; of one that the model left as it is, the text.
+        """
+        self._tape.end(cut=cut)
         self._go_on()
         return self._taken()
 
-    def read(self, text: str) -> Reply:
+    def read(self, text: str, *, cut: bool = False) -> Reply:
         """All of an answer at once."""
-        return reply([*self.feed(text), *self.finish()])
+        return reply([*self.feed(text), *self.finish(cut=cut)])
 
     def _taken(self) -> list[Event]:
         """What has been found; after the only call that there may be, nothing more."""

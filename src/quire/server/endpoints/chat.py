@@ -61,7 +61,7 @@ def conversation(asked: ChatRequest) -> Conversation:
         messages=asked.messages,
         tools=asked.tools,
         tool_choice=asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        parallel_tool_calls=asked.parallel_tool_calls,
         # To continue the last message, no new one is to be begun.
         add_generation_prompt=not asked.continue_final_message
         if asked.add_generation_prompt is None

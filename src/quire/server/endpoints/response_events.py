@@ -36,7 +36,7 @@ class Responding:
     """Of one turn. ``response`` is as far as it has come, and its output is filled at the end.
 
     ``num_top``: of how many likely tokens the logprobs are said; None for none. ``shows_broken``:
-    calls that break off are items too, as who reads a stream has been told of them.
+    calls that were none are items too, as who reads a stream has been told of them.
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class Responding:
 
     def fill(self) -> None:
         """Write what there is so far into the response."""
-        shown = [
-            b for b in self._blocks.all if self._shows_broken or b.is_whole or b.kind != "call"
-        ]
+        shown = [b for b in self._blocks.all if self._shows_broken or not b.given_up]
         self.response.output = [self._item(block) for block in shown]
 
     def _of_piece(self, piece: Piece) -> Iterator[ResponseEvent]:

@@ -235,7 +235,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
         )
     if given.type == "json_schema" and given.schema is None:
         raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
-    schema = None if given.schema is None else JsonSchema(schema=given.schema)
+    schema = None if given.schema is None else JsonSchema(schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
 
 
@@ -253,7 +253,7 @@ def _response(turn: Turn, asked: ResponsesRequest) -> Response:
         max_tool_calls=asked.max_tool_calls,
         metadata=asked.metadata or {},
         model=asked.model or exchange.service.model_name,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        parallel_tool_calls=turn.prompt.parallel,
         previous_response_id=asked.previous_response_id,
         prompt_cache_key=asked.prompt_cache_key,
         reasoning=asked.reasoning or Reasoning(),

@@ -48,7 +48,8 @@ class Turn:
                 events = reader.feed(delta.text)
                 reason: str | None = delta.finish_reason
                 if reason is not None:
-                    events += reader.finish()
+                    ends_itself = reason == "stop" and delta.stopped_by is None
+                    events += reader.finish(cut=not ends_itself)
                 if reader.is_full:  # the only call that there may be: the rest is of no use
                     reason = "stop"
                 if reason is not None:

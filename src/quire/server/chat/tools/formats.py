@@ -40,7 +40,12 @@ class ToolFormat:
                     yield from self.calls(tape, out, tools)
                     tape.recorded()
                 except Broken:
-                    out.give_up(tape.recorded())
+                    if tape.breaks_off:
+                        out.cut()
+                    else:
+                        out.give_up(tape.recorded())
+                if tape.breaks_off:
+                    tape.drop()  # the beginning of a mark
         out.end_of_content()
 
 

@@ -117,7 +117,7 @@ class _Arguments:
         self._keys.add(key)
         if kinds is None or kinds == _TEXT:
             self._out.arguments(lead + '"')
-            found = yield from tape.upto(*closing, put=self._quote)
+            found = yield from tape.upto(*closing, put=self._quote, must_come=True)
             if found is None:
                 raise Broken
             self._out.arguments('"')
