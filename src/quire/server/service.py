@@ -78,6 +78,7 @@ class Service:
             trust_request_chat_template=config.trust_request_chat_template,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            model_type=llm.llm.spec.model_type,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)

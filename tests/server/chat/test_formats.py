@@ -236,10 +236,15 @@ def test_content_is_not_held_back(case: Case) -> None:
         ("kimi_k2", '<|tool_call_begin|>search<|tool_call_argument_begin|>{"path": "x"}'),
         ("granite", '<tool_call>[{"name": "search", "arguments": {"path": "x"}}]'),
         ("mistral", '[TOOL_CALLS]search[ARGS]{"path": "x"}'),
+        (
+            "phi4_mini_json",
+            '<|tool_call|>[{"name": "search", "arguments": {"path": "x"}}]<|/tool_call|>',
+        ),
     ],
 )
 def test_ways_that_models_stray(parser: str, text: str) -> None:
     assert parsed(whole(parser, text)) == [("search", {"path": "x"})]
+    assert whole(parser, text).content is None
 
 
 def test_a_line_end_in_a_string_is_mended() -> None:

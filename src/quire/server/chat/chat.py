@@ -18,7 +18,7 @@ from quire.server.chat.tape import Reading, Tape
 from quire.server.chat.templates import ChatTemplate
 from quire.server.chat.tools.choice import ToolChoice, checked_choice, forced_form
 from quire.server.chat.tools.declared import Tool, checked_tools
-from quire.server.chat.tools.formats import ToolFormat, tool_format
+from quire.server.chat.tools.formats import TOOL_FORMATS, ToolFormat, tool_format
 from quire.server.chat.tools.objects import arguments_of, required
 
 
@@ -66,7 +66,8 @@ class Chat:
     """Any thread may use it; ``close`` it at the end.
 
     ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
-    text tells. Raises: ConfigError for a template or a name that cannot be.
+    text tells; calls, which are read without a name too, also as the model's type does.
+    Raises: ConfigError for a template or a name that cannot be.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Chat:
         trust_request_chat_template: bool = False,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        model_type: str = "",
         limits: Limits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -86,7 +88,9 @@ class Chat:
             trust_request_chat_template=trust_request_chat_template,
             limits=limits,
         )
-        self._tools: ToolFormat | None = tool_format(tool_call_parser, self.template.source)
+        self._tools: ToolFormat | None = tool_format(
+            tool_call_parser, self.template.source, model_type
+        )
         self._reasoning: ReasoningFormat | None = reasoning_format(
             reasoning_parser, self.template.source
         )
@@ -103,8 +107,9 @@ class Chat:
         choice = checked_choice(request.tool_choice, tools)
         if choice.kind == "auto" and self._tools is None:
             raise RequestError(
-                "tool_choice=auto: it is not known how this model writes tool calls: start the "
-                "server with --tool-call-parser, or ask with tool_choice required"
+                "tool_choice=auto: neither the chat template nor the model's type tells how this "
+                "model writes tool calls: start the server with --tool-call-parser, one of "
+                f"{', '.join(TOOL_FORMATS)}; or ask with tool_choice required, or none"
             )
         parallel = request.parallel_tool_calls
         if parallel is None:

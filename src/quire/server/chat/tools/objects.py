@@ -177,9 +177,23 @@ def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
 
 
 def phi4(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``functools[{"name": …, "arguments": {…}}, …]``. Source: Phi-4-mini's template."""
-    yield from tape.expect("functools")
-    yield from call_list(tape, out)
+    """``functools[{"name": …, "arguments": {…}}, …]``, or ``<|tool_call|>[…]<|/tool_call|>``.
+
+    The second form is the one that Phi-4-mini was trained for; vLLM's template asks for the first.
+    Source: vLLM's template for Phi-4-mini, and the model's card.
+    """
+    if (yield from tape.skip("functools")):
+        yield from call_list(tape, out)
+        return
+    yield from tape.expect("<|tool_call|>")
+    yield from tape.blanks()
+    if (yield from tape.peek()) == "[":
+        yield from call_list(tape, out)
+    else:
+        yield from call_object(tape, out)
+    tape.record()
+    yield from tape.blanks()
+    yield from tape.skip("<|/tool_call|>")
 
 
 def required(tape: Tape, out: Events) -> Reading[None]:
