@@ -1,6 +1,7 @@
 """/v1/chat/completions: a template's prompt, the engine's tokens, and what they are read as."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -248,11 +249,20 @@ def test_reasoning_goes_apart_or_is_left_out() -> None:
             whole, streamed = await both(client, **fields)
             message = whole["choices"][0]["message"]
             assert (message["reasoning"], message["content"]) == ("hm", "yes")
+            assert message["reasoning_content"] == "hm"
+            details = {"reasoning_tokens": len(demo().tokenizer("hm")["input_ids"])}
+            assert whole["usage"]["completion_tokens_details"] == details
             deltas = [event["choices"][0]["delta"] for event in streamed.events[:-1]]
             assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+            assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
+            body = {"messages": MESSAGES, **GREEDY, **fields, "stream": True}
+            counted = await client.post(
+                "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+            )
+            assert counted.events[-2]["usage"]["completion_tokens_details"] == details
             assert "".join(delta.get("content") or "" for delta in deltas) == "yes"
             quiet, streamed = await both(client, **fields, include_reasoning=False)
-            assert "reasoning" not in quiet["choices"][0]["message"]
+            assert not {"reasoning", "reasoning_content"} & set(quiet["choices"][0]["message"])
             assert b"hm" not in streamed.body
 
     run(ask())
@@ -278,6 +288,102 @@ def test_logprobs_are_those_of_the_tokens() -> None:
             )
             without, _ = await both(client)
             assert without["choices"][0]["logprobs"] is None
+
+    run(ask())
+
+
+def test_only_allowed_tools_are_called() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            named = [{"type": "function", "function": {"name": "add"}}]
+            for mode, reason in (("required", "tool_calls"), ("auto", "length")):
+                own = {"mode": mode, "tools": named}
+                choice = {"type": "allowed_tools", "allowed_tools": own}
+                whole, _ = await both(
+                    client,
+                    tools=[other, ADD],
+                    tool_choice=choice,
+                    max_tokens=100,
+                    ignore_eos=mode == "auto",
+                )
+                assert whole["choices"][0]["finish_reason"] == reason
+                calls = whole["choices"][0]["message"].get("tool_calls", [])
+                assert [c["function"]["name"] for c in calls] == ["add"] * (mode == "required")
+            for wrong in ({"mode": "most", "tools": named}, {"mode": "auto"},
+                          {"mode": "auto", "tools": [{"function": {"name": "no"}}]}):  # fmt: skip
+                choice = {"type": "allowed_tools", "allowed_tools": wrong}
+                fields = {"messages": MESSAGES, "tools": [ADD], "tool_choice": choice}
+                answer = await client.post("/v1/chat/completions", fields)
+                assert answer.status == 400
+                assert "allowed_tools" in answer.error["message"]
+
+    run(ask())
+
+
+def test_tokens_are_said_as_ids_where_that_is_asked_for() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+            whole, streamed = await both(client, **fields, return_tokens_as_token_ids=True)
+            (choice,) = whole["choices"]
+            said = choice["logprobs"]["content"]
+            assert [token["token"] for token in said] == [
+                f"token_id:{token_id}" for token_id in choice["token_ids"]
+            ]
+            assert all(
+                likely["token"].startswith("token_id:") for likely in said[0]["top_logprobs"]
+            )
+            text = b"".join(bytes(token["bytes"]) for token in said).decode()
+            assert text == choice["message"]["content"]
+            assert b'"token":"token_id:' in streamed.body
+            assert "x-ignored-fields" not in streamed.headers
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"functions": [{"name": "add"}]}, "give tools"),
+        ({"function_call": {"name": "add"}}, "tool_choice"),
+        ({"echo": True}, "/v1/completions"),
+        ({"guided_whitespace_pattern": " "}, "leave it out"),
+        ({"structural_tag": "{}"}, "leave it out"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "exactly one"),
+    ],
+)
+def test_what_would_change_the_text_is_not_dropped(fields: dict[str, Any], said: str) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            answer = await client.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
+            assert answer.status == 400
+            assert said in answer.error["message"]
+            harmless = {"functions": None, "function_call": None, "echo": False, "max_tokens": 1}
+            fine = await client.post("/v1/chat/completions", {"messages": MESSAGES, **harmless})
+            assert fine.status == 200
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"guided_json": {"type": "boolean"}}, r"true|false"),
+        ({"guided_json": '{"type": "boolean"}'}, r"true|false"),
+        ({"guided_regex": "[xyz]{3}"}, r"[xyz]{3}"),
+        ({"guided_choice": ["yes", "no"]}, r"yes|no"),
+        ({"guided_grammar": 'root ::= "up" | "down"'}, r"up|down"),
+    ],
+)
+def test_vllms_older_names_of_forms_are_known(fields: dict[str, Any], fits: str) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(client, **fields, ignore_eos=False, max_tokens=20)
+            assert re.fullmatch(fits, whole["choices"][0]["message"]["content"])
+            assert "x-ignored-fields" not in streamed.headers
 
     run(ask())
 

@@ -16,7 +16,7 @@ from quire.server.chat.reasoning import ReasoningFormat, reasoning_format
 from quire.server.chat.sandbox import Limits
 from quire.server.chat.tape import Reading, Tape
 from quire.server.chat.templates import ChatTemplate
-from quire.server.chat.tools.choice import ToolChoice, checked_choice, forced_form
+from quire.server.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
 from quire.server.chat.tools.declared import Tool, checked_tools
 from quire.server.chat.tools.formats import TOOL_FORMATS, ToolFormat, tool_format
 from quire.server.chat.tools.objects import arguments_of, required
@@ -103,8 +103,8 @@ class Chat:
 
         Raises: RequestError naming what is wrong.
         """
-        tools = checked_tools(request.tools)
-        choice = checked_choice(request.tool_choice, tools)
+        given, tools = allowed(request.tool_choice, checked_tools(request.tools))
+        choice = checked_choice(given, tools)
         if choice.kind == "auto" and self._tools is None:
             raise RequestError(
                 "tool_choice=auto: neither the chat template nor the model's type tells how this "
@@ -193,6 +193,11 @@ class Reader:
         self._num_calls, self._is_full = 0, False
         self._reading: Reading[None] | None = self._read()
         self._go_on()
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether it tells reasoning from the rest."""
+        return self._reasoning is not None
 
     @property
     def is_full(self) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -12,7 +11,6 @@ from quire.server.chat.chat import ChatRequest as Conversation
 from quire.server.chat.responses import from_responses
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.items import (
-    Items,
     conversation_of,
     decoded,
     encoded,
@@ -87,6 +85,7 @@ async def _responding(
         turn,
         _response(turn, asked),
         num_top=num_top,
+        says_ids=bool(asked.return_tokens_as_token_ids),
         shows_broken=bool(asked.stream),
         end=_forget if asked.background else keep,
     )
@@ -189,13 +188,12 @@ def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Conversation:
     """What of a request concerns the prompt. It may take a while. Raises: Refused; RequestError."""
-    tools, choice = _allowed(asked)
     chat = from_responses(
         {
             "instructions": asked.instructions,
             "input": readable(decoded(before)),
-            "tools": tools,
-            "tool_choice": choice,
+            "tools": asked.tools,
+            "tool_choice": asked.tool_choice,
             "parallel_tool_calls": asked.parallel_tool_calls,
         }
     )
@@ -206,23 +204,6 @@ def _conversation(
         most = service.max_model_len - (asked.max_output_tokens or 1)
         chat = shortened(service.chat, chat, most)
     return chat
-
-
-def _allowed(asked: ResponsesRequest) -> tuple[Items | None, Any]:
-    """The tools that may be called, and whether one must be. Raises: Refused."""
-    choice = asked.tool_choice
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return asked.tools, choice
-    listed = choice.get("tools")
-    names = [tool.get("name") for tool in listed] if isinstance(listed, list) else []
-    tools = [tool for tool in asked.tools or () if tool.get("name") in names]
-    if choice.get("mode") not in ("auto", "required") or len(tools) < max(1, len(names)):
-        raise Refused(
-            400,
-            "tool_choice: allowed_tools has a mode, auto or required, and names some of the tools",
-            param="tool_choice",
-        )
-    return tools, choice["mode"]
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:

@@ -8,10 +8,10 @@ from typing import Any, final
 from quire.engine.outputs import TextDelta
 from quire.engine.params import SamplingParams
 from quire.server.chat.chat import ChatPrompt, ChatRequest, Reader
-from quire.server.chat.events import Event
+from quire.server.chat.events import Event, ReasoningDelta
 from quire.server.endpoints.work import Work
 from quire.server.exchange import Exchange
-from quire.server.schemas.fields import Asked
+from quire.server.schemas.fields import Asked, Usage
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import while_connected
 
@@ -34,6 +34,7 @@ class Turn:
         self.work, self.prompt, self._own_stops = work, prompt, own_stops
         chat = work.service.chat
         self._readers: list[Reader] = [chat.reader(prompt) for _ in range(work.num_choices)]
+        self._thoughts: list[list[str]] = [[] for _ in self._readers]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """As they come. Leaving it ends the request. Raises: as ``Work.pieces``."""
@@ -50,6 +51,7 @@ class Turn:
                 if reason is not None:
                     ends_itself = reason == "stop" and delta.stopped_by is None
                     events += reader.finish(cut=not ends_itself)
+                self._thoughts[choice] += (e.text for e in events if isinstance(e, ReasoningDelta))
                 if reader.is_full:  # the only call that there may be: the rest is of no use
                     reason = "stop"
                 if reason is not None:
@@ -73,6 +75,21 @@ class Turn:
             async for piece in pieces:
                 found[piece.choice].append(piece)
         return found
+
+    async def num_reasoning_tokens(self) -> int:
+        """Of all choices so far, counted by their text: the tokens have no other mark."""
+        service, number = self.work.service, 0
+        for thoughts in filter(None, map("".join, self._thoughts)):
+            number += len(await service.tokenize(thoughts, add_special_tokens=False))
+        return min(number, self.work.tally.completion_tokens)
+
+    async def usage(self) -> Usage:
+        """What it has cost; of a model whose reasoning is read, how much was that."""
+        usage = self.work.tally.usage()
+        if self._readers[0].reads_reasoning:
+            number = await self.num_reasoning_tokens()
+            usage.completion_tokens_details = {"reasoning_tokens": number}
+        return usage
 
     def _reason(self, reader: Reader, reason: str | None) -> str | None:
         """A call is a reason to end, unless the client has named the tool and waits for it."""

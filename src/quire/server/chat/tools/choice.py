@@ -23,6 +23,30 @@ class ToolChoice:
         return self.kind in ("required", "named")
 
 
+def allowed(given: Any, tools: Sequence[Tool]) -> tuple[Any, tuple[Tool, ...]]:
+    """OpenAI's ``allowed_tools``: the choice that its mode is, and the tools that it names.
+
+    Chat completions have it in an object of its own, responses beside the type.
+    Raises: RequestError.
+    """
+    if not isinstance(given, Mapping) or given.get("type") != "allowed_tools":
+        return given, tuple(tools)
+    own = given.get("allowed_tools", given)
+    listed = own.get("tools") if isinstance(own, Mapping) else None
+    names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
+    found = tuple(tool for tool in tools if tool.name in names)
+    if not names or len(found) < len(set(names)) or own.get("mode") not in ("auto", "required"):
+        raise RequestError(
+            "tool_choice: allowed_tools has a mode, auto or required, and names some of the tools"
+        )
+    return own["mode"], found
+
+
+def _name_of(tool: Any) -> str:
+    own = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return str(own.get("name")) if isinstance(own, Mapping) else ""
+
+
 def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
     """A name, or OpenAI's object with one. Raises: RequestError."""
     if given is None:
