@@ -107,7 +107,7 @@ class ServerConfig:
         "How this model writes tool calls: auto, the default (as its chat template or its type "
         "tells), deepseek_v3, deepseek_v31, glm45, glm47, granite, granite4, hermes, kimi_k2, "
         "llama3_json, llama4_json, mimo, minimax_m2, mistral, phi4_mini_json, qwen3_coder, "
-        "qwen3_xml.",
+        "qwen3_xml, seed_oss.",
         panel=_MODEL,
     )
     reasoning_parser: str | None = option(

@@ -194,6 +194,12 @@ TABLE = [
     ),
     ("Qwen/Qwen3.5", "qwen3_5_moe", "", "qwen3_coder"),
     ("XiaomiMiMo/MiMo-V2-Flash", "mimo_v2_flash", "", "mimo"),
+    (
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "seed_oss",
+        "'<seed:tool_call>\n<function=' '<parameter='",
+        "seed_oss",
+    ),
     ("MiniMaxAI/MiniMax-M2", "minimax_m2", "'<minimax:tool_call>'", "minimax_m2"),
     ("microsoft/Phi-4-mini-instruct", "phi3", "'<|tool|>' + tools + '<|/tool|>'", "phi4_mini_json"),
     ("microsoft/Phi-4-mini-instruct", "phi3", "as functools[{", "phi4_mini_json"),

@@ -70,6 +70,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "deepseek_v31": ToolFormat(
             opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), calls=named.deepseek_v31
         ),
+        "seed_oss": ToolFormat(opens=("<seed:tool_call>", "<function="), calls=tagged.seed_oss),
         "glm45": _GLM,
         "glm47": _GLM,
         "kimi_k2": ToolFormat(
@@ -89,6 +90,7 @@ _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<arg_key>",), "glm45"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|tool|>",), "phi4_mini_json"),
@@ -117,6 +119,7 @@ _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
         "granitemoehybrid": "granite4",
         "deepseek_v3": "deepseek_v3",
         "kimi_k2": "kimi_k2",
+        "seed_oss": "seed_oss",
         "minimax_m2": "minimax_m2",
         "mimo_v2_flash": "mimo",
         "phi3": "phi4_mini_json",
