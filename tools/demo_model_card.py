@@ -97,6 +97,9 @@ writing software.
 `chat_template.jinja` writes a chat down as one Python file: what the user says is its text so far,
 and an answer goes on where that ends. `chat_stop_strings` in `tokenizer_config.json` are where an
 answer ends, in servers that know the word: at two blank lines, or at the next function or class.
+Tools, and what they gave, are written as comments; a call is `<tool_call>{"name": …, "arguments":
+…}</tool_call>`, as the `hermes` parser reads it. It has seen none: it calls where a
+grammar makes it.
 
 ## Licence
 

@@ -1,9 +1,11 @@
 """Structured outputs: what may come next against plain string work, and texts that keep to it."""
 
+import copy
 import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.engine.params import Reasoning
 from quire.engine.plan import Draw, Sampled, StepPlan
 from quire.engine.sampling import Sampler
 from quire.engine.sequence import Request, Sequence
@@ -232,6 +235,103 @@ def test_where_the_grammar_does_not_follow_the_sequence_fails_alone() -> None:
     logits[0, EOS] = 1.0
     (result,) = Sampler().sample(logits, plan_of(nothing))
     assert "no token is allowed here" in result.error
+
+
+# -- reasoning before the text --------------------------------------------------------------------
+
+# As token that is no text, as token that is (it has no brackets), and as text of several tokens.
+MARKS = [("<think>", "</think>"), ("THINK", "ENDED"), ("Here I think:", "Here I say:")]
+
+
+@cache
+def marked() -> tuple[Any, Grammars]:
+    """The demo model's tokenizer with four tokens more, and its grammars."""
+    tokenizer = copy.deepcopy(demo().tokenizer)
+    tokenizer.add_tokens([mark for pair in MARKS[:2] for mark in pair])
+    return tokenizer, Grammars(tokenizer, vocab_size() + 4, [EOS])
+
+
+def taken_of(form: StructuredOutputsParams, text: str) -> tuple[bool, bool]:
+    """Whether the grammar takes all of a text, and whether the text may end there."""
+    tokenizer, own = marked()
+    matcher = own.compile(form).matcher()
+    token_ids = tokenizer(text)["input_ids"]
+    if matcher.taken(token_ids)[0] < len(token_ids):
+        return False, False
+    is_over = matcher.taken(token_ids)[1]
+    return True, is_over or matcher.taken([*token_ids, EOS])[0] > len(token_ids)
+
+
+@forms
+@pytest.mark.parametrize("marks", MARKS, ids=["token", "text token", "text"])
+def test_a_form_begins_behind_the_reasoning(
+    form: StructuredOutputsParams, marks: tuple[str, str]
+) -> None:
+    opens, closes = marks
+    right = {"json": '{"name":"a","age":3,"tags":[]}', "regex": "abc-12", "choice": "yes"}
+    text = right.get(form.source[0], "(x)")
+    begun = replace(form, reasoning=Reasoning(opens=opens, closes=closes, is_open=True))
+    free = replace(form, reasoning=Reasoning(opens=opens, closes=closes, is_open=False))
+    thought = f" hm é👍 \n\n {text} < / {closes[:3]} so"
+    for behind in ("", "\n\n"):
+        assert taken_of(begun, f"{thought}{closes}{behind}{text}") == (True, True)
+        assert taken_of(begun, f"{opens}{thought}{closes}{behind}{text}") == (True, True)
+        assert taken_of(free, f"{opens}{thought}{closes}{behind}{text}") == (True, True)
+        assert taken_of(free, f"\n{opens}{closes}{behind}{text}") == (True, True)
+    assert taken_of(free, text) == (True, True)
+    assert taken_of(form, text) == (True, True)
+    assert taken_of(begun, thought) == (True, False)
+    assert taken_of(begun, f"{thought}{closes}") == (True, False)
+    assert taken_of(free, thought) == (False, False)
+    assert taken_of(begun, f"{thought}{closes}?")[0] is False
+    assert taken_of(form, f"{opens}{thought}{closes}{text}")[0] is False
+
+
+def test_a_mark_is_not_spelled_in_other_tokens() -> None:
+    """A reader takes it for the mark, in whatever tokens it comes."""
+    tokenizer, own = marked()
+    form = replace(FORMS[3], reasoning=Reasoning(opens="<think>", closes="</think>", is_open=True))
+    spelled = demo().tokenizer("</think>")["input_ids"]
+    assert len(spelled) > 1
+    matcher = own.compile(form).matcher()
+    assert matcher.taken(spelled)[0] == len(spelled) - 1
+    matcher.consume(spelled[:-1])
+    rest = tokenizer("</think>yes")["input_ids"]
+    assert matcher.taken(rest) == (len(rest), True)
+
+
+def test_what_is_wrong_with_a_form_is_said_with_reasoning_too() -> None:
+    before = Reasoning(opens="<think>", closes="</think>", is_open=True)
+    for form, message in (
+        ({"json": {"$ref": "#"}}, "no text can follow"),
+        ({"regex": "("}, "wrong"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            marked()[1].compile(StructuredOutputsParams(**form, reasoning=before))
+    with pytest.raises(RequestError, match="closes='' must be"):
+        Reasoning(opens="a", closes="", is_open=True)
+    with pytest.raises(RequestError, match="must be Reasoning, or None"):
+        StructuredOutputsParams(regex="a", reasoning=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"a":1}', True), ('{ "a" : 1 }', True), ('{\n"a":\n1}', True),
+        ('{"a":  1}', False), ('{"a":\n 1}', False), ('{\t\t"a":1}', False),
+    ],
+)  # fmt: skip
+def test_there_is_at_most_one_blank_between_jsons_tokens(text: str, fits: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert taken_of(StructuredOutputsParams(json=schema), text)[0] == fits
+
+
+def test_no_key_that_a_schema_names_comes_twice() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = StructuredOutputsParams(json=schema)
+    assert taken_of(form, '{"a":1,"b":2}') == (True, True)
+    assert taken_of(form, '{"a":1,"a":2}')[0] is False
+    assert taken_of(form, '{"b":1,"a":2}')[0] is False
 
 
 # -- what is refused, and what is kept ------------------------------------------------------------

@@ -5,9 +5,9 @@ It can read slowly, or not at all, and leave at any moment, as clients do.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -150,6 +150,22 @@ class Client:
 
 def encoded(body: Any) -> bytes:
     return json.dumps(body).encode()
+
+
+def saying(client: Client, text: str, pieces: int = 7, reason: str = "stop") -> None:
+    """Let the model say this, whatever it is asked, and end for this reason."""
+    own = client.service.llm.generate
+
+    async def generate(request: Any) -> AsyncGenerator[Any, None]:
+        said = 0
+        async with aclosing(own(request)) as deltas:
+            async for delta in deltas:
+                last = delta.finish_reason is not None
+                until = len(text) if last else min(said + pieces, len(text))
+                yield replace(delta, text=text[said:until], finish_reason=reason if last else None)
+                said = until
+
+    client.service.llm.generate = generate
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """/v1/chat/completions: a template's prompt, the engine's tokens, and what they are read as."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, nothing_runs, run, saying, serving
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -169,24 +170,99 @@ def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
     run(ask())
 
 
+CUT = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
+
+
+def test_a_call_that_the_limit_cuts_is_a_call_and_no_content() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            saying(client, CUT, reason="length")
+            whole, streamed = await both(client, tools=[ADD], max_tokens=60)
+            (choice,) = whole["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["content"] is None
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "add", "arguments": '{"a": true, "b": "x'}
+            own = put_together(streamed)[0]
+            assert (own["content"], own["finish_reason"]) == ("", "length")
+            assert own["tool_calls"][0] == {"name": "add", "args": '{"a": true, "b": "x'}
+
+    run(ask())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            for fields in ({"max_tokens": 3}, {"max_tokens": 9}, {"stop": ['"b"']}):
+                asked = {"max_tokens": 200, "ignore_eos": False, "tool_choice": choice, **fields}
+                whole, streamed = await both(client, tools=[ADD], **asked)
+                (found,) = whole["choices"]
+                assert found["finish_reason"] == ("stop" if "stop" in fields else "length")
+                assert not found["message"]["content"]
+                own = put_together(streamed)[0]
+                assert own["content"] == ""
+                calls = found["message"].get("tool_calls", [])
+                assert [call["function"]["arguments"] for call in calls] == [
+                    call["args"] for call in own["tool_calls"].values()
+                ]
+                # In an array of calls the name comes first.
+                assert (len(calls) == 1) == (choice != "required" or fields != {"max_tokens": 3})
+
+    run(ask())
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+def test_one_call_is_required_unless_several_are_asked_for(
+    parallel: bool | None, most: int
+) -> None:
+    """The model likes commas, so it goes on if it may."""
+    comma = demo().tokenizer(",")["input_ids"][0]
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(
+                client,
+                tools=[ADD],
+                tool_choice="required",
+                parallel_tool_calls=parallel,
+                logit_bias={str(comma): 100},
+                max_tokens=120,
+                ignore_eos=False,
+            )
+            (choice,) = whole["choices"]
+            num_calls = len(choice["message"]["tool_calls"])
+            assert num_calls == len(put_together(streamed)[0]["tool_calls"])
+            assert num_calls == 1 if most == 1 else num_calls > 1
+            assert choice["finish_reason"] == ("tool_calls" if most == 1 else "length")
+
+    run(ask())
+
+
 def test_reasoning_goes_apart_or_is_left_out() -> None:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
-    fields = {
-        "structured_outputs": {"regex": "<think>hm</think>yes"},
-        "max_tokens": 60,
-        "ignore_eos": False,
-    }
+    fields = {"max_tokens": 60}
 
     async def ask() -> None:
         async with serving(config) as client:
+            saying(client, "<think>hm</think>yes")
             whole, streamed = await both(client, **fields)
             message = whole["choices"][0]["message"]
             assert (message["reasoning"], message["content"]) == ("hm", "yes")
+            assert message["reasoning_content"] == "hm"
+            details = {"reasoning_tokens": len(demo().tokenizer("hm")["input_ids"])}
+            assert whole["usage"]["completion_tokens_details"] == details
             deltas = [event["choices"][0]["delta"] for event in streamed.events[:-1]]
             assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+            assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
+            body = {"messages": MESSAGES, **GREEDY, **fields, "stream": True}
+            counted = await client.post(
+                "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+            )
+            assert counted.events[-2]["usage"]["completion_tokens_details"] == details
             assert "".join(delta.get("content") or "" for delta in deltas) == "yes"
             quiet, streamed = await both(client, **fields, include_reasoning=False)
-            assert "reasoning" not in quiet["choices"][0]["message"]
+            assert not {"reasoning", "reasoning_content"} & set(quiet["choices"][0]["message"])
             assert b"hm" not in streamed.body
 
     run(ask())
@@ -212,6 +288,102 @@ def test_logprobs_are_those_of_the_tokens() -> None:
             )
             without, _ = await both(client)
             assert without["choices"][0]["logprobs"] is None
+
+    run(ask())
+
+
+def test_only_allowed_tools_are_called() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            named = [{"type": "function", "function": {"name": "add"}}]
+            for mode, reason in (("required", "tool_calls"), ("auto", "length")):
+                own = {"mode": mode, "tools": named}
+                choice = {"type": "allowed_tools", "allowed_tools": own}
+                whole, _ = await both(
+                    client,
+                    tools=[other, ADD],
+                    tool_choice=choice,
+                    max_tokens=100,
+                    ignore_eos=mode == "auto",
+                )
+                assert whole["choices"][0]["finish_reason"] == reason
+                calls = whole["choices"][0]["message"].get("tool_calls", [])
+                assert [c["function"]["name"] for c in calls] == ["add"] * (mode == "required")
+            for wrong in ({"mode": "most", "tools": named}, {"mode": "auto"},
+                          {"mode": "auto", "tools": [{"function": {"name": "no"}}]}):  # fmt: skip
+                choice = {"type": "allowed_tools", "allowed_tools": wrong}
+                fields = {"messages": MESSAGES, "tools": [ADD], "tool_choice": choice}
+                answer = await client.post("/v1/chat/completions", fields)
+                assert answer.status == 400
+                assert "allowed_tools" in answer.error["message"]
+
+    run(ask())
+
+
+def test_tokens_are_said_as_ids_where_that_is_asked_for() -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+            whole, streamed = await both(client, **fields, return_tokens_as_token_ids=True)
+            (choice,) = whole["choices"]
+            said = choice["logprobs"]["content"]
+            assert [token["token"] for token in said] == [
+                f"token_id:{token_id}" for token_id in choice["token_ids"]
+            ]
+            assert all(
+                likely["token"].startswith("token_id:") for likely in said[0]["top_logprobs"]
+            )
+            text = b"".join(bytes(token["bytes"]) for token in said).decode()
+            assert text == choice["message"]["content"]
+            assert b'"token":"token_id:' in streamed.body
+            assert "x-ignored-fields" not in streamed.headers
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"functions": [{"name": "add"}]}, "give tools"),
+        ({"function_call": {"name": "add"}}, "tool_choice"),
+        ({"echo": True}, "/v1/completions"),
+        ({"guided_whitespace_pattern": " "}, "leave it out"),
+        ({"structural_tag": "{}"}, "leave it out"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "exactly one"),
+    ],
+)
+def test_what_would_change_the_text_is_not_dropped(fields: dict[str, Any], said: str) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            answer = await client.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
+            assert answer.status == 400
+            assert said in answer.error["message"]
+            harmless = {"functions": None, "function_call": None, "echo": False, "max_tokens": 1}
+            fine = await client.post("/v1/chat/completions", {"messages": MESSAGES, **harmless})
+            assert fine.status == 200
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"guided_json": {"type": "boolean"}}, r"true|false"),
+        ({"guided_json": '{"type": "boolean"}'}, r"true|false"),
+        ({"guided_regex": "[xyz]{3}"}, r"[xyz]{3}"),
+        ({"guided_choice": ["yes", "no"]}, r"yes|no"),
+        ({"guided_grammar": 'root ::= "up" | "down"'}, r"up|down"),
+    ],
+)
+def test_vllms_older_names_of_forms_are_known(fields: dict[str, Any], fits: str) -> None:
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            whole, streamed = await both(client, **fields, ignore_eos=False, max_tokens=20)
+            assert re.fullmatch(fits, whole["choices"][0]["message"]["content"])
+            assert "x-ignored-fields" not in streamed.headers
 
     run(ask())
 

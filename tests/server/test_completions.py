@@ -117,7 +117,13 @@ def test_echo_and_logprobs_are_those_of_the_engine() -> None:
 
     async def ask() -> None:
         async with serving() as client:
+            as_ids, _ = await both(
+                client, max_tokens=4, logprobs=3, echo=True, return_tokens_as_token_ids=True
+            )
             whole, streamed = await both(client, max_tokens=4, logprobs=3, echo=True)
+            named = as_ids["choices"][0]["logprobs"]
+            assert all(name.startswith("token_id:") for name in named["tokens"])
+            assert named["text_offset"] == whole["choices"][0]["logprobs"]["text_offset"]
             choice = whole["choices"][0]
             assert choice["text"] == PROMPT + expected.text
             said = choice["logprobs"]

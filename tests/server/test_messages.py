@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,15 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, SamplingParams
 from quire.config import ServerConfig
-from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
+from quire.server.endpoints.messages import so_far
+from server.asking import (
+    Answer,
+    leave_while_it_runs,
+    nothing_runs,
+    run,
+    saying,
+    serving,
+)
 from server.listening import listening
 
 anthropic = pytest.importorskip("anthropic")
@@ -70,22 +77,6 @@ def names(answer: Answer) -> list[str]:
     found = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     assert found == [event["type"] for event in answer.events]
     return found
-
-
-def saying(client: Client, text: str, pieces: int = 7) -> None:
-    """Let the model say this, whatever it is asked."""
-    own = client.service.llm.generate
-
-    async def generate(request: Any) -> AsyncGenerator[Any, None]:
-        said = 0
-        async with aclosing(own(request)) as deltas:
-            async for delta in deltas:
-                last = delta.finish_reason is not None
-                until = len(text) if last else min(said + pieces, len(text))
-                yield replace(delta, text=text[said:until], finish_reason="stop" if last else None)
-                said = until
-
-    client.service.llm.generate = generate
 
 
 def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds() -> None:
@@ -315,6 +306,38 @@ def test_a_call_that_breaks_off_is_text() -> None:
             assert answer.events[-2]["delta"]["stop_reason"] == "end_turn"
 
     run(ask())
+
+
+def test_a_call_that_the_limit_cuts_keeps_what_has_come() -> None:
+    said = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
+
+    async def ask() -> None:
+        async with serving(CONFIG) as nobody, listening(nobody) as address:
+            saying(nobody, said, reason="length")
+            asking = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
+            async with asking:
+                fields = clients(max_tokens=20, tools=[ADD])
+                whole = await asking.messages.create(**fields)
+                async with asking.messages.stream(**fields) as stream:
+                    final = await stream.get_final_message()
+            for message in (whole, final):
+                assert message.stop_reason == "max_tokens"
+                (block,) = message.content
+                assert (block.type, block.name, block.input) == ("tool_use", "add", {"a": True})
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("", {}), ("{", {}), ('{"a', {}), ('{"a": tr', {}), ('{"a": 1', {}), ('{"a": 1}', {"a": 1}),
+        ('{"a": 1, "b": [2, {"c": "},[\\"', {"a": 1, "b": [2, {}]}),
+        ('{"a": "\\\\", "b": ', {"a": "\\"}), ('{"a": [[], ', {"a": [[]]}),
+    ],
+)  # fmt: skip
+def test_an_object_that_breaks_off_has_its_whole_members(arguments: str, found: Any) -> None:
+    assert json.loads(so_far(arguments)) == found
 
 
 def test_an_answer_has_the_form_that_is_asked_for() -> None:

@@ -10,9 +10,17 @@ from typing import Any, Literal
 import pytest
 
 from quire.config import ServerConfig
-from server.asking import Answer, Client, leave_while_it_runs, nothing_runs, run, serving
+from server.asking import (
+    Answer,
+    Client,
+    leave_while_it_runs,
+    nothing_runs,
+    run,
+    saying,
+    serving,
+)
 from server.listening import listening
-from server.test_messages import num_tokens, saying, text_of
+from server.test_messages import num_tokens, text_of
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -369,6 +377,29 @@ def test_a_call_that_breaks_off_is_no_call_to_go_on_with() -> None:
             statuses = [(item["type"], item["status"]) for item in last["output"]]
             assert ("function_call", "incomplete") in statuses
             again = {**fields, "input": "Go on.", "previous_response_id": last["id"]}
+            assert (await client.post("/v1/responses", again)).status == 200
+
+    run(ask())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool) -> None:
+    said = '<tool_call>{"name": "add", "arguments": {"a": tr'
+
+    async def ask() -> None:
+        async with serving(CONFIG) as nobody:
+            client = nobody.with_key("alice-key")
+            saying(nobody, said, reason="length")
+            fields = {**BODY, "max_output_tokens": 60, "tools": [ADD], "stream": streams}
+            answer = await client.post("/v1/responses", fields)
+            found = answer.events[-1]["response"] if streams else answer.json
+            assert (found["status"], found["incomplete_details"]) == (
+                "incomplete", {"reason": "max_output_tokens"},
+            )  # fmt: skip
+            (item,) = found["output"]
+            assert (item["type"], item["status"]) == ("function_call", "incomplete")
+            assert item["arguments"] == '{"a": '
+            again = {**BODY, "input": "Go on.", "previous_response_id": found["id"]}
             assert (await client.post("/v1/responses", again)).status == 200
 
     run(ask())

@@ -100,8 +100,21 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "A Jinja template, or a file with one, instead of the model's.", panel=_MODEL
     )
-    tool_call_parser: str | None = option(None, "How this model writes tool calls.", panel=_MODEL)
-    reasoning_parser: str | None = option(None, "How this model marks its reasoning.", panel=_MODEL)
+    tool_call_parser: str | None = option(
+        None,
+        "How this model writes tool calls: auto, the default (as its chat template or its type "
+        "tells), deepseek_v3, deepseek_v31, glm45, glm47, granite, granite4, hermes, kimi_k2, "
+        "llama3_json, llama4_json, mimo, minimax_m2, mistral, phi4_mini_json, qwen3_coder, "
+        "qwen3_xml, seed_oss.",
+        panel=_MODEL,
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "How this model marks its reasoning: auto (as its chat template tells), deepseek_r1, "
+        "deepseek_v3, glm45, granite, minimax_m2, mistral, qwen3, seed_oss. Default: reasoning is "
+        "text.",
+        panel=_MODEL,
+    )
     generation_config: str = option(
         "auto",
         "Sampling where a request says nothing: auto (the model's generation_config.json), vllm "

@@ -15,13 +15,35 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """What a model thinks before a text of a prescribed form, and how that is marked.
+
+    ``is_open``: the prompt ends within it. Otherwise the model may think first, or not. Within it
+    any text may come, but no special token and no end; the form begins behind ``closes``, and
+    behind up to eight blanks.
+
+    Raises: RequestError for a mark that is empty.
+    """
+
+    opens: str
+    closes: str
+    is_open: bool
+
+    def __post_init__(self) -> None:
+        for name in ("opens", "closes"):
+            mark = getattr(self, name)
+            if not isinstance(mark, str) or not mark:
+                raise RequestError(f"reasoning: {name}={mark!r} must be a text that is not empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What form a text must have: exactly one of these.
 
     A schema (``json``, as a dict or as text), any JSON object (``json_object``), a regular
     expression for the whole text, a ``choice`` of strings, or a ``grammar`` in Lark's notation or
-    GBNF. ``disable_any_whitespace`` allows none between JSON's tokens; there may be 40 characters
-    of it at each place otherwise.
+    GBNF. ``disable_any_whitespace`` allows none between JSON's tokens; there may be one blank or
+    line end at each place otherwise. With ``reasoning`` the text begins where that ends.
 
     Raises: RequestError naming the parameter, its value and what it must be.
     """
@@ -32,6 +54,7 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool = False
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         forms = ("json", "json_object", "regex", "choice", "grammar")
@@ -48,6 +71,8 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.reasoning, Reasoning | None):
+            raise RequestError(f"reasoning={self.reasoning!r} must be Reasoning, or None")
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:

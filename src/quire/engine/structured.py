@@ -4,18 +4,20 @@ llguidance does it, an extra that is imported when the first such request comes.
 used is the sampler's business.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.params import StructuredOutputsParams
+from quire.engine.params import Reasoning, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.units import format_bytes
 
@@ -30,8 +32,8 @@ _STACK_BYTES = 256 * 1024 * 1024
 _MOST_GRAMMAR_BYTES = 16 * 1024
 _MOST_SOURCE_BYTES = 64 * 1024  # of the other kinds
 _MOST_GRAMMARS = 64  # kept for requests to come
-# Small models like to go on with blanks for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# One at each place: small models like to go on with blanks for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]"
 
 
 class Matcher:
@@ -117,14 +119,24 @@ class Grammars:
                 return self._kept[params]
             if self._prepared is None:
                 self._prepared = _prepare(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        matcher = _on_a_large_stack(partial(_compiled, params, self._prepared))
+        if params.reasoning is not None:
+            self.compile(replace(params, reasoning=None))  # what is wrong is said of this one
+        matcher = _on_a_large_stack(partial(_compiled, params, self._prepared, self._token_of))
         grammar = Grammar(matcher, 4 * -(-self._vocab_size // 32))
-        _refuse_without_texts(grammar, params, self._eos_token_ids)
+        if params.reasoning is None:
+            _refuse_without_texts(grammar, params, self._eos_token_ids)
         with self._lock:
             self._kept[params] = grammar
             if len(self._kept) > _MOST_GRAMMARS:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _token_of(self, mark: str) -> int | None:
+        """The token that is this mark, and is no text to llguidance; None where it is text."""
+        token_id: int | None = self._tokenizer.backend_tokenizer.token_to_id(mark)
+        assert self._prepared is not None, "a grammar is being compiled"
+        is_text = token_id is None or not self._prepared.is_special_token(token_id)
+        return None if is_text else token_id
 
 
 def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
@@ -154,7 +166,11 @@ def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTo
         ) from error
 
 
-def _compiled(params: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatcher":
+def _compiled(
+    params: StructuredOutputsParams,
+    tokenizer: "LLTokenizer",
+    token_of: Callable[[str], int | None],
+) -> "LLMatcher":
     """A matcher at the beginning. Raises: RequestError."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -174,6 +190,8 @@ def _compiled(params: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLM
             )
         else:
             grammar = grammar_from(kind, source)
+        if params.reasoning is not None:
+            grammar = _behind(params.reasoning, grammar, token_of)
         matcher = LLMatcher(
             tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
@@ -183,6 +201,33 @@ def _compiled(params: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLM
     if problem:
         raise RequestError(f"structured_outputs: the {kind} is wrong: {_first_line(problem)}")
     return matcher
+
+
+def _behind(reasoning: Reasoning, grammar: str, token_of: Callable[[str], int | None]) -> str:
+    """The grammar of reasoning, and of a text behind it.
+
+    A mark may be a token of its own, or text, of which a token may hold the end and more.
+    """
+    opens, closes = token_of(reasoning.opens), token_of(reasoning.closes)
+    opening = json.dumps(reasoning.opens) if opens is None else f"<[{opens}]>"
+    if closes is None:
+        thoughts = f"thoughts[suffix={json.dumps(reasoning.closes)}]: ANY"
+    else:  # and not spelled otherwise, which a reader could not tell from it
+        thoughts = (
+            f"thoughts: UNMARKED? <[{closes}]>\n"
+            f"UNMARKED: /(?s:.)+/ & ~(ANY {json.dumps(reasoning.closes)} ANY)"
+        )
+    start = (
+        f"({opening})? thoughts BLANKS? @answer"
+        if reasoning.is_open
+        else f"(BLANKS? {opening} thoughts BLANKS?)? @answer"
+    )
+    whole = f"start: {start}\n{thoughts}\nANY: /(?s:.)*/\nBLANKS: /[ \\t\\r\\n]{{1,8}}/\n"
+    is_json = grammar.startswith('{"grammars"')  # llguidance's own form, of one grammar
+    answer = json.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+    return json.dumps(
+        {"grammars": [{"name": "whole", "lark_grammar": whole}, {**answer, "name": "answer"}]}
+    )
 
 
 def _refuse_without_texts(

@@ -78,8 +78,9 @@ class Exchange:
         """
         given = await self.fields()
         value = check(given, kind)
-        refuse_what_is_not_done(given)
-        self.ignore(*ignored(given, names_of(kind)))
+        known = names_of(kind)
+        refuse_what_is_not_done(given, known)
+        self.ignore(*ignored(given, known))
         return value
 
     async def in_text_thread(self, function: Callable[..., R], *args: Any, num_bytes: int = 0) -> R:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams, StructuredOutputsParams
 from quire.errors import ConfigError
+from quire.server.chat.json_schemas import closed
 from quire.server.schemas.fields import ResponseFormat, Sampling, StructuredOutputs
 from quire.server.wire.errors import Refused
 
@@ -87,16 +88,18 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
 
 def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
     """The one form that the text must have. Raises: Refused if there are several."""
-    forms = [
-        form
-        for form in (_of_format(asked.response_format), _of_vllm(asked.structured_outputs), other)
-        if form is not None
-    ]
+    several = (
+        _of_format(asked.response_format),
+        _of_vllm(asked.structured_outputs),
+        _of_older(asked),
+        other,
+    )
+    forms = [form for form in several if form is not None]
     if len(forms) > 1:
         raise Refused(
             400,
-            "response_format, structured_outputs and a tool_choice that prescribes a call exclude "
-            "each other: give one of them",
+            "response_format, structured_outputs, guided_… and a tool_choice that prescribes a "
+            "call exclude each other: give one of them",
             param="response_format",
         )
     return forms[0] if forms else None
@@ -113,7 +116,20 @@ def _of_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
             "response_format: type json_schema needs json_schema.schema",
             param="response_format",
         )
-    return StructuredOutputsParams(json=given.json_schema.schema)
+    schema = given.json_schema.schema
+    return StructuredOutputsParams(json=closed(schema) if given.json_schema.strict else schema)
+
+
+def _of_older(asked: Sampling) -> StructuredOutputsParams | None:
+    """vLLM's names from before there was structured_outputs."""
+    fields: dict[str, Any] = {
+        "json": asked.guided_json,
+        "regex": asked.guided_regex,
+        "choice": None if asked.guided_choice is None else tuple(asked.guided_choice),
+        "grammar": asked.guided_grammar,
+    }
+    is_given = any(value is not None for value in fields.values())
+    return StructuredOutputsParams(**fields) if is_given else None
 
 
 def _of_vllm(given: StructuredOutputs | None) -> StructuredOutputsParams | None:

@@ -73,6 +73,7 @@ class Service:
             chat_template=config.chat_template,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            model_type=llm.llm.spec.model_type,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)

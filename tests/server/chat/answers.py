@@ -82,6 +82,15 @@ def qwen3_coder(calls: Calls) -> str:
     )
 
 
+def seed_oss(calls: Calls) -> str:
+    return "\n".join(
+        f"<seed:tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={k}>{as_text(v)}</parameter>\n" for k, v in a.items())
+        + "</function>\n</seed:tool_call>"
+        for name, a in calls
+    )
+
+
 def glm45(calls: Calls) -> str:
     return "\n".join(
         f"<tool_call>{name}\n"
@@ -126,6 +135,7 @@ CASES = (
     Case("granite", "granite", granite),
     Case("phi4_mini_json", "phi4_mini_json", phi4),
     Case("qwen3_coder", "qwen3_coder", qwen3_coder, closing="</parameter>"),
+    Case("seed_oss", "seed_oss", seed_oss, closing="</parameter>"),
     Case("glm45", "glm45", glm45, closing="</arg_value>"),
     Case("minimax_m2", "minimax_m2", minimax_m2, closing="</parameter>"),
 )

@@ -1,6 +1,7 @@
 """From a request to tokens, and from generated text to an answer: reasoning, content, calls."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from engine.test_llm import demo
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.config import ServerConfig
 from quire.errors import ConfigError, RequestError
 from quire.server.chat.chat import Chat, ChatRequest
 from quire.server.chat.events import Call, Reply, reply
+from quire.server.chat.reasoning import REASONING
 from quire.server.chat.tools.choice import ToolChoice, forced_form
 from quire.server.chat.tools.declared import checked_tools
 from quire.server.chat.tools.formats import TOOL_FORMATS, tool_format
@@ -143,9 +146,88 @@ def test_the_format_is_found_in_the_template(
     assert tool_format(None, FAMILIES[family]) is TOOL_FORMATS[name]
 
 
+# vLLM's table, of its parsers that there are here: a model of each family, its type, and what its
+# published template has in it (none: it has no template, or one that says nothing of calls).
+TABLE = [
+    ("NousResearch/Hermes-2-Pro-Llama-3-8B", "llama", '"\n<tool_call>\n{"name": "', "hermes"),
+    ("NousResearch/Hermes-2-Pro-Mistral-7B", "mistral", '"\n<tool_call>\n"', "hermes"),
+    ("Qwen/Qwen2.5-7B-Instruct", "qwen2", '\'\n<tool_call>\n{"name": "\'', "hermes"),
+    ("Qwen/QwQ-32B", "qwen2", "within <tool_call></tool_call> XML tags", "hermes"),
+    ("Qwen/Qwen3-8B", "qwen3", "", "hermes"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistral", '"[TOOL_CALLS] ["', "mistral"),
+    ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral3", "", "mistral"),
+    (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "llama",
+        "'<|start_header_id|>' + '\"parameters\": '",
+        "llama3_json",
+    ),
+    ("meta-llama/Llama-3.2-3B-Instruct", "llama", "", "llama3_json"),
+    (
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        "llama4",
+        "'<|header_start|>' '\"parameters\": '",
+        "llama4_json",
+    ),
+    ("ibm-granite/granite-3.1-8b-instruct", "granite", "with <|tool_call|> followed", "granite"),
+    ("ibm-granite/granite-4.0-h-small", "granitemoehybrid", "", "granite4"),
+    (
+        "deepseek-ai/DeepSeek-V3-0324",
+        "deepseek_v3",
+        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\n```json\n'",
+        "deepseek_v3",
+    ),
+    ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3", "'<｜tool▁call▁begin｜>'", "deepseek_v31"),
+    (
+        "moonshotai/Kimi-K2-Instruct",
+        "kimi_k2",
+        "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+        "kimi_k2",
+    ),
+    ("zai-org/GLM-4.5", "glm4_moe", "'<tool_call>' '<arg_key>'", "glm45"),
+    ("zai-org/GLM-4.7-Flash", "glm4_moe_lite", "", "glm47"),
+    (
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "qwen3_moe",
+        "'<tool_call>\n<function=' '<parameter='",
+        "qwen3_xml",
+    ),
+    ("Qwen/Qwen3.5", "qwen3_5_moe", "", "qwen3_coder"),
+    ("XiaomiMiMo/MiMo-V2-Flash", "mimo_v2_flash", "", "mimo"),
+    (
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "seed_oss",
+        "'<seed:tool_call>\n<function=' '<parameter='",
+        "seed_oss",
+    ),
+    ("MiniMaxAI/MiniMax-M2", "minimax_m2", "'<minimax:tool_call>'", "minimax_m2"),
+    ("microsoft/Phi-4-mini-instruct", "phi3", "'<|tool|>' + tools + '<|/tool|>'", "phi4_mini_json"),
+    ("microsoft/Phi-4-mini-instruct", "phi3", "as functools[{", "phi4_mini_json"),
+]
+
+
+@pytest.mark.parametrize(("model", "model_type", "marks", "name"), TABLE)
+def test_the_parser_of_each_family_is_found(
+    model: str, model_type: str, marks: str, name: str
+) -> None:
+    assert tool_format(None, marks, model_type) is TOOL_FORMATS[name], model
+    assert tool_format("auto", marks, model_type) is TOOL_FORMATS[name], model
+
+
+def test_the_table_has_every_parser_and_all_are_documented() -> None:
+    assert {name for *_, name in TABLE} | {"qwen3_coder"} == set(TOOL_FORMATS)
+    page = (Path(__file__).parents[3] / "docs/reference/tool-calls.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in [*TOOL_FORMATS, *REASONING])
+    helps = {each.name: each.metadata["help"] for each in fields(ServerConfig)}
+    for option, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING)):
+        _, _, names = helps[option].partition("tells)")
+        listed = names.partition(". ")[0].strip(", .")
+        assert listed.split(", ") == sorted(known)
+
+
 def test_without_a_format_calls_cannot_be_read() -> None:
     made = chat("just text")
-    with pytest.raises(RequestError, match="--tool-call-parser"):
+    with pytest.raises(RequestError, match="--tool-call-parser, one of hermes, granite4, "):
         made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
     assert made.prompt(ChatRequest(messages=HELLO, tools=TOOLS, tool_choice="none")).tools == {}
 
@@ -292,8 +374,25 @@ def test_the_demo_model_talks_in_python() -> None:
     ]
     longer = made.prompt(ChatRequest(messages=messages)).text
     assert longer == f"{prepared.text}\n    return items[0]\n\n\ndef last("
-    with pytest.raises(RequestError, match="not tool"):
-        made.prompt(ChatRequest(messages=[{"role": "tool", "content": "x"}]))
+    with pytest.raises(RequestError, match="not robot"):
+        made.prompt(ChatRequest(messages=[{"role": "robot", "content": "x"}]))
+
+
+def test_the_demo_model_has_a_tool_parser() -> None:
+    made = Chat(demo().tokenizer, model_type=demo().spec.model_type)
+    call = {"id": "c", "function": {"name": "search", "arguments": '{"path": "x"}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "one\ntwo"},
+    ]
+    prepared = made.prompt(ChatRequest(messages=messages, tools=TOOLS[1:]))
+    written = '<tool_call>{"name": "search", "arguments": {"path": "x"}}</tool_call>'
+    declared, _, rest = prepared.text.partition("\n\n")
+    assert json.loads(declared.removeprefix("# ")) == TOOLS[1]
+    assert rest == f"Hello\n{written}\n\n\n# one\n# two\n\n"
+    ((found,)) = made.reader(prepared).read(written).calls
+    assert (found.name, found.arguments) == ("search", '{"path": "x"}')
 
 
 def test_the_demo_models_template_is_a_file_that_transformers_finds() -> None:

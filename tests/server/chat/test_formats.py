@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.server.chat.chat import ChatPrompt, Reader
 from quire.server.chat.events import (
     ArgumentsDelta,
+    CallBroken,
     CallEnded,
     CallStarted,
     ContentDelta,
@@ -65,6 +66,7 @@ def reader(parser: str, *, kind: Any = "auto", name: str = "", parallel: bool = 
         choice=ToolChoice(kind=kind, name=name),
         parallel=parallel,
         in_reasoning=False,
+        reasoning=None,
     )
     return Reader(
         prompt,
@@ -156,6 +158,37 @@ def test_every_truncation_keeps_what_was_said(case: Case) -> None:
 
 
 @ANY_CASE
+def test_a_call_that_is_cut_is_no_content(case: Case) -> None:
+    """What has come of it stays, in pieces and as a whole; of its encoding nothing is text."""
+    text = case.write([("write_file", {"path": "a b", "text": 'x "y" \\ ü', "count": 3})])
+    ((_, arguments),) = [(c.name, c.arguments) for c in whole(case.parser, text).calls]
+    opens = TOOL_FORMATS[case.parser].opens
+    ends_with_a_mark = [mark for mark in opens if text.startswith(mark)]
+    begun = len(ends_with_a_mark[0]) if ends_with_a_mark else text.index("write_file") + 12
+    for end in range(begun, len(text)):
+        made = reader(case.parser)
+        found = made.feed(text[:end]) + made.finish(cut=True)
+        assert reply(found).content is None
+        assert not any(isinstance(event, ContentDelta | CallBroken) for event in found)
+        for call in reply(found).calls:
+            assert call.name == "write_file"
+            assert arguments.startswith(call.arguments)
+        if arguments[:16] in text[:end]:  # the name stands before
+            assert len(reply(found).calls) == 1
+        by_letter = reader(case.parser)
+        several = [event for letter in text[:end] for event in by_letter.feed(letter)]
+        assert reply(several + by_letter.finish(cut=True)) == reply(found)
+        assert made.num_calls == sum(isinstance(event, CallEnded) for event in found)
+
+
+def test_json_that_is_cut_is_an_answer_until_it_names_a_tool() -> None:
+    for text in ('{"title": "A', '{"name": "writ', '{"name": "Ada", "para'):
+        assert reader("llama3_json").read(text, cut=True) == Reply(content=text)
+    ((call,)) = reader("llama3_json").read('{"name": "search", "parameters": {"pa', cut=True).calls
+    assert (call.name, call.arguments) == ("search", '{"pa')
+
+
+@ANY_CASE
 def test_a_call_begins_before_its_arguments_are_complete(case: Case) -> None:
     made = reader(case.parser)
     text = case.write([("write_file", {"path": "a" * 50, "text": "b" * 500})])
@@ -203,10 +236,15 @@ def test_content_is_not_held_back(case: Case) -> None:
         ("kimi_k2", '<|tool_call_begin|>search<|tool_call_argument_begin|>{"path": "x"}'),
         ("granite", '<tool_call>[{"name": "search", "arguments": {"path": "x"}}]'),
         ("mistral", '[TOOL_CALLS]search[ARGS]{"path": "x"}'),
+        (
+            "phi4_mini_json",
+            '<|tool_call|>[{"name": "search", "arguments": {"path": "x"}}]<|/tool_call|>',
+        ),
     ],
 )
 def test_ways_that_models_stray(parser: str, text: str) -> None:
     assert parsed(whole(parser, text)) == [("search", {"path": "x"})]
+    assert whole(parser, text).content is None
 
 
 def test_a_line_end_in_a_string_is_mended() -> None:
@@ -275,5 +313,25 @@ def test_a_named_call(given: dict[str, Any], cuts: list[int], end: int) -> None:
     made = reader("hermes", kind="named", name="search")
     assert parsed(reply(events(made, pieces(text, cuts)))) == [("search", given)]
     short = text[: end % len(text)]
-    made = reader("hermes", kind="named", name="search")
-    assert reply(events(made, pieces(short, cuts))) == Reply(content=short or None)
+    for cut in (True, False):  # by a limit, or by a stop string: it is a call in any case
+        made = reader("hermes", kind="named", name="search")
+        several = [event for piece in pieces(short, cuts) for event in made.feed(piece)]
+        found = reply(several + made.finish(cut=cut))
+        assert found.content is None
+        assert [call.arguments.startswith("{") for call in found.calls] == [True] * bool(short)
+        assert all(text.startswith(call.arguments) for call in found.calls)
+        assert made.num_calls == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=calls_of_both, cuts=cuts, end=st.integers(0, 10**6), cut=st.booleans())
+def test_required_calls_that_break_off(calls: Any, cuts: list[int], end: int, cut: bool) -> None:
+    text = json.dumps([{"name": name, "parameters": given} for name, given in calls])
+    made = reader("hermes", kind="required")
+    several = [e for piece in pieces(text[: end % len(text)], cuts) for e in made.feed(piece)]
+    found = reply(several + made.finish(cut=cut))
+    assert found.content is None
+    assert [call.name for call in found.calls] == [name for name, _ in calls][: len(found.calls)]
+    whole_ones = [json.loads(call.arguments) for call in found.calls[: made.num_calls]]
+    assert whole_ones == [given for _, given in calls][: made.num_calls]
+    assert len(found.calls) - made.num_calls in (0, 1)

@@ -112,16 +112,17 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
         if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
             raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        if tool.get("description") is not None:
-            function["description"] = tool["description"]
+        function |= {
+            key: tool[key] for key in ("description", "strict") if tool.get(key) is not None
+        }
         tools.append({"type": "function", "function": function})
     return tools
 
 
-def _choice(given: Any) -> tuple[Any, bool]:
-    """``tool_choice`` in OpenAI's words, and whether several calls may come."""
+def _choice(given: Any) -> tuple[Any, bool | None]:
+    """``tool_choice`` in OpenAI's words, and whether several calls may come, if it says that."""
     if given is None:
-        return None, True
+        return None, None
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind == "tool":
         choice: Any = {"type": "function", "function": {"name": given.get("name")}}
@@ -129,4 +130,5 @@ def _choice(given: Any) -> tuple[Any, bool]:
         choice = next((ours for theirs, ours in _CHOICES if theirs == kind), None)
         if choice is None:
             raise RequestError("tool_choice must have the type auto, any, tool or none")
-    return choice, not given.get("disable_parallel_tool_use")
+    alone = given.get("disable_parallel_tool_use")
+    return choice, None if alone is None else not alone

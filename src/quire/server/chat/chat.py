@@ -9,16 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from quire.engine.params import StructuredOutputsParams
+from quire.engine.params import Reasoning, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat.events import CallEnded, Event, Events, Reply, call_id, reply
 from quire.server.chat.reasoning import ReasoningFormat, reasoning_format
 from quire.server.chat.sandbox import Limits
 from quire.server.chat.tape import Reading, Tape
 from quire.server.chat.templates import ChatTemplate
-from quire.server.chat.tools.choice import ToolChoice, checked_choice, forced_form
+from quire.server.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
 from quire.server.chat.tools.declared import Tool, checked_tools
-from quire.server.chat.tools.formats import ToolFormat, tool_format
+from quire.server.chat.tools.formats import TOOL_FORMATS, ToolFormat, tool_format
 from quire.server.chat.tools.objects import arguments_of, required
 from quire.server.token_texts import TokenTexts
 
@@ -30,7 +30,7 @@ class ChatRequest:
     messages: Iterable[Any]
     tools: Iterable[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None  # one where a call is required, any number elsewhere
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -42,6 +42,7 @@ class ChatPrompt:
     """A request as the engine takes it, and what is needed to read the answer.
 
     ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
+    ``reasoning`` may come before a text of any form, that one or another; None where none may.
     ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
     reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
     what the client asks for: models without a token for that name strings, as
@@ -51,6 +52,7 @@ class ChatPrompt:
     text: str
     token_ids: tuple[int, ...]
     structured_outputs: StructuredOutputsParams | None
+    reasoning: Reasoning | None
     skip_special_tokens: bool
     tools: Mapping[str, Tool]
     choice: ToolChoice
@@ -64,7 +66,8 @@ class Chat:
     """Any thread may use it. ``texts`` are the tokenizer's, with a bound where there is one.
 
     ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
-    text tells. Raises: ConfigError for a template or a name that cannot be.
+    text tells; calls, which are read without a name too, also as the model's type does.
+    Raises: ConfigError for a template or a name that cannot be.
     """
 
     def __init__(
@@ -75,12 +78,15 @@ class Chat:
         chat_template: str | Path | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        model_type: str = "",
         limits: Limits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts or TokenTexts(tokenizer)
         self.template = ChatTemplate(tokenizer, chat_template, limits=limits)
-        self._tools: ToolFormat | None = tool_format(tool_call_parser, self.template.source)
+        self._tools: ToolFormat | None = tool_format(
+            tool_call_parser, self.template.source, model_type
+        )
         self._reasoning: ReasoningFormat | None = reasoning_format(
             reasoning_parser, self.template.source
         )
@@ -93,14 +99,19 @@ class Chat:
 
         Raises: RequestError naming what is wrong.
         """
-        tools = checked_tools(request.tools)
-        choice = checked_choice(request.tool_choice, tools)
+        given, tools = allowed(request.tool_choice, checked_tools(request.tools))
+        choice = checked_choice(given, tools)
         if choice.kind == "auto" and self._tools is None:
             raise RequestError(
-                "tool_choice=auto: it is not known how this model writes tool calls: start the "
-                "server with --tool-call-parser, or ask with tool_choice required"
+                "tool_choice=auto: neither the chat template nor the model's type tells how this "
+                "model writes tool calls: start the server with --tool-call-parser, one of "
+                f"{', '.join(TOOL_FORMATS)}; or ask with tool_choice required, or none"
             )
-        form = forced_form(choice, tools, parallel=request.parallel_tool_calls)
+        parallel = request.parallel_tool_calls
+        if parallel is None:
+            # A grammar for any number of calls lets a small model go on until its tokens end.
+            parallel = choice.kind != "required"
+        form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
         text = self.template.render(
             request.messages,
@@ -109,7 +120,8 @@ class Chat:
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs,
         )
-        reads_marks = (choice.kind == "auto" or self._reasoning is not None) and form is None
+        reads_marks = choice.kind == "auto" or self._reasoning is not None
+        marks, continues = self._reasoning, request.continue_final_message
         return ChatPrompt(
             text=text,
             # No second beginning of sequence: where one is wanted, the template wrote it.
@@ -117,24 +129,21 @@ class Chat:
                 self._texts.encode(text, add_special_tokens=request.add_special_tokens)
             ),
             structured_outputs=form,
+            reasoning=None if marks is None else marks.before_a_form(text, continues=continues),
             skip_special_tokens=not (self._has_special_marks and reads_marks),
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
-            parallel=request.parallel_tool_calls,
-            # A grammar begins with the first token: there is no reasoning before it.
-            in_reasoning=self._reasoning is not None
-            and form is None
-            and self._reasoning.is_open(text, continues=request.continue_final_message),
+            parallel=parallel,
+            in_reasoning=marks is not None and marks.is_open(text, continues=continues),
             stop=() if form is not None else self._stop,
         )
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
         """For one continuation of a prompt; each of several has a reader of its own."""
-        forced = prompt.choice.is_forced
         return Reader(
             prompt,
             tools=self._tools if prompt.choice.kind == "auto" else None,
-            reasoning=None if forced else self._reasoning,
+            reasoning=self._reasoning,
             make_id=call_id if self._tools is None else self._tools.make_id,
         )
 
@@ -171,6 +180,11 @@ class Reader:
         self._go_on()
 
     @property
+    def reads_reasoning(self) -> bool:
+        """Whether it tells reasoning from the rest."""
+        return self._reasoning is not None
+
+    @property
     def is_full(self) -> bool:
         """The one call that ``parallel_tool_calls=False`` allows has come: generation may end."""
         return self._is_full
@@ -186,15 +200,18 @@ class Reader:
         self._go_on()
         return self._taken()
 
-    def finish(self) -> list[Event]:
-        """What is left when no more text comes."""
-        self._tape.end()
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What is left when no more text comes. ``cut``: though the model had not come to an end.
+
+        Of a call that is cut its beginning stays; of one that the model left as it is, the text.
+        """
+        self._tape.end(cut=cut)
         self._go_on()
         return self._taken()
 
-    def read(self, text: str) -> Reply:
+    def read(self, text: str, *, cut: bool = False) -> Reply:
         """All of an answer at once."""
-        return reply([*self.feed(text), *self.finish()])
+        return reply([*self.feed(text), *self.finish(cut=cut)])
 
     def _taken(self) -> list[Event]:
         """What has been found; after the only call that there may be, nothing more."""
@@ -217,15 +234,14 @@ class Reader:
 
     def _read(self) -> Reading[None]:
         prompt, tape, out = self._prompt, self._tape, self._out
+        if self._reasoning is not None:
+            yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
         if prompt.choice.kind == "named":
             yield from arguments_of(prompt.choice.name, tape, out)
         elif prompt.choice.kind == "required":
             yield from required(tape, out)
+        elif self._tools is not None:
+            yield from self._tools.read(tape, out, prompt.tools)
         else:
-            if self._reasoning is not None:
-                yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
-            if self._tools is not None:
-                yield from self._tools.read(tape, out, prompt.tools)
-            else:
-                yield from tape.upto(put=out.content)
+            yield from tape.upto(put=out.content)
         out.end_of_content()

@@ -48,21 +48,28 @@ class CallEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallCut:
+    """The answer ends within its arguments, which are the beginning of a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallBroken:
-    """It was none: its arguments break off, or are no JSON. ``text`` is all of it, as content."""
+    """It was none: its arguments are no JSON. ``text`` is all of it, as content."""
 
     index: int
     text: str
 
 
 Event: TypeAlias = (
-    ReasoningDelta | ContentDelta | CallStarted | ArgumentsDelta | CallEnded | CallBroken
+    ReasoningDelta | ContentDelta | CallStarted | ArgumentsDelta | CallEnded | CallCut | CallBroken
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A complete tool call."""
+    """A tool call. Of the last one the arguments may break off, where the answer does."""
 
     id: str
     name: str
@@ -169,6 +176,11 @@ class Events:
         call = CallStarted(index=self._open, id=given_id or self._make_id(), name=name)
         self._found.append(call)
 
+    @property
+    def in_call(self) -> bool:
+        """Whether one has been started, and not ended."""
+        return self._open is not None
+
     def arguments(self, text: str) -> None:
         assert self._open is not None, "arguments belong to a call"
         last = self._found[-1] if self._found else None
@@ -181,6 +193,12 @@ class Events:
     def end(self) -> None:
         assert self._open is not None, "a call has been started"
         self._found.append(CallEnded(index=self._open))
+        self._open, self._dropped, self._at_edge = None, "", True
+
+    def cut(self) -> None:
+        """The answer ends here. Of a call whose name has not come nothing is left."""
+        if self._open is not None:
+            self._found.append(CallCut(index=self._open))
         self._open, self._dropped, self._at_edge = None, "", True
 
     def give_up(self, source: str) -> None:

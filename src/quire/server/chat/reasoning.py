@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from quire.engine.params import Reasoning
 from quire.errors import ConfigError
 from quire.server.chat.events import Events
 from quire.server.chat.tape import BLANKS, Reading, Tape
@@ -37,15 +38,21 @@ class ReasoningFormat:
             return False
         return self.assumed and not prompt.rstrip(BLANKS).endswith(self.closes)
 
+    def before_a_form(self, prompt: str, *, continues: bool = False) -> Reasoning | None:
+        """What may come before a text that must have a form; None where the prompt has ended it."""
+        is_open = self.is_open(prompt, continues=continues)
+        if not is_open and (continues or prompt.rstrip(BLANKS).endswith(self.closes)):
+            return None
+        return Reasoning(opens=self.opens, closes=self.closes, is_open=is_open)
+
     def read(self, tape: Tape, out: Events, *, is_open: bool) -> Reading[None]:
         """The reasoning, if there is any; what comes after it is left."""
-        blanks = ""
-        if not is_open or self.assumed:
-            blanks = yield from tape.blanks()
-            opened = yield from tape.skip(self.opens)
-            if not opened and not is_open:
-                out.content(blanks)
-                return
+        blanks = yield from tape.blanks()
+        # Some models open it once more where the prompt has done so.
+        opened = yield from tape.skip(self.opens)
+        if not opened and not is_open:
+            out.content(blanks)
+            return
         out.edge()
         if (yield from tape.upto(self.closes, put=out.reasoning)) is None:
             out.end_of_reasoning()

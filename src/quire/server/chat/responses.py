@@ -28,12 +28,11 @@ def from_responses(body: Mapping[str, Any]) -> ChatRequest:
             _add(messages, item, f"input[{index}]", names)
     else:
         raise RequestError("input must be a string, or a list with at least one item")
-    parallel = body.get("parallel_tool_calls")
     return ChatRequest(
         messages=messages,
         tools=_tools(body.get("tools")),
         tool_choice=body.get("tool_choice"),
-        parallel_tool_calls=parallel is not False,
+        parallel_tool_calls=body.get("parallel_tool_calls"),
     )
 
 

@@ -34,15 +34,26 @@ class Tape:
         self._text = ""
         self._at = 0
         self._ended = False
+        self._was_cut = False
+        self._ran_out = False
         self._taken: list[str] | None = None
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
-        """No more comes."""
-        self._ended = True
+    def end(self, *, cut: bool = False) -> None:
+        """No more comes. ``cut``: though its writer had not come to an end."""
+        self._ended, self._was_cut = True, cut
+
+    @property
+    def breaks_off(self) -> bool:
+        """Whether it was cut, and a reader has asked for more: what is Broken is so by that."""
+        return self._was_cut and self._ran_out
+
+    def drop(self) -> None:
+        """Forget all that has not been taken."""
+        self._at = len(self._text)
 
     def record(self) -> None:
         """Remember what is taken from now on."""
@@ -63,7 +74,10 @@ class Tape:
 
     def peek(self, count: int = 1) -> Reading[str]:
         """The next characters, fewer at the end."""
-        while len(self._text) - self._at < count and not self._ended:
+        while len(self._text) - self._at < count:
+            if self._ended:
+                self._ran_out = True
+                break
             yield
         return self._text[self._at : self._at + count]
 
@@ -74,7 +88,10 @@ class Tape:
                 if self._text.startswith(mark, self._at):
                     return mark
             rest = self._text[self._at : self._at + max(map(len, marks))]
-            if self._ended or not any(mark.startswith(rest) for mark in marks):
+            if not any(mark.startswith(rest) for mark in marks):
+                return None
+            if self._ended:
+                self._ran_out = True
                 return None
             yield
 
@@ -97,8 +114,11 @@ class Tape:
             taken.append(self.take(1))
         return "".join(taken)
 
-    def upto(self, *marks: str, put: Put) -> Reading[str | None]:
-        """Put all that comes before the first of these, which is left; None at the end."""
+    def upto(self, *marks: str, put: Put, must_come: bool = False) -> Reading[str | None]:
+        """Put all that comes before the first of these, which is left; None at the end.
+
+        ``must_come``: at the end of a text that was cut, what may begin a mark is not put.
+        """
         while True:
             start = self._at
             places = [(self._text.find(mark, start), mark) for mark in marks]
@@ -106,7 +126,8 @@ class Tape:
                 ((place, mark) for place, mark in places if place >= 0), default=(-1, None)
             )
             # Of two marks the earlier one counts, and that may only just have begun to come.
-            sure = len(self._text) if self._ended else len(self._text) - self._overhang(marks)
+            may_begin = not self._ended or (must_come and self._was_cut)
+            sure = len(self._text) - (self._overhang(marks) if may_begin else 0)
             if found is not None and (place <= sure):
                 if place > start:
                     put(self.take(place - start))
@@ -114,6 +135,7 @@ class Tape:
             if sure > start:
                 put(self.take(sure - start))
             if self._ended:
+                self._ran_out = True
                 return None
             yield
 

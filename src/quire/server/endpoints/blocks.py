@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, final
 from quire.server.chat.events import (
     ArgumentsDelta,
     CallBroken,
+    CallCut,
     CallEnded,
     CallStarted,
     ContentDelta,
@@ -28,7 +29,8 @@ class Block:
     kind: Kind
     call_id: str = ""
     name: str = ""  # of the tool
-    is_whole: bool = True  # False: the answer ended within it, or its arguments are no JSON
+    is_whole: bool = True  # False: the answer ended within it, or it was given up
+    given_up: bool = False  # a call that was none: the next block is its text
     parts: list[str] = field(default_factory=list)
 
     @property
@@ -90,7 +92,11 @@ class Blocks:
                     changes += self._grow(text)
                 case CallEnded():
                     changes += self._end()
+                case CallCut():
+                    changes += self._end(is_whole=False)
                 case CallBroken(text=text):  # which is said as it was generated
+                    if self._open is not None:
+                        self._open.given_up = True
                     changes += [*self._end(is_whole=False), *self._text("text", text)]
         return changes
 

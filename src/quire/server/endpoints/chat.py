@@ -61,7 +61,7 @@ def conversation(asked: ChatRequest) -> Conversation:
         messages=asked.messages,
         tools=asked.tools,
         tool_choice=asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        parallel_tool_calls=asked.parallel_tool_calls,
         # To continue the last message, no new one is to be begun.
         add_generation_prompt=not asked.continue_final_message
         if asked.add_generation_prompt is None
@@ -92,7 +92,7 @@ class _Answering:
             created=self._exchange.created,
             model=self._model,
             choices=choices,
-            usage=self._turn.work.tally.usage(),
+            usage=await self._turn.usage(),
             prompt_logprobs=of_prompt(self._service.texts, several[0][0].delta.prompt_logprobs)
             if asks_prompt
             else None,
@@ -109,7 +109,9 @@ class _Answering:
                     yield self._chunk([choice], with_usage=every_usage)
                 begun.add(piece.choice)
         if options is not None and options.include_usage:
-            yield self._chunk([], with_usage=True)
+            last = self._chunk([], with_usage=True)
+            last.usage = await self._turn.usage()
+            yield last
 
     def _choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
         whole = reply(event for piece in pieces for event in piece.events)
@@ -121,6 +123,7 @@ class _Answering:
             )
             for call in whole.calls
         ]
+        thoughts = whole.reasoning if self._shows_reasoning and whole.reasoning else UNSET
         ids = [token_id for piece in pieces for token_id in piece.delta.token_ids]
         last = pieces[-1]
         return ChatChoice(
@@ -128,7 +131,8 @@ class _Answering:
             message=Message(
                 role="assistant",
                 content=whole.content if calls else whole.content or "",
-                reasoning=whole.reasoning if self._shows_reasoning and whole.reasoning else UNSET,
+                reasoning=thoughts,
+                reasoning_content=thoughts,
                 tool_calls=calls or UNSET,
                 refusal=None,
             ),
@@ -161,7 +165,9 @@ class _Answering:
         """What is new, in a client's form; None for what it need not be told."""
         match event:
             case ReasoningDelta(text=text):
-                return Message(reasoning=text) if self._shows_reasoning else None
+                if not self._shows_reasoning:
+                    return None
+                return Message(reasoning=text, reasoning_content=text)
             case ContentDelta(text=text) | CallBroken(text=text):
                 return Message(content=text)
             case CallStarted(index=index, id=id, name=name):
@@ -178,7 +184,12 @@ class _Answering:
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._asked.logprobs or not tokens:
             return None
-        return of_chat(self._service.texts, tokens, self._asked.top_logprobs or 0)
+        return of_chat(
+            self._service.texts,
+            tokens,
+            self._asked.top_logprobs or 0,
+            as_ids=bool(self._asked.return_tokens_as_token_ids),
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
         return ChatChunk(

@@ -116,6 +116,7 @@ class _Continuing:
             [*prompt, *output],
             self._asked.logprobs,
             self._offsets.get(number, 0),
+            as_ids=bool(self._asked.return_tokens_as_token_ids),
         )
         return said
 

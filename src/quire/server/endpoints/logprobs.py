@@ -12,41 +12,52 @@ _LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
 
 
 def of_completion(
-    texts: TokenTexts, tokens: Iterable[TokenLogprobs | int], num_top: int, offset: int
+    texts: TokenTexts,
+    tokens: Iterable[TokenLogprobs | int],
+    num_top: int,
+    offset: int,
+    *,
+    as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
     """An entry for each token, from a text's ``offset`` on, and the offset behind them.
 
-    A bare id is a token of which there is no probability: the first of a prompt.
+    A bare id is a token of which there is no probability: the first of a prompt. ``as_ids``: a
+    token is named by its id, as vLLM does it; offsets are in the text all the same.
     """
     said = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token in tokens:
         token_id = token if isinstance(token, int) else token.token_id
         text, _ = texts.of(token_id)
         said.text_offset.append(offset)
-        said.tokens.append(text)
+        said.tokens.append(_label(texts, token_id, as_ids=as_ids))
         offset += len(text)
         if isinstance(token, int):
             said.token_logprobs.append(None)
             said.top_logprobs.append(None)
         else:
             said.token_logprobs.append(_finite(token.logprob))
-            said.top_logprobs.append(_top(texts, token, num_top))
+            said.top_logprobs.append(_top(texts, token, num_top, as_ids=as_ids))
     return said, offset
 
 
-def of_chat(texts: TokenTexts, tokens: Iterable[TokenLogprobs], num_top: int) -> ChatLogprobs:
+def of_chat(
+    texts: TokenTexts, tokens: Iterable[TokenLogprobs], num_top: int, *, as_ids: bool = False
+) -> ChatLogprobs:
     content = []
     for token in tokens:
-        text, data = texts.of(token.token_id)
+        _, data = texts.of(token.token_id)
         content.append(
             ChatLogprob(
-                token=text,
+                token=_label(texts, token.token_id, as_ids=as_ids),
                 logprob=_finite(token.logprob),
                 bytes=list(data),
                 top_logprobs=[
-                    LikelyToken(token=likely, logprob=_finite(logprob), bytes=list(own))
+                    LikelyToken(
+                        token=_label(texts, token_id, as_ids=as_ids),
+                        logprob=_finite(logprob),
+                        bytes=list(texts.of(token_id)[1]),
+                    )
                     for token_id, logprob in token.top[:num_top]
-                    for likely, own in (texts.of(token_id),)
                 ],
             )
         )
@@ -70,11 +81,18 @@ def _entry(texts: TokenTexts, token_id: int, logprob: float, rank: int) -> Promp
     return PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=text)
 
 
-def _top(texts: TokenTexts, token: TokenLogprobs, num_top: int) -> dict[str, float]:
+def _label(texts: TokenTexts, token_id: int, *, as_ids: bool) -> str:
+    """What a token is called; ``as_ids``: by vLLM's word for it, which no two tokens share."""
+    return f"token_id:{token_id}" if as_ids else texts.of(token_id)[0]
+
+
+def _top(
+    texts: TokenTexts, token: TokenLogprobs, num_top: int, *, as_ids: bool
+) -> dict[str, float]:
     """The likeliest first, and the token itself, as OpenAI does, if it is none of them."""
     top: dict[str, float] = {}
     for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
-        top.setdefault(texts.of(token_id)[0], _finite(logprob))
+        top.setdefault(_label(texts, token_id, as_ids=as_ids), _finite(logprob))
     return top
 
 

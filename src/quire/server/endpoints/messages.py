@@ -86,6 +86,28 @@ def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
     return replace(chat, chat_template_kwargs={**reasoning_kwargs(effort), **kwargs})
 
 
+def so_far(arguments: str) -> str:
+    """An object that breaks off, closed: without the member in which it does."""
+    closing = ""
+    found = "{}"
+    in_string = escaped = False
+    for place, letter in enumerate(arguments):
+        if in_string:
+            in_string = escaped or letter != '"'
+            escaped = letter == "\\" and not escaped
+        elif letter == '"':
+            in_string = True
+        elif letter in "{[":
+            closing = ("}" if letter == "{" else "]") + closing
+            found = arguments[: place + 1] + closing
+        elif letter in "}]":
+            closing = closing[1:]
+            found = arguments[: place + 1] + closing
+        elif letter == ",":
+            found = arguments[:place] + closing
+    return found
+
+
 def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
     """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
     for index, tool in enumerate(tools or ()):
@@ -115,8 +137,8 @@ class _Answering:
         stop = self._end(pieces[-1])[1]
         message = self._message()
         # Of a call that was none, the text is there too.
-        whole = [block for block in self._blocks.all if block.is_whole or block.kind != "call"]
-        message.content = [self._content(block, block.text) for block in whole]
+        shown = [block for block in self._blocks.all if not block.given_up]
+        message.content = [self._content(block, block.text) for block in shown]
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         return message
 
@@ -171,7 +193,7 @@ class _Answering:
             case "text":
                 return TextBlock(text=text)
             case "call":
-                arguments = json.loads(text) if text else {}
+                arguments = json.loads(text if block.is_whole else so_far(text)) if text else {}
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
     def _end(self, last: Piece) -> tuple[list[Change], Stop]:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
-from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -36,8 +35,9 @@ _PREFIXES: Mapping[Kind, str] = MappingProxyType({"reasoning": "rs", "text": "ms
 class Responding:
     """Of one turn. ``response`` is as far as it has come, and its output is filled at the end.
 
-    ``num_top``: of how many likely tokens the logprobs are said; None for none. ``shows_broken``:
-    calls that break off are items too, as who reads a stream has been told of them.
+    ``num_top``: of how many likely tokens the logprobs are said; None for none. ``says_ids``: as
+    ids in place of texts. ``shows_broken``:
+    calls that were none are items too, as who reads a stream has been told of them.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class Responding:
         response: Response,
         *,
         num_top: int | None,
+        says_ids: bool,
         shows_broken: bool,
         end: Callable[[Response], None],
     ) -> None:
         self.response = response
         self.error: Refused | None = None
         self._turn, self._num_top, self._shows_broken = turn, num_top, shows_broken
+        self._says_ids = says_ids
         self._end_with = end
         self._blocks = Blocks()
         self._num_events = 0
@@ -92,9 +94,7 @@ class Responding:
 
     def fill(self) -> None:
         """Write what there is so far into the response."""
-        shown = [
-            b for b in self._blocks.all if self._shows_broken or b.is_whole or b.kind != "call"
-        ]
+        shown = [b for b in self._blocks.all if self._shows_broken or not b.given_up]
         self.response.output = [self._item(block) for block in shown]
 
     def _of_piece(self, piece: Piece) -> Iterator[ResponseEvent]:
@@ -187,7 +187,7 @@ class Responding:
         if self._num_top is None:
             return []
         service = self._turn.work.service
-        found = of_chat(service.texts, self._unsaid, self._num_top).content
+        found = of_chat(service.texts, self._unsaid, self._num_top, as_ids=self._says_ids).content
         self._unsaid.clear()
         self._said.setdefault(block.index, []).extend(found)
         return found
@@ -230,18 +230,13 @@ class Responding:
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 
     async def _count(self) -> None:
-        """What it has cost. Thoughts are counted by their text: their tokens have no other mark."""
-        tally, exchange = self._turn.work.tally, self._turn.work.exchange
-        encode = partial(exchange.service.texts.encode, add_special_tokens=False)
-        thoughts = [block.text for block in self._blocks.all if block.kind == "reasoning"]
-        num_thought = 0
-        for text in thoughts:
-            num_thought += len(await exchange.in_text_thread(encode, text))
+        tally = self._turn.work.tally
+        num_thought = await self._turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
             input_tokens=tally.prompt_tokens,
             # Nobody asks for a prompt to be written into the cache, or pays for it.
             input_tokens_details={"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
             output_tokens=tally.completion_tokens,
-            output_tokens_details={"reasoning_tokens": min(num_thought, tally.completion_tokens)},
+            output_tokens_details={"reasoning_tokens": num_thought},
             total_tokens=tally.prompt_tokens + tally.completion_tokens,
         )

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,6 @@ from quire.server.chat.chat import ChatRequest as Conversation
 from quire.server.chat.responses import from_responses
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.items import (
-    Items,
     conversation_of,
     decoded,
     encoded,
@@ -89,6 +87,7 @@ async def _responding(
         turn,
         _response(turn, asked),
         num_top=num_top,
+        says_ids=bool(asked.return_tokens_as_token_ids),
         shows_broken=bool(asked.stream),
         end=_forget if asked.background else keep,
     )
@@ -191,13 +190,12 @@ def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Conversation:
     """What of a request concerns the prompt. It may take a while. Raises: Refused; RequestError."""
-    tools, choice = _allowed(asked)
     chat = from_responses(
         {
             "instructions": asked.instructions,
             "input": readable(decoded(before)),
-            "tools": tools,
-            "tool_choice": choice,
+            "tools": asked.tools,
+            "tool_choice": asked.tool_choice,
             "parallel_tool_calls": asked.parallel_tool_calls,
         }
     )
@@ -235,23 +233,6 @@ def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversatio
     return of(is_user[min(place, len(is_user) - 1)])
 
 
-def _allowed(asked: ResponsesRequest) -> tuple[Items | None, Any]:
-    """The tools that may be called, and whether one must be. Raises: Refused."""
-    choice = asked.tool_choice
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return asked.tools, choice
-    listed = choice.get("tools")
-    names = [tool.get("name") for tool in listed] if isinstance(listed, list) else []
-    tools = [tool for tool in asked.tools or () if tool.get("name") in names]
-    if choice.get("mode") not in ("auto", "required") or len(tools) < max(1, len(names)):
-        raise Refused(
-            400,
-            "tool_choice: allowed_tools has a mode, auto or required, and names some of the tools",
-            param="tool_choice",
-        )
-    return tools, choice["mode"]
-
-
 def _response_format(given: TextFormat) -> ResponseFormat:
     """Raises: Refused."""
     if given.type not in _FORMATS:
@@ -262,7 +243,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
         )
     if given.type == "json_schema" and given.schema is None:
         raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
-    schema = None if given.schema is None else JsonSchema(schema=given.schema)
+    schema = None if given.schema is None else JsonSchema(schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
 
 
@@ -280,7 +261,7 @@ def _response(turn: Turn, asked: ResponsesRequest) -> Response:
         max_tool_calls=asked.max_tool_calls,
         metadata=asked.metadata or {},
         model=asked.model or exchange.service.model_name,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        parallel_tool_calls=turn.prompt.parallel,
         previous_response_id=asked.previous_response_id,
         prompt_cache_key=asked.prompt_cache_key,
         reasoning=asked.reasoning or Reasoning(),

@@ -3,15 +3,16 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from quire.engine.outputs import TextDelta
 from quire.engine.params import SamplingParams
 from quire.server.chat.chat import ChatPrompt, ChatRequest, Reader
-from quire.server.chat.events import Event
+from quire.server.chat.events import Event, ReasoningDelta
 from quire.server.endpoints.work import Work
 from quire.server.exchange import Exchange
-from quire.server.schemas.fields import Asked
+from quire.server.schemas.fields import Asked, Usage
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import while_connected
 
@@ -34,6 +35,7 @@ class Turn:
         self.work, self.prompt, self._own_stops = work, prompt, own_stops
         chat = work.service.chat
         self._readers: list[Reader] = [chat.reader(prompt) for _ in range(work.num_choices)]
+        self._thoughts: list[list[str]] = [[] for _ in self._readers]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """As they come. Leaving it ends the request. Raises: as ``Work.pieces``."""
@@ -48,7 +50,9 @@ class Turn:
                 events = reader.feed(delta.text)
                 reason: str | None = delta.finish_reason
                 if reason is not None:
-                    events += reader.finish()
+                    ends_itself = reason == "stop" and delta.stopped_by is None
+                    events += reader.finish(cut=not ends_itself)
+                self._thoughts[choice] += (e.text for e in events if isinstance(e, ReasoningDelta))
                 if reader.is_full:  # the only call that there may be: the rest is of no use
                     reason = "stop"
                 if reason is not None:
@@ -72,6 +76,22 @@ class Turn:
             async for piece in pieces:
                 found[piece.choice].append(piece)
         return found
+
+    async def num_reasoning_tokens(self) -> int:
+        """Of all choices so far, counted by their text: the tokens have no other mark."""
+        exchange, number = self.work.exchange, 0
+        encode = partial(exchange.service.texts.encode, add_special_tokens=False)
+        for thoughts in filter(None, map("".join, self._thoughts)):
+            number += len(await exchange.in_text_thread(encode, thoughts))
+        return min(number, self.work.tally.completion_tokens)
+
+    async def usage(self) -> Usage:
+        """What it has cost; of a model whose reasoning is read, how much was that."""
+        usage = self.work.tally.usage()
+        if self._readers[0].reads_reasoning:
+            number = await self.num_reasoning_tokens()
+            usage.completion_tokens_details = {"reasoning_tokens": number}
+        return usage
 
     def _reason(self, reader: Reader, reason: str | None) -> str | None:
         """A call is a reason to end, unless the client has named the tool and waits for it."""
@@ -107,6 +127,9 @@ async def take_turn(
         logprobs=logprobs,
         form=prompt.structured_outputs,
     )
+    if params.structured_outputs is not None:
+        form = replace(params.structured_outputs, reasoning=prompt.reasoning)
+        params = replace(params, structured_outputs=form)
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:

@@ -54,6 +54,7 @@ class Message(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET  # its former name
     tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: str | UnsetType | None = UNSET
 

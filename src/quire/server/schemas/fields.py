@@ -70,6 +70,11 @@ class Sampling(msgspec.Struct, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names for parts of it.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    guided_grammar: str | None = None
 
 
 class Asked(Sampling, kw_only=True):
@@ -85,6 +90,7 @@ class Asked(Sampling, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):

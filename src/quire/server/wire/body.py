@@ -32,12 +32,25 @@ NOT_DONE: Mapping[str, object] = MappingProxyType(
         "audio": None,
         "chat_template": None,
         "documents": None,
+        "echo": False,
+        "function_call": None,
+        "functions": None,
+        "guided_whitespace_pattern": None,
         "kv_transfer_params": None,
         "length_penalty": 1.0,
         "logits_processors": None,
         "prompt_embeds": None,
+        "structural_tag": None,
         "thinking_token_budget": None,
         "use_beam_search": False,
+    }
+)
+
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "echo": "only /v1/completions says the prompt again, leave it out",
+        "function_call": "give tools, and tool_choice",
+        "functions": "give tools, each with the type function",
     }
 )
 
@@ -135,11 +148,15 @@ def ignored(given: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in unknown if _NAME.fullmatch(name)][:_MOST_IGNORED]
 
 
-def refuse_what_is_not_done(given: dict[str, Any]) -> None:
-    """What would change the text, and cannot be honoured, is not ignored. Raises: Refused."""
+def refuse_what_is_not_done(given: dict[str, Any], known: Sequence[str]) -> None:
+    """What would change the text, and cannot be honoured, is not ignored.
+
+    ``known``: fields that a request of this kind has. Raises: Refused.
+    """
     for name, harmless in NOT_DONE.items():
-        if given.get(name) not in (None, harmless):
-            raise Refused(400, f"{name} is not done here: leave it out", param=name)
+        if name not in known and given.get(name) not in (None, harmless):
+            instead = _INSTEAD.get(name, "leave it out")
+            raise Refused(400, f"{name} is not done here: {instead}", param=name)
 
 
 def _hint(given: dict[str, Any], param: str | None, known: Sequence[str]) -> str:

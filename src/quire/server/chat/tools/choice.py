@@ -6,15 +6,8 @@ from typing import Any, Literal
 
 from quire.engine.params import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.server.chat.json_schemas import arguments_schema, moved
 from quire.server.chat.tools.declared import Tool
-
-# What else in a schema says which properties an object may have.
-_SAY_MORE = frozenset(
-    (
-        *("additionalProperties", "unevaluatedProperties", "patternProperties", "$ref"),
-        *("allOf", "anyOf", "oneOf", "if"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +21,30 @@ class ToolChoice:
     def is_forced(self) -> bool:
         """Whether the text will be nothing but calls, by a grammar."""
         return self.kind in ("required", "named")
+
+
+def allowed(given: Any, tools: Sequence[Tool]) -> tuple[Any, tuple[Tool, ...]]:
+    """OpenAI's ``allowed_tools``: the choice that its mode is, and the tools that it names.
+
+    Chat completions have it in an object of its own, responses beside the type.
+    Raises: RequestError.
+    """
+    if not isinstance(given, Mapping) or given.get("type") != "allowed_tools":
+        return given, tuple(tools)
+    own = given.get("allowed_tools", given)
+    listed = own.get("tools") if isinstance(own, Mapping) else None
+    names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
+    found = tuple(tool for tool in tools if tool.name in names)
+    if not names or len(found) < len(set(names)) or own.get("mode") not in ("auto", "required"):
+        raise RequestError(
+            "tool_choice: allowed_tools has a mode, auto or required, and names some of the tools"
+        )
+    return own["mode"], found
+
+
+def _name_of(tool: Any) -> str:
+    own = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return str(own.get("name")) if isinstance(own, Mapping) else ""
 
 
 def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
@@ -65,19 +82,24 @@ def forced_form(
     """The form that makes the model call; None where it need not.
 
     Of a named tool the text is the arguments, otherwise an array of calls.
-    Raises: RequestError for a schema that cannot be written as JSON.
+    Raises: RequestError for a schema that cannot be written as JSON, or not be closed.
     """
     if not choice.is_forced:
         return None
     if choice.kind == "named":
         (tool,) = (tool for tool in tools if tool.name == choice.name)
-        return StructuredOutputsParams(json=_of_object(tool.parameters))
+        return StructuredOutputsParams(
+            json=arguments_schema(tool.parameters, strict=tool.is_strict)
+        )
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
         "items": {"anyOf": [_call(tool) for tool in tools]},
         "$defs": {
-            tool.name: _moved(_of_object(tool.parameters), f"#/$defs/{_escaped(tool.name)}")
+            tool.name: moved(
+                arguments_schema(tool.parameters, strict=tool.is_strict),
+                f"#/$defs/{_escaped(tool.name)}",
+            )
             for tool in tools
         },
     }
@@ -95,31 +117,6 @@ def _call(tool: Tool) -> dict[str, Any]:
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,
-    }
-
-
-def _of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whether or not the schema says it, of those that it names.
-
-    Many clients leave out that there are no others, or take it out; a small model that may write
-    others does so without end.
-    """
-    may_have_others = _SAY_MORE & schema.keys() or "properties" not in schema
-    closed = {} if may_have_others else {"additionalProperties": False}
-    return {"type": "object", **schema, **closed}
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema for another place: what it refers to within itself moves with it."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: root + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
-        for key, value in schema.items()
     }
 
 

@@ -22,6 +22,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
     declaration: Mapping[str, Any]  # all of it, for the template
+    is_strict: bool = False  # its schema is closed within, as OpenAI's strict wants it
 
     def kinds(self, parameter: str) -> frozenset[str] | None:
         """JSON's names of the types it may have; None where the schema does not say."""
@@ -67,9 +68,17 @@ def _tool(given: Any, where: str) -> Tool:
         parameters = _NO_PARAMETERS
     if not isinstance(parameters, Mapping):
         raise RequestError(f"{where}: the parameters must be a JSON schema: an object")
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{where}: strict={str(strict)[:40]!r} must be true or false")
     declaration = plain(given, where)
     declaration.setdefault("type", "function")
-    return Tool(name=name, parameters=plain(parameters, where), declaration=declaration)
+    return Tool(
+        name=name,
+        parameters=plain(parameters, where),
+        declaration=declaration,
+        is_strict=bool(strict),
+    )
 
 
 def _kinds(schema: Any, depth: int) -> frozenset[str] | None:

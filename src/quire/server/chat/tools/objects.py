@@ -13,7 +13,7 @@ _ARGUMENTS = ("arguments", "parameters")
 def call_object(tape: Tape, out: Events, known: Container[str] | None = None) -> Reading[None]:
     """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
 
-    Its arguments are streamed as soon as the name is known. Raises: Broken.
+    It begins with its name, and from then on its arguments are streamed. Raises: Broken.
     """
     yield from tape.expect("{")
     name: str | None = None
@@ -29,9 +29,8 @@ def call_object(tape: Tape, out: Events, known: Container[str] | None = None) ->
             if name is not None:
                 raise Broken
             name = yield from _name(tape, known)
-            if has_arguments:
-                out.start(name)
-                out.arguments(arguments or "")
+            out.start(name)
+            out.arguments(arguments or "")
         elif key in _ARGUMENTS:
             if has_arguments:
                 raise Broken
@@ -39,7 +38,7 @@ def call_object(tape: Tape, out: Events, known: Container[str] | None = None) ->
             if name is None:
                 arguments = yield from _arguments_text(tape)
             else:
-                yield from called(tape, out, name)
+                yield from _arguments(tape, out)
         else:  # an id, a type: of no use here
             yield from tape.text_value()
         yield from tape.blanks()
@@ -49,20 +48,24 @@ def call_object(tape: Tape, out: Events, known: Container[str] | None = None) ->
     if name is None:
         raise Broken
     if not has_arguments:
-        out.start(name)
         out.arguments("{}")
     out.end()
 
 
 def called(tape: Tape, out: Events, name: str, given_id: str | None = None) -> Reading[None]:
     """The arguments of a call by that name, and so the start of it. Raises: Broken."""
+    if (yield from tape.peek()) not in ("{", '"', "n"):
+        raise Broken
+    out.start(name, given_id)
+    yield from _arguments(tape, out)
+
+
+def _arguments(tape: Tape, out: Events) -> Reading[None]:
+    """Of a call that has begun. Raises: Broken."""
     if (yield from tape.peek()) == "{":
-        out.start(name, given_id)
         yield from tape.value(out.arguments)
     else:
-        text = yield from _arguments_text(tape)
-        out.start(name, given_id)
-        out.arguments(text)
+        out.arguments((yield from _arguments_text(tape)))
 
 
 def _arguments_text(tape: Tape) -> Reading[str]:
@@ -163,39 +166,53 @@ def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
             yield from tape.skip("<|python_tag|>")
         tape.recorded()
     except Broken:
-        out.give_up(tape.recorded())
+        source = tape.recorded()
+        # Before there is a name it may be any JSON, which is an answer too.
+        if tape.breaks_off and out.in_call:
+            out.cut()
+            tape.drop()
+        else:
+            out.give_up(source)
     yield from tape.upto(put=out.content)
 
 
 def phi4(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``functools[{"name": …, "arguments": {…}}, …]``. Source: Phi-4-mini's template."""
-    yield from tape.expect("functools")
-    yield from call_list(tape, out)
+    """``functools[{"name": …, "arguments": {…}}, …]``, or ``<|tool_call|>[…]<|/tool_call|>``.
+
+    The second form is the one that Phi-4-mini was trained for; vLLM's template asks for the first.
+    Source: vLLM's template for Phi-4-mini, and the model's card.
+    """
+    if (yield from tape.skip("functools")):
+        yield from call_list(tape, out)
+        return
+    yield from tape.expect("<|tool_call|>")
+    yield from tape.blanks()
+    if (yield from tape.peek()) == "[":
+        yield from call_list(tape, out)
+    else:
+        yield from call_object(tape, out)
+    tape.record()
+    yield from tape.blanks()
+    yield from tape.skip("<|/tool_call|>")
 
 
 def required(tape: Tape, out: Events) -> Reading[None]:
-    """A JSON array of calls, as the grammar for tool_choice "required" makes it."""
-    tape.record()
+    """A JSON array of calls, as the grammar for tool_choice "required" makes it: no content."""
     try:
         yield from tape.blanks()
         yield from call_list(tape, out)
-        tape.recorded()
     except Broken:
-        out.give_up(tape.recorded())
-    yield from tape.upto(put=out.content)
+        out.cut()
 
 
 def arguments_of(name: str, tape: Tape, out: Events) -> Reading[None]:
-    """A JSON object: the arguments for a tool that the request has named."""
-    tape.record()
+    """A JSON object: the arguments for a tool that the request has named; no content."""
     try:
         yield from tape.blanks()
         yield from called(tape, out, name)
         out.end()
-        tape.recorded()
     except Broken:
-        out.give_up(tape.recorded())
-    yield from tape.upto(put=out.content)
+        out.cut()
 
 
 def quoted(text: str) -> str:

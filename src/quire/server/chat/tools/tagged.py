@@ -1,4 +1,4 @@
-"""Calls with each argument in tags of its own: Qwen3-Coder, GLM 4.5, MiniMax M2.
+"""Calls with each argument in tags of its own: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2.
 
 A value is text as it is, without quotes; what it means depends on the tool's schema. Of a string
 the beginning is passed on while the rest is still to come.
@@ -30,7 +30,18 @@ def qwen3_coder(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[N
 
     Models forget the outer tag. Source: Qwen3-Coder's template.
     """
-    yield from tape.skip("<tool_call>")
+    yield from _function(tape, out, tools, "<tool_call>", "</tool_call>")
+
+
+def seed_oss(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """The same in ``<seed:tool_call>``. Source: Seed-OSS' template."""
+    yield from _function(tape, out, tools, "<seed:tool_call>", "</seed:tool_call>")
+
+
+def _function(
+    tape: Tape, out: Events, tools: Mapping[str, Tool], opens: str, closes: str
+) -> Reading[None]:
+    yield from tape.skip(opens)
     yield from tape.blanks()
     yield from tape.expect("<function=")
     name = yield from tape.name(">")
@@ -50,7 +61,7 @@ def qwen3_coder(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[N
     arguments.end()
     tape.record()
     yield from tape.blanks()
-    yield from tape.skip("</tool_call>")
+    yield from tape.skip(closes)
 
 
 def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -117,7 +128,7 @@ class _Arguments:
         self._keys.add(key)
         if kinds is None or kinds == _TEXT:
             self._out.arguments(lead + '"')
-            found = yield from tape.upto(*closing, put=self._quote)
+            found = yield from tape.upto(*closing, put=self._quote, must_come=True)
             if found is None:
                 raise Broken
             self._out.arguments('"')
