@@ -8,10 +8,10 @@ from a pool whose texts were computed alone before; every answer is compared wit
 that is told that the queue is full asks again when it was told to, or after a minute. Memory, open
 files and mappings are compared at rest, before and after. "Before" is after five minutes of the
 same traffic. For about twenty minutes each new most of it still makes some buffers and pools of
-malloc larger, which stay; so in a soak of 45 minutes or more what is not KV is also compared between
-the second and the last third of the time that traffic comes, where it must not grow. The last lines
-are the verdict: one JSON object for each claim; the exit status is 1 if one does not hold. Take
-eight minutes more than ``--minutes``, and root where groups are root's.
+malloc larger, which stay; so in a soak of 45 minutes or more what is not KV is also compared
+between the second and the last third of the time that traffic comes, where it must not grow. The
+last lines are the verdict: one JSON object for each claim; the exit status is 1 if one does not
+hold. Take eight minutes more than ``--minutes``, and root where groups are root's.
 """
 
 import asyncio
