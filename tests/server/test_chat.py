@@ -129,6 +129,10 @@ def test_a_call_that_is_asked_for_comes(choice: Any) -> None:
             assert whole["choices"][0]["finish_reason"] == reason
             own = put_together(streamed)[0]
             assert own["finish_reason"] == reason
+            contents = {
+                c["delta"].get("content") for e in streamed.events[:-1] for c in e["choices"]
+            }
+            assert contents == {None}, "a call begins with a text"
             assert own["tool_calls"][0]["name"] == "add"
             assert json.loads(own["tool_calls"][0]["args"]) == arguments
             await nothing_runs(client)

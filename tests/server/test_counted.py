@@ -1,7 +1,9 @@
 """What the server counts and logs of its own answers, and what it never does."""
 
 import asyncio
+import json
 import time
+from datetime import datetime
 
 from quire.config import ServerConfig
 from quire.server.log_stats import Progress
@@ -15,6 +17,26 @@ async def value(client: Client, name: str, **labels: str) -> float:
         if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
             return float(line.rsplit(" ", 1)[1])
     return 0.0
+
+
+def test_models_are_listed_for_clients_of_both_interfaces() -> None:
+    async def ask() -> None:
+        async with serving(ServerConfig(served_model_name=("one", "two"))) as client:
+            listed = json.loads((await client.get("/v1/models")).body)
+            first = listed["data"][0]
+            assert [card["id"] for card in listed["data"]] == ["one", "two"]
+            assert (listed["object"], first["object"], first["type"]) == ("list", "model", "model")
+            assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (
+                "one",
+                "two",
+                False,
+            )
+            assert first["display_name"] == "one"
+            assert datetime.fromisoformat(first["created_at"]).timestamp() == first["created"]
+            icon = await client.get("/favicon.ico")
+            assert (icon.status, icon.headers["content-type"]) == (200, "image/svg+xml")
+
+    run(ask())
 
 
 def test_answers_and_rejections_are_counted_by_route_and_reason() -> None:

@@ -151,7 +151,9 @@ class _Answering:
         if is_first:
             messages[0].role = "assistant"
             if messages[0].content is UNSET:
-                messages[0].content = ""
+                # Clients take a text to be there where one begins, though it is empty.
+                is_call = self._turn.prompt.choice.is_forced or messages[0].tool_calls is not UNSET
+                messages[0].content = None if is_call else ""
         choices = [ChatChunkChoice(index=piece.choice, delta=message) for message in messages]
         choices[0].logprobs = self._logprobs(piece.delta.logprobs)
         if self._shows_ids:

@@ -1,6 +1,7 @@
 """What is served, and how it is: models, version, health, metrics, and the document of it all."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version as version_of
 
@@ -17,8 +18,8 @@ from quire.server.schemas.models import ModelCard, ModelList, Version
 
 async def models(exchange: Exchange) -> Json[ModelList]:
     """All names of the model that is served."""
-    names = exchange.service.names
-    return as_json(exchange, ModelList(data=[_card(exchange, name) for name in names]))
+    cards = [_card(exchange, name) for name in exchange.service.names]
+    return as_json(exchange, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def model(exchange: Exchange) -> Json[ModelCard]:
@@ -72,7 +73,9 @@ def _card(exchange: Exchange, name: str) -> ModelCard:
     service = exchange.service
     return ModelCard(
         id=name,
+        display_name=name,
         created=service.created,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat(),
         owned_by="quire",
         root=service.llm.llm.name,
         max_model_len=service.max_model_len,
