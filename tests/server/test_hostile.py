@@ -131,7 +131,7 @@ def _kept() -> Counter[str]:
     there = (
         each
         for each in gc.get_objects()
-        if not (isinstance(each, asyncio.TimerHandle) and each.cancelled())
+        if not (issubclass(type(each), asyncio.TimerHandle) and each.cancelled())
     )
     names = (f"{type(each).__module__}.{type(each).__name__}" for each in there)
     rooms = ("quire.server", "quire.engine", "asyncio", "starlette", "_asyncio")

@@ -30,17 +30,28 @@ def qwen3_coder(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[N
 
     Models forget the outer tag. Source: Qwen3-Coder's template.
     """
-    yield from _function(tape, out, tools, "<tool_call>", "</tool_call>")
+    yield from _function(tape, out, tools, "<tool_call>", "</tool_call>", on_own_lines=True)
 
 
 def seed_oss(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """The same in ``<seed:tool_call>``. Source: Seed-OSS' template."""
-    yield from _function(tape, out, tools, "<seed:tool_call>", "</seed:tool_call>")
+    """The same in ``<seed:tool_call>``, with values right between their tags.
+
+    Source: Seed-OSS' template.
+    """
+    outer = "<seed:tool_call>", "</seed:tool_call>"
+    yield from _function(tape, out, tools, *outer, on_own_lines=False)
 
 
 def _function(
-    tape: Tape, out: Events, tools: Mapping[str, Tool], opens: str, closes: str
+    tape: Tape,
+    out: Events,
+    tools: Mapping[str, Tool],
+    opens: str,
+    closes: str,
+    *,
+    on_own_lines: bool,
 ) -> Reading[None]:
+    """``on_own_lines``: a line end before a value, and one behind it, belong to the tags."""
     yield from tape.skip(opens)
     yield from tape.blanks()
     yield from tape.expect("<function=")
@@ -55,9 +66,11 @@ def _function(
         yield from tape.expect("<parameter=")
         key = yield from tape.name(">")
         yield from tape.expect(">")
-        yield from tape.skip("\n")
-        # The line end before the tag belongs to it.
-        yield from arguments.read(tape, key, "\n</parameter>", "</parameter>")
+        if on_own_lines:
+            yield from tape.skip("\n")
+            yield from arguments.read(tape, key, "\n</parameter>", "</parameter>")
+        else:
+            yield from arguments.read(tape, key, "</parameter>")
     arguments.end()
     tape.record()
     yield from tape.blanks()
