@@ -1,5 +1,6 @@
 """Prompts are what Transformers would write, and no template takes more than its share."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,14 @@ def test_a_template_is_stopped_here_too(name: str) -> None:
     template = ChatTemplate(
         tokenizer(), HOSTILE[name], limits=Limits(seconds=0.05, max_chars=100_000)
     )
-    with pytest.raises(RequestError, match="was stopped"):
-        template.render(HELLO)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="was stopped"):
+            template.render(HELLO)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**26, "it was stopped when it had made what it was not to make"
 
 
 def test_a_template_sees_no_environment() -> None:

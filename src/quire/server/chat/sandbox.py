@@ -111,7 +111,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        name, text = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja has a guard around str.format
+        name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(text, str | bytes):
             if name == "join" and args:
                 args = (list(__self._counted(args[0], text)), *args[1:])
