@@ -109,7 +109,7 @@ class Holds(selectors.DefaultSelector):
 
 @dataclass(slots=True)
 class Watched:
-    """A server in a thread. ``draining`` lets nobody into its queue."""
+    """A server in a thread. ``draining`` lets no request into its queue."""
 
     port: int
     service: Any
@@ -143,7 +143,7 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """A server that nobody here has the key of."""
+    """A server whose key no caller here has."""
     holds, ready, end = Holds(), threading.Event(), threading.Event()
     found: list[Watched] = []
 

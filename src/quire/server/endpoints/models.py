@@ -56,7 +56,7 @@ async def metrics(exchange: Exchange) -> ASGIApp:
 
 
 def described(operations: Sequence[Operation], *, has_keys: bool) -> Endpoint:
-    """Of all of them, as they are when somebody asks for the first time."""
+    """Of all of them, as they are when a client first asks."""
 
     @cache
     def encoded() -> bytes:

@@ -60,7 +60,7 @@ async def read_body(
 ) -> bytes:
     """``take`` is told of bytes before they are kept, and may raise Refused.
 
-    Raises: Refused (413, 415); ClientDisconnect, if nobody is there to be told anything.
+    Raises: Refused (413, 415); ClientDisconnect, if the client has left.
     """
     packed = ", ".join(request.headers.getlist("content-encoding"))
     if packed.strip().lower() not in ("", "identity"):
