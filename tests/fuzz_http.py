@@ -8,7 +8,8 @@ came from. In the end there is a table: how often each path gave which status.
     python tests/fuzz_http.py --bytes 5000 [--seed N]
 
 sends so many heads and bodies without a key, after those that are known to have been slow, and
-prints how long the event loop was held by the slowest.
+prints how long the event loop was held by the slowest. What takes more than a millisecond is sent
+again: what it costs is the least of its times, for the interpreter also has work of its own.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from server.random_bytes import KNOWN, hostile, watched
 from server.random_requests import FLAGS, Asker
 
 _NUM_SLOWEST = 5
+_BOUND_S = 0.001
+_NUM_AGAIN = 5
 _MOST_SHOWN = 120  # bytes of each
 
 
@@ -42,6 +45,7 @@ def _send_bytes(num_cases: int, seed: int) -> None:
     rng = random.Random(seed)
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # a line for each otherwise
     slowest: list[tuple[float, int, bool, bytes]] = []
+    once: list[float] = []  # over the bound, and not when sent again
     with watched() as server:
         server.hold_s(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")  # what is made once
         gc.collect()
@@ -50,7 +54,11 @@ def _send_bytes(num_cases: int, seed: int) -> None:
             data = KNOWN[number] if number < len(KNOWN) else hostile(rng)
             pieces = rng.choice((1, 1, 2, 7))
             for draining in (False, True):
-                held_s = server.hold_s(data, pieces=pieces, draining=draining)
+                held_s = first_s = server.hold_s(data, pieces=pieces, draining=draining)
+                for _ in range(_NUM_AGAIN if first_s > _BOUND_S else 0):
+                    held_s = min(held_s, server.hold_s(data, pieces=pieces, draining=draining))
+                if held_s <= _BOUND_S < first_s:
+                    once.append(first_s)
                 slowest.append((held_s, pieces, draining, data))
             slowest = sorted(slowest, reverse=True)[:_NUM_SLOWEST]
             if (number + 1) % 500 == 0:
@@ -61,6 +69,8 @@ def _send_bytes(num_cases: int, seed: int) -> None:
         )
         state = ", draining" if draining else ""
         print(f"{1000 * held_s:.2f} ms: {len(data):,} bytes, {pieces} pieces{state}: {shown}")
+    again = f"; the longest {1000 * max(once):.2f} ms" if once else ""
+    print(f"{len(once)} took more than {1000 * _BOUND_S:.0f} ms once, and not again{again}")
 
 
 def main() -> None:

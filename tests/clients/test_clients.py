@@ -5,14 +5,16 @@ OpenAI's and Anthropic's are always there. Each other has an environment, which
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clients.environments import VLLM, python_of
+from clients.environments import HOME, NODE, VLLM, python_of
 from server.process import running
 
 KEY, MOST = "a-key", 4
@@ -32,9 +34,14 @@ def url() -> Iterator[str]:
 
 def _run(script: str, url: str, *arguments: str, python: Path | str = sys.executable) -> None:
     path = Path(__file__).with_name(script)
-    command = [str(python), str(path), "--base-url", url, "--api-key", KEY, *arguments]
+    _succeeds(str(python), str(path), "--base-url", url, "--api-key", KEY, *arguments)
+
+
+def _succeeds(*command: str, **options: Any) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environ, **options
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
@@ -55,6 +62,9 @@ def test_anthropic(url: str) -> None:
     [
         ("ask_langchain.py", "langchain"),
         ("ask_litellm.py", "litellm"),
+        ("ask_instructor.py", "instructor"),
+        ("ask_pydantic_ai.py", "pydantic-ai"),
+        ("ask_openai_agents.py", "openai-agents"),
         ("run_lm_eval.py", "lm-eval"),
         ("run_guidellm.py", "guidellm"),
         ("run_vllm_bench.py", VLLM),
@@ -66,3 +76,12 @@ def test_others(script: str, environment: str, url: str) -> None:
         maker = "benchmarks/engine_peers" if environment == VLLM else "tests/clients/environments"
         pytest.skip(f"not installed: python {maker}.py {environment}")
     _run(script, url, python=python)
+
+
+@pytest.mark.parametrize("script", ["ask_openai.mjs", "ask_anthropic.mjs", "ask_ai_sdk.mjs"])
+def test_in_javascript(script: str, url: str) -> None:
+    node, home = shutil.which("node"), HOME / NODE
+    if node is None or not home.exists():
+        pytest.skip(f"not installed: Node, and python tests/clients/environments.py {NODE}")
+    text = Path(__file__).with_name(script).read_text()
+    _succeeds(node, "--input-type=module", "-", url, KEY, input=text, cwd=home)
