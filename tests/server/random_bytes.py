@@ -48,6 +48,8 @@ KNOWN: tuple[bytes, ...] = (
     _HEAD + b"a:" + _BLANKS[:15_000] + b"\0\r\n\r\n",
     _HEAD + b"a:" + _BLANKS[:15_000] + b"\x0b\r\n\r\n",
     _HEAD + b"a:" + b"b " * 7_000 + b"\r \r\n\r\n",
+    b"GET /" + b"%" * 7_900 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
+    _HEAD + b"a:" + b" b" * 7_000 + b"\r\n\r\n",
     _HEAD + b"a:\r\n" * 60_000 + b"\r\n",
     _HEAD + b"a: b\r\n" + b" c\r\n" * 60_000 + b"\r\n",
     _CHUNKED + b"1\r\na\r\n" * 40_000,
