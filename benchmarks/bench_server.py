@@ -1,5 +1,5 @@
 """The server's own costs: to the first byte, for streams that idle, under overload, beside slow
-readers, and whether a clock tells one tenant what another one has asked.
+readers, whether a clock tells one tenant what another one has asked, and what a hostile key costs.
 
 The server is a process of its own with the demo model; this one asks it over loopback, on the same
 processors. What is compared takes turns, with one side twice (A/A) for the noise.
@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from server_hostile import hostile_key
 from server_load import idle_streams, overload, slow_readers
 from server_times import chunk_cost, first_byte, tenants
 
@@ -41,6 +42,7 @@ MEASUREMENTS = {
     "overload": overload,
     "slow-readers": slow_readers,
     "tenants": tenants,
+    "hostile-key": hostile_key,
     "chunks": chunk_cost,
 }
 
