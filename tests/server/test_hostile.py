@@ -4,6 +4,8 @@ import asyncio
 import gc
 import gzip
 import json
+import os
+import threading
 from collections import Counter
 from threading import Event
 from typing import Any
@@ -338,6 +340,20 @@ def test_texts_of_one_key_do_not_hold_up_anothers() -> None:
                 assert not any(each.done() for each in held)
                 go_on.set()
                 assert await asyncio.gather(*held) == [True] * 20
+        threads.close()
+
+    run(ask())
+
+
+def test_long_texts_give_way_to_the_engine() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def ask() -> None:
+        threads, own = TextThreads(), niceness()
+        assert await threads.run(niceness, ALICE, num_bytes=2**14) == own
+        assert await threads.run(niceness, ALICE, num_bytes=2**16) == max(own, 10)
+        assert niceness() == own
         threads.close()
 
     run(ask())

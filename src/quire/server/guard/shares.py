@@ -1,6 +1,8 @@
 """What keys share in front of the queue, memory and threads, so that none takes all of it."""
 
 import asyncio
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ from quire.units import format_bytes
 
 T = TypeVar("T")
 
-_LONG_BYTES = 2**18  # texts that are apart from others; tokenizers read about 1 MB/s
+_LONG_BYTES = 2**15  # texts that are apart from others; tokenizers read about 1 MB/s
+_NICENESS = 10  # a tenth of a processor, where the engine asks for all of it
 
 
 @final
@@ -65,12 +68,16 @@ class Bodies:
 class TextThreads:
     """Threads that make prompts of texts and templates: some for long texts, others for the rest.
 
-    A key has half of either at once, and its other texts wait. What has begun is not stopped.
+    A key has half of either at once, and its other texts wait. What has begun is not stopped. Long
+    texts give way to the engine where processors are few: one key's would take its steps' time.
+    Short ones do not, for they would wait longer than they take.
     """
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(4, thread_name_prefix="quire-text")
-        self._long = ThreadPoolExecutor(2, thread_name_prefix="quire-long-text")
+        self._long = ThreadPoolExecutor(
+            2, thread_name_prefix="quire-long-text", initializer=_give_way
+        )
         self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def run(self, work: Callable[[], T], caller: Caller, *, num_bytes: int) -> T:
@@ -91,3 +98,8 @@ class TextThreads:
     def close(self) -> None:
         self._short.shutdown(wait=False)
         self._long.shutdown(wait=False)
+
+
+def _give_way() -> None:
+    """On Linux a niceness is a thread's own, and needs no right to become higher."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
