@@ -61,10 +61,11 @@ def test_a_wrong_option_is_named(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("keys", [(KEY, ""), (f"{KEY} x",), (KEY, f"{KEY}é"), (f"{KEY}\n",), KEY])
 def test_a_wrong_key_is_refused_and_not_shown(keys: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^api_key") as caught:
-        ServerConfig(api_key=keys)
-    assert KEY not in str(caught.value)
-    assert KEY not in repr(ServerConfig(api_key=(KEY,)))
+    for name in ("api_key", "admin_api_key"):
+        with pytest.raises(ConfigError, match=rf"^{name}") as caught:
+            ServerConfig(**{name: keys})
+        assert KEY not in str(caught.value)
+        assert KEY not in repr(ServerConfig(**{name: (KEY,)}))
 
 
 def test_keys_may_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +80,12 @@ def test_keys_may_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ServerConfig.from_options()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         ServerConfig.from_options(api_key=f"@{tmp_path}/nothing")
+    with pytest.raises(ConfigError, match=r"^admin_api_key: @.* cannot be read"):
+        ServerConfig.from_options(admin_api_key=f"@{tmp_path}/nothing")
+    path.write_text(f"{KEY}\n")
+    monkeypatch.setenv("QUIRE_API_KEY", "one")
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", f"@{path}")
+    assert ServerConfig.from_options().admin_api_key == (KEY,)
 
 
 def test_vllms_variable_for_a_key_counts_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +96,15 @@ def test_vllms_variable_for_a_key_counts_last(monkeypatch: pytest.MonkeyPatch) -
     assert ServerConfig.from_options().api_key == ("quires",)
 
 
-@pytest.mark.parametrize("variable", ["QUIRE_API_KEY", "VLLM_API_KEY"])
+@pytest.mark.parametrize("variable", ["QUIRE_API_KEY", "VLLM_API_KEY", "QUIRE_ADMIN_API_KEY"])
 def test_an_empty_key_does_not_open_the_server(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "")
-    with pytest.raises(ConfigError, match=f"environment variable {variable}: api_key is empty"):
+    name = "admin_api_key" if "ADMIN" in variable else "api_key"
+    with pytest.raises(ConfigError, match=f"environment variable {variable}: {name} is empty"):
         ServerConfig.from_options()
-    assert ServerConfig.from_options(api_key=["mine"]).api_key == ("mine",)
+    assert getattr(ServerConfig.from_options(**{name: ["mine"]}), name) == ("mine",)
 
 
 def test_the_environment_says_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

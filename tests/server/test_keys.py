@@ -9,12 +9,14 @@ from starlette.routing import Route
 
 from quire.config import ServerConfig
 from quire.server.dashboard.files import FILES
+from quire.server.endpoints.tokens import tokenize
 from quire.server.guard import keys as keys_module
 from quire.server.guard.keys import Keys
+from quire.server.operations import Operation
 from quire.server.wire.errors import Refused
 from server.asking import Client, run, serving
 
-OPEN = {"/health", "/ping", *FILES}  # the page's files say nothing of anybody
+OPEN = {"/health", "/ping", *FILES}  # the page's files say nothing of any client
 KEYED = ServerConfig(api_key=("alice-key", "bob-key"))
 PROMPT = list(range(20, 84))  # four blocks: all but the last token can be found
 
@@ -93,9 +95,89 @@ def test_each_key_is_compared_whole_whatever_the_others_say(
         assert {len(part) for pair in compared for part in pair} == {32}
 
 
-def test_without_keys_whoever_asks_is_let_in_and_shares() -> None:
+def test_without_keys_each_caller_is_let_in_and_shares() -> None:
     open_to_all = Keys([])
-    assert open_to_all.caller({}) == open_to_all.caller({"x-api-key": "anything"})
+    known = open_to_all.caller({}, "admin")
+    assert known == open_to_all.caller({"x-api-key": "anything"}, "all")
+    assert known.is_admin
+
+
+@pytest.mark.parametrize(
+    ("clients", "admins", "sent", "refused"),
+    [
+        # (what is refused with the key that is sent, by access)
+        ((), (), None, {}),
+        (("a",), (), None, {"key": 401, "all": 401, "admin": 401}),
+        (("a",), (), "a", {"admin": 403}),  # the only key: there is nothing of others to see
+        (("a", "b"), (), "a", {"all": 403, "admin": 403}),
+        (("a",), ("root",), "a", {"all": 403, "admin": 403}),
+        (("a",), ("root",), "root", {}),
+        (("a",), ("root",), "roo", {"key": 401, "all": 401, "admin": 401}),
+        ((), ("root",), None, {"all": 401, "admin": 401}),
+        ((), ("root",), "anything", {"all": 401, "admin": 401}),
+        ((), ("root",), "root", {}),
+        (("a", "root"), ("root",), "root", {}),
+        (("a", "a"), (), "a", {"admin": 403}),
+    ],
+)
+def test_which_key_reaches_how_far(
+    clients: tuple[str, ...], admins: tuple[str, ...], sent: str | None, refused: dict[str, int]
+) -> None:
+    known, headers = Keys(clients, admins), {} if sent is None else {"x-api-key": sent}
+    for access in ("key", "all", "admin"):
+        if access not in refused:
+            known.caller(headers, access)
+            continue
+        with pytest.raises(Refused) as caught:
+            known.caller(headers, access)
+        assert caught.value.status == refused[access]
+        if caught.value.status == 403 and not admins:
+            assert "--admin-api-key" in caught.value.message
+
+
+def test_no_tenant_is_another_not_even_without_a_key() -> None:
+    known = Keys(["alice", "bob"], ["root"])
+    callers = [known.caller({"x-api-key": key}) for key in ("root", "alice", "bob")]
+    callers.append(Keys([], ["root"]).caller({}))
+    for part in ("number", "salt"):
+        assert len({getattr(caller, part) for caller in callers}) == len(callers)
+
+
+def test_an_operation_says_which_key_it_needs_and_its_body_is_not_read_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from quire.server import app as app_module
+
+    own = app_module._operations
+
+    def with_admins(service: Any) -> list[Operation]:
+        return [Operation("/administer", tokenize, ("POST",), access="admin"), *own(service)]
+
+    monkeypatch.setattr(app_module, "_operations", with_admins)
+    config = ServerConfig(api_key=("alice-key",), admin_api_key=("root-key",))
+
+    async def ask() -> None:
+        async with serving(config) as stranger:
+            alice, root = stranger.with_key("alice-key"), stranger.with_key("root-key")
+            for client, path, status in (
+                *((stranger, path, 401) for path in ("/administer", "/tokenize")),
+                (alice, "/administer", 403),
+                (alice, "/tokenize", 200),
+                *((root, path, 200) for path in ("/administer", "/tokenize")),
+            ):
+                answer = await client.post(path, {"prompt": "a"})
+                assert answer.status == status, (path, answer.body)
+            assert (await alice.post("/administer", b"no JSON")).status == 403
+            assert (await alice.get("/metrics")).status == 403
+            assert (await root.get("/metrics")).status == 200
+        async with serving(KEYED) as stranger:
+            answer = await stranger.with_key("alice-key").post("/administer", {"prompt": "a"})
+            assert (answer.status, answer.error["code"]) == (403, "admin_key_needed")
+            assert "--admin-api-key" in answer.error["message"]
+        async with serving() as client:
+            assert (await client.post("/administer", {"prompt": "a"})).status == 200
+
+    run(ask())
 
 
 def test_tenants_never_hit_each_others_prefixes() -> None:
@@ -107,8 +189,8 @@ def test_tenants_never_hit_each_others_prefixes() -> None:
         return details
 
     async def ask() -> None:
-        async with serving(KEYED) as nobody:
-            alice, bob = nobody.with_key("alice-key"), nobody.with_key("bob-key")
+        async with serving(KEYED) as stranger:
+            alice, bob = stranger.with_key("alice-key"), stranger.with_key("bob-key")
             assert await cached(alice) == 0
             assert await cached(bob) == 0
             assert await cached(alice) == len(PROMPT) - 1
@@ -117,7 +199,7 @@ def test_tenants_never_hit_each_others_prefixes() -> None:
             assert await cached(alice, cache_salt="x") == 0
             assert await cached(alice, cache_salt="x") == len(PROMPT) - 1
             assert await cached(bob, cache_salt="x") == 0
-            for caller in nobody.service.keys._callers:
+            for caller in stranger.service.keys._callers:
                 assert await cached(bob, cache_salt=caller.salt) == 0
 
     run(ask())

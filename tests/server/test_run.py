@@ -63,6 +63,7 @@ def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
             pieces = events(response)
             next(pieces)
             assert "host=0.0.0.0 lets others ask, and no API key is set" in process.log
+            assert "and administer it. Set --api-key @FILE" in process.log
             assert "from everywhere, no key needed" in " ".join(process.log.split())
             process.child.send_signal(signal.SIGINT)
             *_, last, done = pieces

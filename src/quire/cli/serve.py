@@ -90,11 +90,13 @@ def _blocks(count: int, spec: Any, config: EngineConfig) -> dict[str, int]:
 
 def _warn_if_open(config: ServerConfig) -> None:
     if not config.is_local and not config.api_key:
+        also = "" if config.admin_api_key else ", see what others do with it, and administer it"
         log.warning(
-            "host=%s lets others ask, and no API key is set: everybody who reaches this machine "
-            "may use the model. Set --api-key @FILE, or --host 127.0.0.1 behind a proxy that asks "
-            "who they are",
+            "host=%s lets others ask, and no API key is set: each client that reaches this machine "
+            "may use the model%s. Set --api-key @FILE, or --host 127.0.0.1 behind a proxy that "
+            "asks who they are",
             config.host,
+            also,
         )
 
 
@@ -127,6 +129,7 @@ def _announce(console: Console, facts: Any) -> None:
 def _clients(facts: Any, keys: str) -> str:
     where = "of this machine only" if facts.is_local else "from everywhere"
     text = f"{where}, {keys} needed" if not facts.num_keys else f"{where}, with {keys}"
+    text += "; administration with an admin key" if facts.has_admin_key else ""
     return f"[bold yellow]{text}[/]" if facts.is_open else text
 
 

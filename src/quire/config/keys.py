@@ -14,7 +14,7 @@ _OPENAI_URL = "https://api.openai.com/v1"
 _PORTS = MappingProxyType({"http": 80, "https": 443})
 
 
-def parse_keys(text: str) -> tuple[str, ...]:
+def parse_keys(text: str, option: str = "api_key") -> tuple[str, ...]:
     """One key; or after an @ the path of a file that has one in each line, and # before comments.
 
     Raises: ConfigError, which shows a path and never a key.
@@ -26,10 +26,10 @@ def parse_keys(text: str) -> tuple[str, ...]:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError(f"api_key: @{path} cannot be read: {reason}") from None
+        raise ConfigError(f"{option}: @{path} cannot be read: {reason}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"api_key: @{path} has no key in it: write one in each line")
+        raise ConfigError(f"{option}: @{path} has no key in it: write one in each line")
     return keys
 
 

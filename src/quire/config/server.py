@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -77,6 +78,15 @@ class ServerConfig:
         parse=parse_keys,
         panel=_CLIENTS,
     )
+    admin_api_key: tuple[str, ...] = option(
+        (),
+        "A key for the server's operator, or @FILE: where there are keys, administration, /metrics "
+        "and other clients' sequences need it.",
+        secret=True,
+        flag_type=list[str] | None,
+        parse=partial(parse_keys, option="admin_api_key"),
+        panel=_CLIENTS,
+    )
     allowed_origins: tuple[str, ...] = option(
         (),
         "Web pages of these origins may ask, e.g. https://chat.example.org, or * for all.",
@@ -84,9 +94,7 @@ class ServerConfig:
         parse=_texts,
         panel=_CLIENTS,
     )
-    unguarded_metrics: bool = option(
-        False, "Let /metrics be read without an API key.", panel=_CLIENTS
-    )
+    unguarded_metrics: bool = option(False, "Let /metrics be read without a key.", panel=_CLIENTS)
     max_num_reqs_per_key: int | None = option(
         None, "Requests of one API key at a time; then it gets 429.", panel=_CLIENTS
     )
@@ -219,13 +227,17 @@ class ServerConfig:
         return self.uds is not None or is_loopback(self.host)
 
     def _check_keys(self) -> None:
-        if not _are_texts(self.api_key):
-            raise ConfigError("api_key must be a tuple of texts")
-        for place, key in enumerate(self.api_key, 1):
-            if not IS_KEY.fullmatch(key):
-                what = "has other characters than printable ASCII, or spaces" if key else "is empty"
-                which = f" {place} of {len(self.api_key)}" if len(self.api_key) > 1 else ""
-                raise ConfigError(f"api_key{which} {what}: no client could send it")
+        for name in ("api_key", "admin_api_key"):
+            keys = getattr(self, name)
+            if not _are_texts(keys):
+                raise ConfigError(f"{name} must be a tuple of texts")
+            for place, key in enumerate(keys, 1):
+                if not IS_KEY.fullmatch(key):
+                    what = "is empty"
+                    if key:
+                        what = "has other characters than printable ASCII, or spaces"
+                    which = f" {place} of {len(keys)}" if len(keys) > 1 else ""
+                    raise ConfigError(f"{name}{which} {what}: no client could send it")
 
     def _check_names(self) -> None:
         for name in ("served_model_name", "allowed_origins"):
@@ -286,10 +298,14 @@ def _vllms_key(given: set[str]) -> dict[str, Said]:
     Raises: ConfigError for a variable that is set and empty: the operator means the server to be
     guarded, and it would not be.
     """
-    for variable in ("QUIRE_API_KEY", "VLLM_API_KEY"):
-        if "api_key" not in given and is_empty(variable):
+    for variable, name in (
+        ("QUIRE_API_KEY", "api_key"),
+        ("VLLM_API_KEY", "api_key"),
+        ("QUIRE_ADMIN_API_KEY", "admin_api_key"),
+    ):
+        if name not in given and is_empty(variable):
             raise ConfigError(
-                f"environment variable {variable}: api_key is empty; unset it for a server without "
+                f"environment variable {variable}: {name} is empty; unset it for a server without "
                 "keys"
             )
     own = None if "api_key" in given else said("VLLM_API_KEY", parse_keys)

@@ -96,18 +96,18 @@ def _operations(service: Service) -> list[Operation]:
             "/metrics",
             metrics,
             get,
-            is_open=service.config.unguarded_metrics,
+            access="open" if service.config.unguarded_metrics else "all",
             media_type="text/plain",
         ),
-        Operation("/health", health, get, is_open=True, refuses=(503,)),
-        Operation("/ping", health, ("GET", "POST"), is_open=True, refuses=(503,)),
+        Operation("/health", health, get, access="open", refuses=(503,)),
+        Operation("/ping", health, ("GET", "POST"), access="open", refuses=(503,)),
         Operation(FEED, memory_feed(feed), get, media_type="text/event-stream"),
         *(
-            Operation(path, page_file(path), get, is_open=True, media_type=media_type)
+            Operation(path, page_file(path), get, access="open", media_type=media_type)
             for path, (_, media_type) in FILES.items()
         ),
     ]
-    openapi = described(all_of_them, has_keys=bool(service.keys))
+    openapi = described(all_of_them, needs_key=service.keys.need)
     all_of_them.append(Operation("/openapi.json", openapi, get, media_type="application/json"))
     return all_of_them
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.exchange import Exchange
-from quire.server.guard.keys import NOBODY_ELSE, Caller
+from quire.server.guard.keys import UNKNOWN, Caller
 from quire.server.logs import place_of
 from quire.server.metrics import REJECTIONS
 from quire.server.operations import Operation
@@ -62,10 +62,10 @@ class Entrance:
                 return
 
     def _enter(self, http: Request, door: ExitStack) -> Caller:
-        """Who asks. Raises: Refused for a stranger, a foreign page, or want of room."""
-        caller = NOBODY_ELSE
-        if not self.operation.is_open:
-            caller = self._service.keys.caller(http.headers)
+        """Who asks. Raises: Refused for an unknown key, a foreign page, or want of room."""
+        caller, access = UNKNOWN, self.operation.access
+        if access != "open":
+            caller = self._service.keys.caller(http.headers, access)
             self._service.origins.check(http.headers)
         if self._takes is not None:
             door.enter_context(self._service.gate.arrive(caller))
@@ -83,7 +83,7 @@ class Entrance:
 
     def _refusal(self, error: Exception, headers: dict[str, str]) -> Response:
         refused = refusal(error)
-        if refused.code in REJECTIONS and not self.operation.is_open:
+        if refused.code in REJECTIONS and self.operation.access != "open":
             self._service.metrics.note_rejection(refused.code)
         if not isinstance(error, Refused) and refused.status >= 500:
             log.error("%s failed: %s", self._path, place_of(error))

@@ -4,7 +4,7 @@ Source: OpenAPI 3.1.1, https://spec.openapis.org/oas/v3.1.1.html
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version as version_of
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from quire.server.guard.keys import Access
 from quire.server.operations import Operation
 from quire.server.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
 from quire.server.wire.errors import Dialect
@@ -41,8 +42,8 @@ _HEADERS: Mapping[str, Json] = MappingProxyType(
 )
 
 
-def document(operations: Sequence[Operation], *, has_keys: bool) -> Json:
-    """``has_keys``: whether one is needed."""
+def document(operations: Sequence[Operation], *, needs_key: Callable[[Access], bool]) -> Json:
+    """``needs_key``: whether what is guarded so is refused without one."""
     taken = _unique(each.takes for each in operations if each.takes is not None)
     given = _unique(kind for each in operations for kind in (*each.gives, *each.streams))
     kinds = _unique((*taken, *given, *(_ERRORS[each.dialect] for each in operations)))
@@ -51,7 +52,7 @@ def document(operations: Sequence[Operation], *, has_keys: bool) -> Json:
     for each in operations:
         item = paths.setdefault(_PARAMETER.sub(r"{\1}", each.path), {})
         for method in each.methods:
-            item[method.lower()] = _operation(each, method, refs, has_keys=has_keys)
+            item[method.lower()] = _operation(each, method, refs, needs_key=needs_key)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -92,7 +93,9 @@ def _require_what_is_always_sent(schema: Json) -> None:
     ]
 
 
-def _operation(each: Operation, method: str, refs: Mapping[Any, Json], *, has_keys: bool) -> Json:
+def _operation(
+    each: Operation, method: str, refs: Mapping[Any, Json], *, needs_key: Callable[[Access], bool]
+) -> Json:
     said: Json = {
         "operationId": _id(each, method),
         "summary": (each.endpoint.__doc__ or each.name).strip().split("\n")[0],
@@ -109,9 +112,9 @@ def _operation(each: Operation, method: str, refs: Mapping[Any, Json], *, has_ke
     if each.takes is not None:
         content = {"application/json": {"schema": refs[each.takes]}}
         said["requestBody"] = {"required": True, "content": content}
-    if not each.is_open:
+    if each.access != "open":
         keys: list[Json] = [{"bearer": []}, {"x-api-key": []}]
-        said["security"] = keys if has_keys else [*keys, {}]
+        said["security"] = keys if needs_key(each.access) else [*keys, {}]
     return said
 
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.server.endpoints.answers import Json
 from quire.server.exchange import Exchange
+from quire.server.guard.keys import Access
 from quire.server.wire.errors import Dialect
 from quire.server.wire.streams import EventStream
 
@@ -22,14 +23,14 @@ Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``is_open``: without a key too. ``media_type``: of an answer that says itself what it is."""
+    """``access``: which key it needs. ``media_type``: of an answer that says itself what it is."""
 
     path: str
     endpoint: Endpoint
     methods: tuple[str, ...]
     _: KW_ONLY
     dialect: Dialect = "openai"
-    is_open: bool = False
+    access: Access = "key"
     media_type: str | None = None
     queries: tuple[str, ...] = ()  # names of what may stand behind the path
     refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
@@ -62,7 +63,7 @@ class Operation:
         names_model = "{" in self.path or "model" in getattr(takes, "__struct_fields__", ())
         found = {
             *self.refuses,
-            *(() if self.is_open else (401, 403)),
+            *(() if self.access == "open" else (401, 403)),
             *((400, 408, 413, 415, 429, 500, 503) if takes else ()),
             *((404,) if names_model else ()),
             *((400,) if self.queries else ()),

@@ -40,7 +40,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
         self.names = config.served_model_name or (llm.llm.name,)
-        self.keys = Keys(config.api_key)
+        self.keys = Keys(config.api_key, config.admin_api_key)
         self.origins = Origins(
             config.allowed_origins,
             is_private=config.is_local and config.uds is None and not config.api_key,

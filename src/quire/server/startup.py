@@ -20,11 +20,12 @@ class StartUp:
     num_longest: float  # sequences of that length that fit
     max_num_seqs: int
     num_keys: int
+    has_admin_key: bool
     is_local: bool
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody elsewhere may ask, and nobody has to show a key."""
+        """Whether clients of other machines may ask, and need no key."""
         return not self.is_local and not self.num_keys
 
 
@@ -43,5 +44,6 @@ def start_up(llm: AsyncLLM, config: ServerConfig, url: str) -> StartUp:
         num_longest=kv_bytes / max(1, own.spec.bytes_for(own.max_model_len)),
         max_num_seqs=own.config.max_num_seqs,
         num_keys=len(set(config.api_key)),
+        has_admin_key=bool(config.admin_api_key),
         is_local=config.is_local,
     )

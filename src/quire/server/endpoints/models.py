@@ -1,6 +1,6 @@
 """What is served, and how it is: models, version, health, metrics, and the document of it all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version as version_of
@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.exchange import Exchange
+from quire.server.guard.keys import Access
 from quire.server.openapi import document
 from quire.server.operations import Endpoint, Operation
 from quire.server.schemas.models import ModelCard, ModelList, Version
@@ -55,12 +56,12 @@ async def metrics(exchange: Exchange) -> ASGIApp:
     return Response(body, headers={**exchange.headers, "content-type": content_type})
 
 
-def described(operations: Sequence[Operation], *, has_keys: bool) -> Endpoint:
+def described(operations: Sequence[Operation], *, needs_key: Callable[[Access], bool]) -> Endpoint:
     """Of all of them, as they are when a client first asks."""
 
     @cache
     def encoded() -> bytes:
-        return msgspec.json.encode(document(operations, has_keys=has_keys))
+        return msgspec.json.encode(document(operations, needs_key=needs_key))
 
     async def openapi(exchange: Exchange) -> ASGIApp:
         """This document."""

@@ -1,4 +1,4 @@
-"""API keys. Each one is a tenant, with a prefix cache of its own.
+"""API keys. Each one is a tenant, with a prefix cache of its own; an admin key is more than that.
 
 Keys are compared by their digests, all of them whatever the first ones say, in time that depends on
 none: neither where two keys differ, nor which one it is, can be read off a clock.
@@ -8,20 +8,26 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
-from typing import final
+from typing import Literal, TypeAlias, final
 
 from quire.blocks import PrefixKeys
 from quire.server.wire.errors import Refused
+
+# What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an
+# admin key.
+Access: TypeAlias = Literal["open", "key", "all", "admin"]
 
 _SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: a key's number, from 0, or the one whom a server without keys knows."""
+    """Who asks: a key's number, from 1; 0 without a key."""
 
     number: int
     salt: str
+    is_admin: bool = False
+    sees_all: bool = False  # what is of other keys, too; or there are none
 
     def keys(self, cache_salt: str | None) -> PrefixKeys:
         """With whom its prefixes may be shared: with none but itself, and less with a salt.
@@ -33,37 +39,65 @@ class Caller:
         return PrefixKeys(salt=_digest(f"{self.salt}\0{cache_salt}".encode()).hex())
 
 
-NOBODY_ELSE = Caller(number=0, salt="")
+UNKNOWN = Caller(number=0, salt="")
 
 
 @final
 class Keys:
-    """The keys that a server knows; without any, whoever asks is let in."""
+    """The keys that a server knows. An admin key does all that another key does, and it may be one
+    of ``keys`` too.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    Without ``keys`` a caller needs none; without admin keys besides, each caller is administrator.
+    """
+
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+        admins = dict.fromkeys(_digest(key.encode()) for key in admin_keys)
+        clients = dict.fromkeys(_digest(key.encode()) for key in keys)
+        self._has_clients, self._has_admins = bool(clients), bool(admins)
+        self._digests = list(admins | clients)
         self._callers = [
-            Caller(number=number, salt=_digest(b"tenant\0" + digest).hex()[: 2 * _SALT_BYTES])
-            for number, digest in enumerate(self._digests)
+            Caller(
+                number=number,
+                salt=_digest(b"tenant\0" + digest).hex()[: 2 * _SALT_BYTES],
+                is_admin=digest in admins,
+                sees_all=digest in admins or len(self._digests) == 1,
+            )
+            for number, digest in enumerate(self._digests, 1)
         ]
+        is_open = not self._digests
+        self._without = Caller(number=0, salt="", is_admin=is_open, sees_all=is_open)
 
-    def __len__(self) -> int:
-        return len(self._digests)
+    def need(self, access: Access) -> bool:
+        """Whether a caller without a key is refused."""
+        if access == "open":
+            return False
+        return self._has_clients or (access != "key" and self._has_admins)
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Raises: Refused (401)."""
-        if not self._digests:
-            return NOBODY_ELSE
+    def caller(self, headers: Mapping[str, str], access: Access = "key") -> Caller:
+        """Raises: Refused (401 without a key that is known, 403 if it does not reach so far)."""
         digest = _digest(_presented(headers).encode(errors="surrogateescape"))
         matches = [compare_digest(digest, known) for known in self._digests]
         found = [caller for caller, matched in zip(self._callers, matches, strict=True) if matched]
-        if not found:
+        caller = found[0] if found else self._without
+        if not found and self.need(access):
+            kind = "admin" if access == "admin" else "API"
             raise Refused(
                 401,
-                "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key",
+                f"an {kind} key is needed: send it as Authorization: Bearer KEY, or as x-api-key",
                 code="invalid_api_key",
             )
-        return found[0]
+        if (access == "admin" and not caller.is_admin) or (access == "all" and not caller.sees_all):
+            raise Refused(403, self._too_little(access), code="admin_key_needed")
+        return caller
+
+    def _too_little(self, access: Access) -> str:
+        needed = "this needs an admin key, and the one that was sent is a client's"
+        if not self._has_admins:
+            needed = "this needs an admin key, and the server has none: start it with "
+            needed += "--admin-api-key"
+        if access == "all":
+            needed += "; --unguarded-metrics opens /metrics to all who can reach it"
+        return needed
 
 
 def _presented(headers: Mapping[str, str]) -> str:
