@@ -1,6 +1,8 @@
 """The memory page's feed: what it says of the cache, to whom, how often, and what it never says."""
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import time
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from quire import SamplingParams
 from quire.config import ServerConfig
@@ -16,6 +19,7 @@ from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
 from quire.server.dashboard.picture import Picture
 from quire.server.dashboard.snapshot import MOST_CELLS
+from quire.server.dashboard.tenants import OwnCells
 from quire.strategies import CellState, Census
 from server.asking import Call, run, serving
 
@@ -131,6 +135,84 @@ def test_no_text_no_token_and_no_key_is_in_it() -> None:
             await feed.whole()
 
     run(body())
+
+
+TENANTS = ServerConfig(api_key=("alice", "bob"), admin_api_key=("root",))
+
+
+@pytest.mark.parametrize("strategy", ["paged", "growing"])
+def test_a_tenant_sees_nothing_of_another_but_how_much_it_holds_in_steps(strategy: str) -> None:
+    prompt, long = list(range(30, 131)), {"max_tokens": 140, "ignore_eos": True}
+
+    async def body() -> None:
+        async with serving(
+            TENANTS, cache=strategy, kv_cache_memory_bytes="4MB", observe=slowly
+        ) as client:
+            alice, bob, root = (client.with_key(key) for key in ("alice", "bob", "root"))
+            seen, whole = (each.call(FEED, method="GET") for each in (alice, root))
+            await asyncio.gather(seen.until(2), whole.until(2))
+            asked = {"prompt": prompt, **long}
+            assert (await bob.post("/v1/completions", asked)).status == 200
+            of_bob = await a_frame(whole, lambda f: f.sequences and f.sequences[0].tokens > 150)
+            await a_frame(whole, lambda f: not f.sequences and f.counters.generated)
+            # Whatever bob does, alice's frames are alike but for one number.
+            frames = frames_of(seen)
+            [alike] = {replace(frame, others_percent=0) for frame in frames}
+            steps = [frame.others_percent for frame in frames]
+            assert all(one != other for one, other in itertools.pairwise(steps))
+            assert all(step in range(0, 101, 5) for step in steps)
+            assert max(steps) >= 15, "bob was not seen"
+            assert (alike.sequences, alike.counters, alike.cells[0].states) == ((), None, "")
+            # With a sequence of her own: what she sees has her numbers, and is numbered anew.
+            both = [client.post("/v1/completions", asked) for client in (bob, alice)]
+            answers = asyncio.gather(*both)
+            frame = await a_frame(seen, lambda f: f.sequences and f.sequences[0].tokens > 130)
+            [own] = frame.sequences
+            assert own.id != of_bob.sequences[0].id
+            assert set(frame.cells[0].holders[::2]) <= {own.id, -1}
+            assert own.tables[0] == (0, -(-own.computed // 16))
+            assert frame.num_running == 1
+            assert frame.memory.used == own.computed * 4096 <= frame.memory.committed
+            assert frame.others_percent in range(5, 101, 5)
+            assert len((await a_frame(whole, lambda f: len(f.sequences) == 2)).sequences) == 2
+            assert {answer.status for answer in await answers} == {200}
+            for each in (seen, whole):
+                each.leave()
+                await each.whole()
+
+    run(body())
+
+
+def test_the_only_key_sees_all() -> None:
+    async def body() -> None:
+        async with serving(ServerConfig(api_key=("sesame",))) as client:
+            feed = client.with_key("sesame").call(FEED, method="GET")
+            frame = await a_frame(feed, lambda f: True)
+            assert frame.others_percent is None
+            assert frame.counters is not None
+            feed.leave()
+            await feed.whole()
+
+    run(body())
+
+
+def test_a_tenants_cells_are_numbered_as_if_there_were_no_others() -> None:
+    pool = census(100, [3, 4, 7, 8, 9, 20], [3, 3, 4, 3, 3, 2])
+    tables = {7: np.array([-1, 9, 7]), 8: np.array([7, 3])}
+    own = OwnCells.of(replace_holders(pool, [8, 1, 7, 1, 7, 7]), tables)
+    assert own.census.num_cells == len(own.census.ids) == 4
+    assert own.census.states.tolist() == [3, 4, 2, 3]  # 9, 7, 20, which is spare, and 3
+    assert own.census.holders.tolist() == [7, 7, 7, 8]
+    assert [own.numbered(table).tolist() for table in tables.values()] == [[0, 1], [1, 3]]
+    rows = census(80, [9, 10, 33, 41], [3, 3, 3, 2], row_cells=8)
+    own = OwnCells.of(replace_holders(rows, [1, 1, 7, 8]), {7: np.array([33]), 8: np.array([])})
+    assert (own.census.num_cells, own.census.ids.tolist()) == (16, [1, 9])
+    nothing = OwnCells.of(pool, {})
+    assert (nothing.census.num_cells, len(nothing.census.ids)) == (0, 0)
+
+
+def replace_holders(own: Census, holders: list[int]) -> Census:
+    return dataclasses.replace(own, holders=np.array(holders, np.int64))
 
 
 def test_the_feed_asks_for_a_key_and_the_files_do_not() -> None:

@@ -116,6 +116,16 @@ def test_rates_are_of_the_last_seconds_and_letters_stay() -> None:
     assert "trying again" in text_of(later.lost())
 
 
+def test_a_tenant_has_its_own_rows_and_one_line_for_others() -> None:
+    memory = Memory(reserved=2048, committed=2048, used=1024, cached=0, ceiling=8192, capacity=8192)
+    frame = a_frame(counters=None, others_percent=35, memory=memory)
+    text = text_of(View("http://here", ABOUT, frame, 0.0).then(frame, 1.0))
+    assert "2.00 KiB committed of 8.00 KiB for this key" in text
+    assert "1.00 KiB used   ▒ others about 35 %" in text
+    assert "2 running, 1 waiting, of this key" in text
+    assert text.split()[-5:] == ["others", "hold", "about", "35", "%"]
+
+
 def test_a_large_picture_is_thinned() -> None:
     cells = Cells(
         num_cells=40_000,
@@ -140,7 +150,7 @@ def test_once_asks_a_server_and_ends() -> None:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         async with AsyncLLM(demo(), max_model_len=256, kv_cache_memory_bytes="8MB") as llm:
             await llm.complete("def f(x):\n    return x\n" * 4, SamplingParams(max_tokens=8))
-            served = make_app(llm, ServerConfig(api_key=("sesame",)))
+            served = make_app(llm, ServerConfig(api_key=("sesame",), admin_api_key=("root",)))
             server = uvicorn.Server(uvicorn.Config(served, log_config=None))
             serving = asyncio.create_task(server.serve([listening]))
             while not server.started:
@@ -148,12 +158,17 @@ def test_once_asks_a_server_and_ends() -> None:
             command = ["top", "--url", url, "--once"]
             refused = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), command)
             assert "an API key is needed" in str(refused.exception)
-            command += ["--api-key", "sesame"]
-            shown = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), command)
-            assert shown.exit_code == 0, shown.exception
-            assert "demo, paged" in shown.output
-            assert "cached" in shown.output
-            assert "0 running, 0 waiting" in shown.output
+            for key, has, has_not in (
+                ("root", "cached", "others"),
+                ("sesame", "others", "KiB cached"),
+            ):
+                keyed = [*command, "--api-key", key]
+                shown = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), keyed)
+                assert shown.exit_code == 0, shown.exception
+                assert "demo, paged" in shown.output
+                assert has in shown.output
+                assert has_not not in shown.output
+                assert "0 running, 0 waiting" in shown.output
             server.should_exit = True
             await serving
         listening.close()

@@ -49,7 +49,8 @@ class View:
             if seq_id not in kept:
                 kept[seq_id] = free.popleft()
         object.__setattr__(self, "slots", kept)
-        moments = [*self.past, (self.now_s, self.frame.counters)]
+        counted = self.frame.counters
+        moments = [*self.past] if counted is None else [*self.past, (self.now_s, counted)]
         while len(moments) > 2 and moments[0][0] < self.now_s - _WINDOW_S:
             moments.pop(0)
         object.__setattr__(self, "past", tuple(moments))
@@ -89,16 +90,21 @@ class View:
         return title
 
     def _bytes(self, width: int) -> Iterator[Text]:
-        memory = self.frame.memory
+        memory, others_percent = self.frame.memory, self.frame.others_percent
         wasted = memory.committed - memory.used - memory.cached
         words = f"{format_bytes(memory.committed)} committed of {format_bytes(memory.ceiling)}"
-        if memory.ceiling < memory.capacity:
+        more, more_word = memory.cached, f"{format_bytes(memory.cached)} cached"
+        if others_percent is not None:
+            words += " for this key"
+            more = memory.capacity * others_percent // 100
+            more_word = f"others about {others_percent} %"
+        elif memory.ceiling < memory.capacity:
             words += f", the ceiling now; the capacity is {format_bytes(memory.capacity)}"
         yield Text(words, style="bold")
         bar, done = Text(), 0
         for count, sign, style in (
             (memory.used, "█", "blue"),
-            (memory.cached, "▒", ""),
+            (more, "▒", ""),
             (wasted, "░", "dark_orange"),
         ):
             cells = min(width - done, round(width * count / max(1, memory.capacity)))
@@ -108,20 +114,23 @@ class View:
         yield bar
         yield Text.assemble(
             ("█ ", "blue"),
-            f"{format_bytes(memory.used)} used   ▒ {format_bytes(memory.cached)} cached   ",
+            f"{format_bytes(memory.used)} used   ▒ {more_word}   ",
             ("░ ", "dark_orange"),
             f"{format_bytes(wasted)} wasted",
         )
 
     def _rates(self) -> Text:
-        (then_s, before), now = self.past[0], self.frame.counters
+        frame, now = self.frame, self.frame.counters
+        sequences = f"{frame.num_running} running, {frame.num_waiting} waiting"
+        if now is None:
+            return Text(f"{sequences}, of this key")
+        then_s, before = self.past[0]
         took_s, queries = self.now_s - then_s, now.queries - before.queries
         rate = f"{(now.generated - before.generated) / took_s:,.0f}" if took_s else "–"
         hits = f"{100 * (now.hits - before.hits) / queries:.0f} %" if queries else "–"
-        frame = self.frame
         return Text(
-            f"{frame.num_running} running, {frame.num_waiting} waiting   {rate} tokens/s   "
-            f"hit rate {hits}   {format_count(now.preemptions)} preemptions"
+            f"{sequences}   {rate} tokens/s   hit rate {hits}   "
+            f"{format_count(now.preemptions)} preemptions"
         )
 
     def _scale(self, cells: Cells, cell_tokens: int, width: int) -> str:
@@ -187,6 +196,8 @@ class View:
         more = len(self.frame.sequences) - len(listed) + self.frame.num_more
         if more:
             table.add_row("", f"and {format_count(more)} more")
+        if self.frame.others_percent is not None:
+            table.add_row("", "others", f"hold about {self.frame.others_percent} %")
         return table
 
 

@@ -1,4 +1,4 @@
-"""What the page is asked for: its files, by anybody, and its feed, by who has a key."""
+"""What the page is asked for: its files, by any client, and its feed, with a key."""
 
 from starlette.types import ASGIApp
 
@@ -21,12 +21,12 @@ def page_file(path: str) -> Endpoint:
 
 
 def memory_feed(feed: Feed) -> Endpoint:
-    """Frames of the cache, for as long as somebody reads them."""
+    """Frames of the cache, for as long as they are read."""
 
     async def memory(exchange: Exchange) -> ASGIApp:
-        """Frames of the cache, for as long as somebody reads them."""
+        """Frames of the cache, for as long as they are read."""
         return EventStream(
-            await feed.open(),
+            await feed.open(None if exchange.caller.sees_all else exchange.caller.salt),
             send_timeout_s=exchange.service.config.send_timeout,
             headers=exchange.headers,
         )

@@ -1,14 +1,17 @@
-"""The page's feed: frames of the cache, taken once for all who watch and only while somebody does.
+"""The page's feed: frames of the cache, taken once for all viewers and only while there are some.
 
-Server-sent events: ``about`` once, then a ``frame`` whenever something has changed; the id of an
-event is when it was taken, in milliseconds. A viewer who is behind gets the newest frame: none
-waits for him.
+Server-sent events: ``about`` once, then a ``frame`` whenever something has changed in what a viewer
+may see; the id of an event is when it was taken, in milliseconds. A viewer that is behind gets the
+newest frame: no other waits for it.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import msgspec
@@ -16,12 +19,35 @@ import msgspec
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
+from quire.errors import QuireError
 from quire.server.dashboard.frames import About, Frame
-from quire.server.dashboard.snapshot import about, frame
+from quire.server.dashboard.snapshot import about, frames
+from quire.server.dashboard.tenants import Tenant
+from quire.server.logs import place_of
+
+log = logging.getLogger(__name__)
 
 INTERVAL_S = 1 / 3
 _SHARE = 200  # a frame takes at most one in so many parts of the time
 _SILENCE_S = 10.0  # after which a viewer hears that the server is still there
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """What viewers get that may see the same."""
+
+    num_viewers: int = 0
+    number: int = 0  # of the newest frame
+    newest: bytes = b""
+    content: bytes = b""  # of it, without when it was taken
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, content: bytes) -> None:
+        if content != self.content:
+            self.content, self.newest = content, _event("frame", content, _now_ms())
+            self.number += 1
+            changed, self.changed = self.changed, asyncio.Event()
+            changed.set()
 
 
 @final
@@ -32,49 +58,51 @@ class Feed:
         self, llm: AsyncLLM, *, chats: bool = True, interval_s: float = INTERVAL_S
     ) -> None:
         self._llm, self._chats, self._interval_s = llm, chats, interval_s
-        self.num_viewers = 0
-        self.num_taken = 0  # frames, changed or not
-        self._number = 0  # of the newest frame
-        self._newest = b""
-        self._content = b""  # of it, without when it was taken
-        self._changed = asyncio.Event()
+        self.num_taken = 0  # times, changed or not
+        self._channels: dict[Tenant, _Channel] = {}
         self._taking: asyncio.Task[None] | None = None
 
-    async def open(self) -> AsyncGenerator[bytes, None]:
-        """Events for one viewer, until he leaves or the engine ends.
+    @property
+    def num_viewers(self) -> int:
+        return sum(channel.num_viewers for channel in self._channels.values())
+
+    async def open(self, tenant: Tenant = None) -> AsyncGenerator[bytes, None]:
+        """Events for one viewer, until it leaves or the engine ends.
 
         Raises: RequestError, or what the engine failed with, if it has ended.
         """
         first = await self._llm.inspect(lambda llm, _: about(llm, chats=self._chats))
-        return self._events(first)
+        return self._events(first, tenant)
 
-    async def _events(self, first: About) -> AsyncGenerator[bytes, None]:
-        self.num_viewers += 1
+    async def _events(self, first: About, tenant: Tenant) -> AsyncGenerator[bytes, None]:
+        channel = self._channels.setdefault(tenant, _Channel())
+        channel.num_viewers += 1
         try:
             yield _event("about", msgspec.json.encode(first), _now_ms())
             if self._taking is None or self._taking.done():
-                self._content = b""
                 self._taking = asyncio.create_task(self._take(), name="quire-page")
             seen = 0
-            while not self._taking.done() or seen < self._number:
-                if seen < self._number and self._content:
-                    seen = self._number
-                    yield self._newest
-                elif not await self._wait():
+            while not self._taking.done() or seen < channel.number:
+                if seen < channel.number:
+                    seen = channel.number
+                    yield channel.newest
+                elif not await self._wait(channel.changed):
                     yield b": nothing has changed\n\n"
             yield _event("over", b"{}", _now_ms())
         finally:
-            self.num_viewers -= 1
-            if not self.num_viewers and self._taking is not None:
+            channel.num_viewers -= 1
+            if not channel.num_viewers:
+                del self._channels[tenant]
+            if not self._channels and self._taking is not None:
                 self._taking.cancel()
                 with suppress(asyncio.CancelledError):
                     await self._taking
                 self._taking = None
 
-    async def _wait(self) -> bool:
+    async def _wait(self, changed: asyncio.Event) -> bool:
         """For another frame, or the end of all; False: nothing came for long."""
         assert self._taking is not None
-        waiting = asyncio.ensure_future(self._changed.wait())
+        waiting = asyncio.ensure_future(changed.wait())
         try:
             done, _ = await asyncio.wait(
                 (waiting, self._taking), timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED
@@ -84,30 +112,31 @@ class Feed:
             waiting.cancel()
 
     async def _take(self) -> None:
-        """Frames while anybody watches, further apart where one takes long."""
+        """Frames while there are viewers, further apart where one takes long."""
         while True:
             try:
-                taken, cost_s = await self._llm.inspect(self._frame)
-            except Exception:  # the engine has ended, for whatever reason
-                self._changed.set()
+                taken, cost_s = await self._llm.inspect(partial(_frames, tuple(self._channels)))
+            except Exception as error:
+                # An engine that has ended says so itself.
+                if not isinstance(error, QuireError) and self._llm.failure is None:
+                    log.error("the memory feed has ended: %s", place_of(error))
                 return
-            began_s = time.perf_counter()
-            content = msgspec.json.encode(taken)
+            began_s = time.thread_time()
             self.num_taken += 1
-            if content != self._content:
-                self._content = content
-                self._newest = _event("frame", content, _now_ms())
-                self._number += 1
-                changed, self._changed = self._changed, asyncio.Event()
-                changed.set()
-            cost_s += time.perf_counter() - began_s
+            for tenant, frame in taken.items():
+                if channel := self._channels.get(tenant):
+                    channel.put(msgspec.json.encode(frame))
+            cost_s += time.thread_time() - began_s
             await asyncio.sleep(max(self._interval_s, cost_s * _SHARE))
 
-    def _frame(self, llm: LLM, sequences: list[Sequence]) -> tuple[Frame, float]:
-        """In the stepping thread: a frame, and how long it took."""
-        began_s = time.perf_counter()
-        taken = frame(llm, sequences)
-        return taken, time.perf_counter() - began_s
+
+def _frames(
+    tenants: tuple[Tenant, ...], llm: LLM, sequences: list[Sequence]
+) -> tuple[dict[Tenant, Frame], float]:
+    """In the stepping thread: a frame for each, and how long it computed."""
+    began_s = time.thread_time()
+    taken = frames(llm, sequences, tenants)
+    return taken, time.thread_time() - began_s
 
 
 def _event(name: str, data: bytes, at_ms: int) -> bytes:

@@ -1,6 +1,7 @@
 """What the feed says, as its readers get it: numbers about memory, and never a word of a prompt.
 
-``About`` is said once, a ``Frame`` whenever something has changed. Both are JSON.
+``About`` is said once, a ``Frame`` whenever something has changed. Both are JSON. A tenant that may
+not see all gets a frame of its own sequences alone, and of others how much they hold, in steps.
 """
 
 from typing import Literal
@@ -58,7 +59,7 @@ class Cells(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[int, ...]  # of the group's own cells, by letter: as many as there are
     states: str  # a letter a cell
     fills: str  # a digit a cell: tenths of its tokens that are there, rounded up, 9 at most
-    holders: tuple[int, ...]  # sequence, how many cells, sequence, …: -1 is nobody
+    holders: tuple[int, ...]  # sequence, how many cells, sequence, …; -1: no sequence
 
 
 class SequenceFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +105,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_more: int  # sequences that are not listed
-    memory: Memory
-    counters: Counters
+    memory: Memory  # of a tenant's: what its sequences hold, of the capacity
+    counters: Counters | None  # all sequences' together, which a tenant is not told
     elastic: str  # why the ceiling is where it is, if anything was decided
+    others_percent: int | None = None  # of the capacity that other tenants' sequences hold

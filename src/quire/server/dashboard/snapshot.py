@@ -1,7 +1,13 @@
-"""The cache between two steps, as a frame. Whoever steps takes it, so it is to be quick."""
+"""The cache between two steps, as frames. The stepping thread takes them, so it is to be quick."""
 
+import re
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
+from dataclasses import fields
 
+import numpy as np
+
+from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
 from quire.server.dashboard.frames import (
@@ -14,13 +20,17 @@ from quire.server.dashboard.frames import (
     State,
     Term,
 )
-from quire.server.dashboard.picture import Picture
+from quire.server.dashboard.picture import Ids, Picture
+from quire.server.dashboard.tenants import OwnCells, Tenant
+from quire.server.guard.keys import tenant_of
 from quire.spec import Group, LayerSpec
+from quire.strategies import CellState, Census
 
 MOST_CELLS = 4000  # in all pictures together
 _MOST_GROUPS = 4
 _MOST_SEQUENCES = 64  # that are listed, each with its table
 _MOST_RUNS = 4000  # in all their tables
+_OTHERS_STEP = 5  # per cent
 
 
 def shown_groups(groups: Several[Group]) -> list[tuple[int, int]]:
@@ -55,39 +65,41 @@ def about(llm: LLM, *, chats: bool) -> About:
         max_num_seqs=llm.config.max_num_seqs,
         chats=chats,
         rule=ledger.rule,
-        bound=ledger.bound,
+        bound=_typed(ledger.bound),
         ledger=tuple(
-            Term(label=term.label, bytes=term.num_bytes, source=term.source)
+            Term(label=term.label, bytes=term.num_bytes, source=_typed(term.source))
             for term in ledger.terms
         ),
         groups=tuple(groups),
     )
 
 
-def frame(llm: LLM, sequences: Several[Sequence]) -> Frame:
+def frames(
+    llm: LLM, sequences: Several[Sequence], tenants: Iterable[Tenant]
+) -> dict[Tenant, Frame]:
     """``sequences``: all that have not ended, in the order in which they came."""
-    accounting, usage, elastic = llm.accounting, llm.accounting.usage(), llm.elastic
-    shown = [number for number, _ in shown_groups(accounting.groups)]
-    pictures = [Picture.of(accounting.census(number), MOST_CELLS // len(shown)) for number in shown]
-    running = [sequence for sequence in sequences if sequence.num_computed_tokens]
-    waiting = [sequence for sequence in sequences if not sequence.num_computed_tokens]
-    listed = sorted((running + waiting)[:_MOST_SEQUENCES], key=lambda s: s.seq_id)
-    runs_left, frames = _MOST_RUNS, []
-    for sequence in listed:
-        tables: tuple[tuple[int, ...], ...] = ()
-        if sequence.num_computed_tokens and runs_left > 0:
-            tables = tuple(
-                picture.table(accounting.cells(number, sequence.seq_id))
-                for number, picture in zip(shown, pictures, strict=True)
-            )
-            runs_left -= sum(map(len, tables)) // 2
-        frames.append(_sequence(sequence, tables))
-    return Frame(
-        cells=tuple(picture.cells() for picture in pictures),
-        sequences=tuple(frames),
-        num_running=len(running),
-        num_waiting=len(waiting),
-        num_more=len(sequences) - len(listed),
+    shown = shown_groups(llm.accounting.groups)
+    censuses = [llm.accounting.census(number) for number, _ in shown]
+    return {
+        tenant: _all_of(llm, sequences, shown, censuses)
+        if tenant is None
+        else _own_of(llm, sequences, shown, censuses, tenant)
+        for tenant in tenants
+    }
+
+
+def _all_of(
+    llm: LLM,
+    sequences: Several[Sequence],
+    shown: Several[tuple[int, int]],
+    censuses: Several[Census],
+) -> Frame:
+    usage, elastic = llm.accounting.usage(), llm.elastic
+    return _frame(
+        llm,
+        sequences,
+        shown,
+        [OwnCells.all_of(census) for census in censuses],
         memory=Memory(
             reserved=usage.reserved_bytes,
             committed=usage.committed_bytes,
@@ -98,6 +110,95 @@ def frame(llm: LLM, sequences: Several[Sequence]) -> Frame:
         ),
         counters=_counters(llm),
         elastic=elastic.reason,
+    )
+
+
+def _own_of(
+    llm: LLM,
+    sequences: Several[Sequence],
+    shown: Several[tuple[int, int]],
+    censuses: Several[Census],
+    tenant: str,
+) -> Frame:
+    """All of it follows from the tenant's own sequences, but for one number in coarse steps.
+
+    What is cached is left out, since its bytes could be weighed to a block by filling up a step.
+    """
+    accounting, capacity = llm.accounting, llm.elastic.capacity_bytes
+    own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
+    parts, committed, used, others = [], 0, 0, 0
+    for (number, num_layers), census in zip(shown, censuses, strict=True):
+        tables = {each.seq_id: _cells(llm, number, each) for each in own}
+        part, alike = (
+            OwnCells.of(census, tables),
+            num_layers // accounting.groups[number].num_layers,
+        )
+        num_others = int((census.states >= CellState.SPARE).sum()) - len(part.census.ids)
+        committed += part.census.committed_bytes * alike
+        used += part.census.used_bytes * alike
+        others += num_others * census.cell_bytes * alike
+        parts.append(part)
+    return _frame(
+        llm,
+        own,
+        shown,
+        parts,
+        memory=Memory(
+            reserved=committed,
+            committed=committed,
+            used=used,
+            cached=0,
+            ceiling=capacity,
+            capacity=capacity,
+        ),
+        counters=None,
+        elastic="",
+        others_percent=_OTHERS_STEP * round(100 * others / max(1, capacity) / _OTHERS_STEP),
+    )
+
+
+def _cells(llm: LLM, group: int, sequence: Sequence) -> Ids:
+    """Of a sequence, in its tokens' order."""
+    if not sequence.num_computed_tokens:
+        return np.zeros(0, np.int64)
+    return llm.accounting.cells(group, sequence.seq_id)
+
+
+def _frame(
+    llm: LLM,
+    sequences: Several[Sequence],
+    shown: Several[tuple[int, int]],
+    parts: Several[OwnCells],
+    *,
+    memory: Memory,
+    counters: Counters | None,
+    elastic: str,
+    others_percent: int | None = None,
+) -> Frame:
+    pictures = [Picture.of(part.census, MOST_CELLS // len(parts)) for part in parts]
+    running = [sequence for sequence in sequences if sequence.num_computed_tokens]
+    waiting = [sequence for sequence in sequences if not sequence.num_computed_tokens]
+    listed = sorted((running + waiting)[:_MOST_SEQUENCES], key=lambda s: s.seq_id)
+    runs_left, rows = _MOST_RUNS, []
+    for sequence in listed:
+        tables: tuple[tuple[int, ...], ...] = ()
+        if sequence.num_computed_tokens and runs_left > 0:
+            tables = tuple(
+                picture.table(part.numbered(_cells(llm, number, sequence)))
+                for (number, _), part, picture in zip(shown, parts, pictures, strict=True)
+            )
+            runs_left -= sum(map(len, tables)) // 2
+        rows.append(_sequence(sequence, tables))
+    return Frame(
+        cells=tuple(picture.cells() for picture in pictures),
+        sequences=tuple(rows),
+        num_running=len(running),
+        num_waiting=len(waiting),
+        num_more=len(sequences) - len(listed),
+        memory=memory,
+        counters=counters,
+        elastic=elastic,
+        others_percent=others_percent,
     )
 
 
@@ -127,6 +228,12 @@ def _sequence(sequence: Sequence, tables: tuple[tuple[int, ...], ...]) -> Sequen
         preemptions=sequence.num_preemptions,
         tables=tables,
     )
+
+
+def _typed(words: str) -> str:
+    """Options in them as they are typed: ``--max-num-seqs`` for ``max_num_seqs``."""
+    names = "|".join(option.name for option in fields(EngineConfig) if "_" in option.name)
+    return re.sub(rf"(?<!-)\b({names})\b", lambda found: f"--{found[0].replace('_', '-')}", words)
 
 
 def _label(group: Group, num_layers: int) -> str:

@@ -36,7 +36,12 @@ class Caller:
         """
         if not cache_salt:
             return PrefixKeys(salt=self.salt)
-        return PrefixKeys(salt=_digest(f"{self.salt}\0{cache_salt}".encode()).hex())
+        return PrefixKeys(salt=f"{self.salt}:{_digest(cache_salt.encode()).hex()}")
+
+
+def tenant_of(keys: PrefixKeys) -> str:
+    """The salt of the caller that they are of."""
+    return keys.salt.partition(":")[0]
 
 
 UNKNOWN = Caller(number=0, salt="")

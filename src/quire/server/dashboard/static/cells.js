@@ -2,8 +2,17 @@
 // shape as well: held is solid, shared hatched, cached a square in a square, spare a slash, empty a
 // frame.
 
-const colors = ["--paper", "--panel", "--ink", "--empty", "--cached", "--none", "--flash", "--focus",
-  ...Array.from({ length: 8 }, (_, i) => `--s${i}`)];
+const colors = ["--paper", "--panel", "--ink", "--empty", "--cached", "--none", "--flash", "--focus"];
+
+// Colours of sequences, as many as there are letters. Each stands out from the panel (4.5 to 1, so
+// that a letter can be read on it) and from the others, also for eyes that see no green.
+const hues = {
+  light: ("#0072b2 #b84a00 #00775a #a03f7c #7d5a00 #4c5fc0 #8a2f3b #4d6b13 #19375f #0000c8 #b90aff #004100 #6e0f96 "
+    + "#5a00ff #e60064 #d700b4 #5a4b73 #5a2341 #554100 #23554b #0046d7 #9b50d7 #3c2382 #be2846 #825fa0 #730064").split(" "),
+  dark: ("#56b4e9 #ff8c42 #30c798 #e79bc8 #eec04c #93a8ff #ff8f94 #b6d15b #be4bff #c3f5ff #009b00 #00ffb4 #faf500 "
+    + "#ff415f #00e6ff #9b73c8 #14967d #ffebaa #ebc8e6 #f505fa #a0fa5a #c39600 #9b825f #aad2b9 #fa64c8 #fa87ff").split(" "),
+};
+export const HUES = hues.light.length;
 
 const COLUMNS = [8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160];
 const SMALLEST = 6, LARGEST = 34; // pixels of a cell
@@ -28,8 +37,12 @@ export class Picture {
   }
 
   recolor() {
-    const style = getComputedStyle(document.documentElement);
+    const root = document.documentElement, style = getComputedStyle(root);
     this.color = Object.fromEntries(colors.map((name) => [name.slice(2), style.getPropertyValue(name).trim()]));
+    hues[style.colorScheme].forEach((hue, i) => {
+      this.color[`s${i}`] = hue;
+      root.style.setProperty(`--s${i}`, hue);
+    });
     this.redraw();
   }
 

@@ -1,4 +1,4 @@
-// Four figures over the last two minutes, each a line that ends where it is now.
+// Figures over the last two minutes, each a line that ends where it is now, under its maximum.
 
 const SPAN = 120_000;
 const SVG = "http://www.w3.org/2000/svg";
@@ -16,14 +16,22 @@ export class Chart {
     svg.setAttribute("viewBox", "0 0 100 52");
     svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("aria-hidden", "true");
-    const base = document.createElementNS(SVG, "line");
-    for (const [name, value] of Object.entries({ x1: 0, x2: 100, y1: 51.5, y2: 51.5 })) base.setAttribute(name, value);
+    for (const y of [0.5, 51.5]) {
+      const rule = document.createElementNS(SVG, "line");
+      for (const [name, value] of Object.entries({ x1: 0, x2: 100, y1: y, y2: y })) rule.setAttribute(name, value);
+      svg.append(rule);
+    }
+    this.most = document.createElement("p");
+    this.most.className = "most";
+    const axis = document.createElement("p");
+    axis.className = "axis";
+    for (const word of ["2 min ago", "1 min", "now"]) axis.append(Object.assign(document.createElement("span"), { textContent: word }));
     this.area = document.createElementNS(SVG, "path");
     this.area.setAttribute("class", "area");
     this.line = document.createElementNS(SVG, "path");
     this.line.setAttribute("class", "line");
-    svg.append(base, this.area, this.line);
-    this.element.append(what, svg);
+    svg.append(this.area, this.line);
+    this.element.append(what, this.most, svg, axis);
     parent.append(this.element);
   }
 
@@ -32,8 +40,9 @@ export class Chart {
     this.points.push([at, value]);
     while (this.points.length && this.points[0][0] < at - SPAN) this.points.shift();
     this.value.textContent = value === null ? "–" : this.format(value);
-    const highest = this.top ?? Math.max(1e-9, ...this.points.map(([, each]) => each ?? 0));
-    const x = (time) => 100 - ((at - time) / SPAN) * 100, y = (each) => 51 - (each / highest) * 47;
+    const highest = this.top ?? Math.max(1, ...this.points.map(([, each]) => each ?? 0));
+    this.most.textContent = `${this.top ? "" : "most "}${this.format(highest)}`;
+    const x = (time) => 100 - ((at - time) / SPAN) * 100, y = (each) => 51 - (each / highest) * 50.5;
     let line = "", area = "", last = null;
     for (const [time, each] of this.points) {
       if (each === null) { if (last !== null) area += `L${x(last).toFixed(2)} 51.5Z`; last = null; continue; }

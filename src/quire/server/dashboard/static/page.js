@@ -3,7 +3,7 @@
 import { Chart } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Feed, key } from "./feed.js";
-import { paint, Picture } from "./cells.js";
+import { HUES, paint, Picture } from "./cells.js";
 import { bytes, number, several, STATES } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -29,13 +29,10 @@ const slots = new Map(); // sequence → its colour and letter, kept while it is
 
 // -- theme ---------------------------------------------------------------------------------------
 
-const themes = [["", "Auto", "as the system has them"], ["light", "Light", "light"], ["dark", "Dark", "dark"]];
 function setTheme(name) {
-  const [value, word, said] = themes.find(([each]) => each === name) ?? themes[0];
-  if (value) document.documentElement.dataset.theme = value; else delete document.documentElement.dataset.theme;
-  $("theme").textContent = word;
-  $("theme").setAttribute("aria-label", `Colours: ${said}`);
-  sessionStorage.setItem("quire-theme", value);
+  if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme;
+  $("theme").value = name;
+  sessionStorage.setItem("quire-theme", name);
   picture.recolor();
   legend(true);
 }
@@ -54,7 +51,7 @@ function slotOf(id) {
     let free = 0;
     while (taken.has(free)) free += 1;
     const turn = Math.floor(free / LETTERS.length);
-    slots.set(id, { number: free, hue: free % 8, letter: LETTERS[free % LETTERS.length] + (turn || "") });
+    slots.set(id, { number: free, hue: free % HUES, letter: LETTERS[free % LETTERS.length] + (turn || "") });
   }
   return slots.get(id);
 }
@@ -114,6 +111,7 @@ function legend(anew = false) {
   const counts = Object.fromEntries([..."ecrhs."].map((state, i) => [state, frame.cells[group].counts[i]]));
   const size = about.groups[group].cell_bytes;
   for (const row of body.children) {
+    row.hidden = isPart() && "ce.".includes(row.dataset.state);
     const count = counts[row.dataset.state];
     put(row.children[1], number(count));
     put(row.children[2], bytes(row.dataset.state === "." ? 0 : count * size));
@@ -159,13 +157,15 @@ function rows() {
   }
   const words = [`${number(frame.num_running)} running`, `${number(frame.num_waiting)} waiting`];
   if (frame.num_more) words.push(`${number(frame.num_more)} of them not listed`);
+  if (isPart()) words.push(`of this key; others hold about ${frame.others_percent} %`);
   put($("how-many"), words.join(", "));
 }
 
 function newRow(sequence) {
   const row = document.createElement("tr"), head = document.createElement("td"), button = document.createElement("button");
   const slot = slotOf(sequence.id), name = document.createElement("span");
-  name.className = `name s${slot.hue}`;
+  name.className = "name";
+  name.style.background = `var(--s${slot.hue})`;
   name.textContent = slot.letter;
   button.type = "button";
   button.dataset.id = sequence.id;
@@ -187,33 +187,40 @@ function tableWords(table) {
 
 // -- bytes, time, budget -------------------------------------------------------------------------
 
+// Whether this key is shown its own sequences only.
+const isPart = () => frame.others_percent !== null;
+
 function memory() {
-  const { committed, used, cached, ceiling, capacity } = frame.memory, wasted = committed - used - cached;
+  const { committed, used, ceiling, capacity } = frame.memory, wasted = committed - used - frame.memory.cached;
+  const cached = isPart() ? (capacity * frame.others_percent) / 100 : frame.memory.cached;
   put($("committed"), bytes(committed));
-  put($("of-ceiling"), `committed of ${bytes(ceiling)}${ceiling < capacity ? `, the ceiling now; the capacity is ${bytes(capacity)}` : ""}`);
+  put($("of-ceiling"), `committed of ${bytes(ceiling)}${isPart() ? " for this key" : ceiling < capacity ? `, the ceiling now; the capacity is ${bytes(capacity)}` : ""}`);
   const share = (count) => `${((count / capacity) * 100).toFixed(3)}%`;
   for (const [name, count] of Object.entries({ used, cached, wasted })) $("bar").querySelector(`.${name}`).style.width = share(count);
   const mark = $("bar").querySelector(".ceiling");
   mark.hidden = ceiling >= capacity;
   mark.style.left = `calc(${share(ceiling)} - 2px)`;
-  const words = `${bytes(used)} used, ${bytes(cached)} cached, ${bytes(wasted)} wasted`;
+  const words = `${bytes(used)} used, ${isPart() ? `others about ${frame.others_percent} %` : `${bytes(cached)} cached`}, ${bytes(wasted)} wasted`;
   put($("bar-words"), words);
   $("bar").setAttribute("aria-label", `Of ${bytes(capacity)}: ${words}`);
   put($("elastic"), frame.elastic ? `The ceiling: ${frame.elastic}.` : "");
 }
 
+const WINDOW_S = 5;
 const chartOf = (title, format, top) => new Chart($("charts"), { title, format, top });
 const charts = {
-  hits: chartOf("Hit rate", (value) => `${value.toFixed(0)} %`, 100),
-  rate: chartOf("Tokens a second", number),
+  hits: chartOf(`Hit rate, ${WINDOW_S} s`, (value) => `${value.toFixed(0)} %`, 100),
+  rate: chartOf(`Tokens a second, ${WINDOW_S} s`, number),
   committed: chartOf("Committed", bytes),
   preemptions: chartOf("Preemptions", number),
 };
 const window_ = []; // counters of the last seconds, for rates
 
 function time(at) {
+  $("time").hidden = isPart();
+  if (isPart()) return;
   window_.push([at, frame.counters]);
-  while (window_.length > 2 && window_[0][0] < at - 5000) window_.shift();
+  while (window_.length > 2 && window_[0][0] < at - WINDOW_S * 1000) window_.shift();
   const [then, before] = window_[0], now = frame.counters, seconds = (at - then) / 1000;
   const asked = now.queries - before.queries;
   charts.rate.add(at, seconds > 0 ? (now.generated - before.generated) / seconds : 0);
@@ -232,7 +239,7 @@ function ledger() {
     head.scope = "row";
     head.textContent = label;
     row.className = name;
-    row.append(head, cellOf("num", bytes(count)), cellOf("", source.replaceAll("_", "_\u200b")));
+    row.append(head, cellOf("num", bytes(count)), cellOf("", source));
     return row;
   }));
 }
@@ -242,7 +249,8 @@ function ledger() {
 function onAbout(told) {
   about = told;
   frame = null;
-  put($("about"), `${about.model}, ${about.strategy}, blocks of ${several(about.block_size, "token")}, up to ${number(about.max_num_seqs)} sequences of ${number(about.max_model_len)}`);
+  const options = [`--cache ${about.strategy}`, `--block-size ${about.block_size}`, `--max-num-seqs ${about.max_num_seqs}`, `--max-model-len ${about.max_model_len}`];
+  $("about").replaceChildren(about.model, ...options.flatMap((text) => [" ", Object.assign(document.createElement("span"), { textContent: text })]));
   const select = $("group");
   select.replaceChildren(...about.groups.map(({ label }, index) => new Option(label, String(index))));
   group = Math.min(group, about.groups.length - 1);
@@ -273,8 +281,9 @@ function draw() {
   picture.show(cells, slotOf);
   if (picked !== null) picture.redraw();
   $("nothing").hidden = cells.states.length > 0;
-  const unit = own.in_rows ? `A row is one sequence’s addresses, a cell ${several(own.cell_tokens, "token")}` : `A cell is ${own.cell_tokens > 1 ? `a block of ${several(own.cell_tokens, "token")}` : "one slot"}`;
-  put($("scale"), `${unit}, ${bytes(own.cell_bytes)} in ${own.label}.${cells.each > 1 ? ` Each one drawn stands for ${cells.each}: there are ${number(cells.num_cells)}.` : ""}`);
+  put($("nothing"), isPart() ? "No sequence of this key holds memory. Ask something, and its blocks appear here." : "Nothing is committed. Ask something, and its blocks appear here.");
+  const unit = own.cell_tokens > 1 ? `room for the keys and values of ${several(own.cell_tokens, "token")}` : "room for one sequence’s state";
+  put($("scale"), `A cell is ${unit}: ${bytes(own.cell_bytes)} in ${own.label}.${own.in_rows ? " A row is one sequence’s addresses." : ""}${cells.each > 1 ? ` Each cell of the picture stands for ${cells.each} of ${number(cells.num_cells)}.` : ""}`);
   $("picture").setAttribute("aria-label", `${several(cells.states.length, "cell")} of memory, ${own.label}`);
   memory();
   legend();
@@ -301,11 +310,7 @@ const feed = new Feed({
   onLink,
 });
 
-$("theme").addEventListener("click", () => {
-  const now = document.documentElement.dataset.theme ?? "";
-  const next = (themes.findIndex(([each]) => each === now) + 1) % themes.length;
-  setTheme(themes[next][0]);
-});
+$("theme").addEventListener("change", () => setTheme($("theme").value));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { picture.recolor(); legend(true); });
 $("group").addEventListener("change", () => { group = Number($("group").value); pick(null); if (frame) draw(); });
 $("key").addEventListener("submit", (event) => {

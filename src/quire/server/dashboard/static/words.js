@@ -17,7 +17,7 @@ export const STATES = {
   s: { name: "shared", means: "several sequences read it; there is one copy" },
   h: { name: "held", means: "one sequence’s" },
   r: { name: "spare", means: "a sequence’s, and nothing in it can be read: not yet, or no more" },
-  c: { name: "cached", means: "nobody’s now; whoever begins alike finds it" },
+  c: { name: "cached", means: "no sequence’s now; a prompt that begins alike finds it" },
   e: { name: "empty", means: "has pages, and nothing in them" },
   ".": { name: "not committed", means: "an address without pages: it costs nothing" },
 };
