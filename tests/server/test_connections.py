@@ -296,16 +296,19 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
                 for peer in late:
                     peer.socket.setblocking(False)
                     await loop.sock_connect(peer.socket, ("127.0.0.1", server.port))
-                await until(lambda: "nobody new is let in" in caplog.text)
+                await until(lambda: "no client is let in" in caplog.text)
                 for peer in late:
                     await peer.send(HEALTH)
                 for peer in late:
                     assert (await peer.answer())[0] == 200
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            loop.call_exception_handler({"message": "something else"})
+            loop.call_exception_handler(
+                {"message": "Exception in callback say('secret')", "exception": OSError("secret")}
+            )
 
     with caplog.at_level(logging.WARNING):
         run(ask())
-    assert caplog.text.count("nobody new is let in") == 1
-    assert "something else" in caplog.text
+    assert caplog.text.count("no client is let in") == 1
+    assert "Exception in callback say: OSError" in caplog.text
+    assert "secret" not in caplog.text

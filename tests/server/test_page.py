@@ -201,7 +201,8 @@ CONTRASTS = """() => {
   const panel = behind(document.getElementById("memory"));
   const hues = Array.from({ length: 26 }, (_, i) => `s${i}`);
   const set = getComputedStyle(probe);
-  if (new Set(hues.map((name) => set.getPropertyValue(`--${name}`))).size < 26) poor.push("two sequences of 26 have one colour");
+  const different = new Set(hues.map((name) => set.getPropertyValue(`--${name}`)));
+  if (different.size < 26) poor.push("two sequences of 26 have one colour");
   for (const name of ["cached", "none", "focus", ...hues]) {
     probe.style.color = `var(--${name})`;
     const found = contrast(parse(getComputedStyle(probe).color), panel);

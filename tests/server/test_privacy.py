@@ -1,5 +1,6 @@
-"""What clients send is in no log, no metric, and nobody else's answer."""
+"""What clients send is in no log, no metric, and no other client's answer."""
 
+import asyncio
 import io
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
+from quire.engine.engine import Engine
 from quire.engine.llm import LLM
 from quire.server.exchange import Exchange
+from quire.server.logs import PlaceFormatter
 from quire.server.service import Service
 from server.asking import Client, nothing_runs, run
 from server.sockets import Listening, listening, posting
@@ -65,10 +68,10 @@ ASKED: list[tuple[str, Any]] = [
 
 @contextmanager
 def everything_logged() -> Iterator[io.StringIO]:
-    """All that any logger says from DEBUG on, with tracebacks."""
+    """All that any logger says from DEBUG on, with exceptions as ``quire serve`` writes them."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
-    handler.setFormatter(logging.Formatter("%(name)s %(message)s %(args)s"))
+    handler.setFormatter(PlaceFormatter("%(name)s %(message)s %(args)s"))
     root = logging.getLogger()
     names = ["quire", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio", "transformers"]
     before = [(each, each.level) for each in (root, *map(logging.getLogger, names))]
@@ -145,10 +148,20 @@ def test_what_fails_is_logged_without_what_was_sent(monkeypatch: pytest.MonkeyPa
                 stream = {**BRIEF, "prompt": [5], "stream": True}
                 answer = await client.post("/v1/completions", stream)
                 assert WORD.encode() not in answer.body
+                kept = await client.post("/v1/responses", {"input": "a", "background": True})
+                assert kept.status == 200
+                await until_ended(client, kept.json["id"])
+        assert "a response ended early: ValueError" in said.getvalue()
         assert "ValueError" in said.getvalue()
         assert lines_with_canary(said) == []
 
     run(ask())
+
+
+async def until_ended(client: Client, name: str) -> None:
+    async with asyncio.timeout(20):
+        while (await client.get(f"/v1/responses/{name}")).json["status"] != "failed":
+            await asyncio.sleep(0.01)
 
 
 def test_an_error_quotes_no_more_than_a_few_words() -> None:
@@ -182,14 +195,23 @@ def test_an_engine_that_fails_does_not_say_on_what(monkeypatch: pytest.MonkeyPat
         with everything_logged() as said:
             async with listening() as server:
 
-                def fails(_: LLM) -> bool:
-                    raise RuntimeError("an operator failed")
+                def fails_in_a_step(*_: Any) -> Any:
+                    raise RuntimeError(SAID)
 
+                def fails(_: LLM) -> bool:
+                    raise RuntimeError(SAID)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(Engine, "_compute", fails_in_a_step)
+                    answer = await server.client.post("/v1/completions", BRIEF)
+                    assert answer.status == 500
+                assert "in fails_in_a_step" in said.getvalue()
                 monkeypatch.setattr(LLM, "step", fails)
                 client: Client = server.client
                 answer = await client.post("/v1/completions", BRIEF)
                 assert answer.status >= 500
-        assert "an operator failed" in said.getvalue()
+        assert "RuntimeError" in said.getvalue()
+        assert "in fails\n" in said.getvalue()
         assert lines_with_canary(said) == []
 
     run(ask())

@@ -98,7 +98,7 @@ class Engine:
             self.begin_anew()
             plan, sampled = _NOTHING, []
         except Exception as error:
-            log.warning("a step failed (%r): each of its sequences is computed alone", error)
+            log.warning("a step failed: each of its sequences is computed alone", exc_info=error)
             if self._runner.overwrites_states:
                 self._begin_alone(plan, error)
                 plan, sampled = _NOTHING, []
@@ -160,7 +160,7 @@ class Engine:
         """The states of a plan's sequences are of no use: later plans compute them, one by one."""
         for chunk in plan.chunks:
             if chunk.sequence in self.scheduler.suspects and len(plan.chunks) == 1:
-                log.error("sequence %d cannot be computed: %r", chunk.sequence.seq_id, error)
+                log.error("sequence %d cannot be computed", chunk.sequence.seq_id, exc_info=error)
                 self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")
             else:
                 self.scheduler.suspects.add(chunk.sequence, chunk.stop)

@@ -13,6 +13,7 @@ from typing import Any, final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from quire.server.logs import place_of
 from quire.server.wire.parts import Malformed, Parts
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,10 @@ _SAYS_AGAIN_S = 60.0
 
 @final
 class LoopErrors:
-    """An event loop's exception handler, that says once a minute that nobody can be let in.
+    """An event loop's exception handler. An error is logged by its place, without a text of it.
 
-    Without files left, Python 3.11's loop says it two thousand times a second, with a traceback.
+    Once a minute it says that no client can be let in: without files left, Python 3.11's loop says
+    so two thousand times a second, with a traceback.
     """
 
     def __init__(self) -> None:
@@ -34,13 +36,15 @@ class LoopErrors:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not str(context.get("message")).startswith("socket.accept() out of system resource"):
-            loop.default_exception_handler(context)
+            what, error = str(context.get("message")), context.get("exception")
+            place = place_of(error) if isinstance(error, BaseException) else "no exception"
+            log.error("%s: %s", what.partition("(")[0], place)  # it may quote a call's arguments
             return
         now_s = loop.time()
         if self._said_s is None or now_s - self._said_s >= _SAYS_AGAIN_S:
             self._said_s = now_s
             log.warning(
-                "nobody new is let in: %s; raise the limit of open files (ulimit -n), or lower "
+                "no client is let in: %s; raise the limit of open files (ulimit -n), or lower "
                 "read_timeout or timeout_keep_alive",
                 context.get("exception"),
             )

@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Exchange:
-    """``stack`` is left when the answer is sent, or nobody waits for it: what is entered there
+    """``stack`` is left when the answer is sent, or its client has left: what is entered there
     lasts as long as the request does; what is entered at the ``door``, until it joins the queue."""
 
     http: HttpRequest
@@ -50,7 +50,7 @@ class Exchange:
         return int(self.arrived_unix_s)
 
     def apart(self, stack: ExitStack) -> "Exchange":
-        """The same request while nobody waits for its answer: it lasts as long as ``stack``."""
+        """The same request while no client waits for its answer: it lasts as long as ``stack``."""
         return replace(self, stack=stack)
 
     async def fields(self) -> dict[str, Any]:

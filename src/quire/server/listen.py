@@ -20,7 +20,7 @@ _OPEN_FILES = 65_536
 
 @dataclass(slots=True)
 class Doors:
-    """Bound sockets. Nobody is let in before somebody listens at them."""
+    """Bound sockets. No client is let in before the server listens at them."""
 
     config: ServerConfig
     sockets: list[socket.socket] = field(default_factory=list)
@@ -56,7 +56,7 @@ def open_doors(config: ServerConfig) -> Doors:
 def allow_open_files() -> None:
     """As many as the system lets this process have; many shells begin with 1,024 of them.
 
-    Each client is one. With none left nobody new is let in until somebody leaves or is cut off.
+    Each client is one. With none left no client is let in until another leaves or is cut off.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -74,7 +74,7 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host={host!r} is no address of this machine ({error}): 127.0.0.1 is for programs on "
-            "it, 0.0.0.0 for everybody"
+            "it, 0.0.0.0 for all who reach it"
         ) from error
     sockets: list[socket.socket] = []
     try:
@@ -120,7 +120,7 @@ def refused(where: str, error: OSError) -> ConfigError:
         "(0 takes a free one)",
         errno.EACCES: "ports below 1024 are for root: choose another --port",
         errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is for programs on it, "
-        "0.0.0.0 for everybody",
+        "0.0.0.0 for all who reach it",
     }
     reason = advice.get(error.errno or 0, error.strerror or str(error))
     return ConfigError(f"{where} cannot be listened at: {reason}")
@@ -163,7 +163,7 @@ def _check_certificate(config: ServerConfig) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An encrypted key would ask at the terminal; nobody may be there.
+        # An encrypted key would ask at the terminal, where there may be no user.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -3,7 +3,8 @@
 import logging
 import logging.config
 import traceback
-from typing import Any
+from copy import copy
+from typing import Any, final
 
 
 def place_of(error: BaseException) -> str:
@@ -15,6 +16,19 @@ def place_of(error: BaseException) -> str:
     own = "\n  ".join([type(error).__name__, *frames])
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return own if cause is None else f"{own}\nbecause of {place_of(cause)}"
+
+
+@final
+class PlaceFormatter(logging.Formatter):
+    """Writes of an exception where it has come from, whichever library or room logs it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        own = copy(record)  # another handler may have written it out, with its message
+        own.exc_text = None
+        return super().format(own)
+
+    def formatException(self, ei: Any) -> str:
+        return place_of(ei[1]) if ei[1] is not None else ""
 
 
 # Requests by the hundred that say nothing: probes of orchestrators and monitors.
@@ -58,7 +72,8 @@ def log_config(level: str) -> dict[str, Any]:
         },
         "formatters": {
             "plain": {
-                "format": "%(asctime)s %(levelname)s %(message)s",
+                "()": PlaceFormatter,
+                "fmt": "%(asctime)s %(levelname)s %(message)s",
                 "datefmt": "%Y-%m-%dT%H:%M:%S%z",
             },
             "access": {
@@ -79,6 +94,7 @@ def log_config(level: str) -> dict[str, Any]:
         },
         "loggers": {
             "quire": own,
+            "asyncio": {**own, "level": max(level_number(level), logging.WARNING)},
             # Its own start and end are said by run.py, in one block.
             "uvicorn": {**own, "level": max(level_number(level), logging.WARNING)},
             "uvicorn.error": {"filters": ["without_cut_offs"]},

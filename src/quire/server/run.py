@@ -39,7 +39,7 @@ def serve(
     announce: Callable[[StartUp], None],
     last_words_s: float = LAST_WORDS_S,
 ) -> int:
-    """Serve until somebody says stop. Returns: the exit code, 1 if the engine has failed.
+    """Serve until a signal says stop. Returns: the exit code, 1 if the engine has failed.
 
     ``load`` is called once it is certain that there is something to listen at; ``announce`` when
     clients are let in. After a failure the server still answers for ``last_words_s``.
@@ -91,8 +91,7 @@ async def _serve(
             await _drain(app.state.service, config.shutdown_timeout)
         elif failed.done():
             log.error(
-                "the engine has failed (%s): /health says so for %g s, then this process ends",
-                failed.result(),
+                "the engine has failed: /health says so for %g s, then this process ends",
                 last_words_s,
             )
             with suppress(TimeoutError):
@@ -108,7 +107,7 @@ async def _serve(
 
 
 async def _drain(service: Service, timeout_s: float) -> None:
-    """Let nobody in, and let what runs finish, for so long."""
+    """Let no request in, and let what runs finish, for so long."""
     log.info("told to stop: what runs has %g s to finish; a second signal ends at once", timeout_s)
     if not await service.drain(timeout_s):
         log.warning("after %g s (shutdown_timeout) what still runs is aborted", timeout_s)
@@ -123,7 +122,7 @@ async def _failure(llm: AsyncLLM) -> Exception:
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     """For the event loop that is running, which is asyncio's own: uvloop lets in a third cheaper,
-    and without files left it drops whoever comes and says nothing.
+    and without files left it drops each client that comes and says nothing.
     """
     return uvicorn.Config(
         app,
@@ -165,7 +164,7 @@ async def _until_open(server: "_Server", serving: "asyncio.Task[None]") -> None:
 
 @final
 class _Server(uvicorn.Server):
-    """uvicorn's, whose signals are somebody else's."""
+    """uvicorn's, without signal handlers of its own."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

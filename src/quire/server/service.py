@@ -202,7 +202,7 @@ class Service:
     # -- the end -----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let nobody in and wait for those inside; True if none is left."""
+        """Let no request in and wait for those inside; True if none is left."""
         self.gate.draining = True
         until_s = time.monotonic() + timeout_s
         while self.gate.num_under_way and time.monotonic() < until_s:

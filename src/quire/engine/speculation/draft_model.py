@@ -79,8 +79,10 @@ class DraftModel:
             return NO_DRAFTS
         try:
             return self._guess(sequences)
-        except Exception as error:
-            log.warning("no guesses for %d steps, the draft model failed: %r", _REST_STEPS, error)
+        except Exception:
+            log.warning(
+                "no guesses for %d steps: the draft model failed", _REST_STEPS, exc_info=True
+            )
             self._begin_anew()
             return NO_DRAFTS
 

@@ -21,7 +21,7 @@ _LETTERS = np.frombuffer(LETTERS.encode(), np.uint8)
 class Picture:
     """Where the cells of a census are drawn.
 
-    Of ranges only the rows that somebody has are shown, one below the other.
+    Of ranges only the rows that a sequence has are shown, one below the other.
     """
 
     census: Census
@@ -72,7 +72,7 @@ class Picture:
         else:
             votes = np.bincount(places * _KINDS + states, minlength=count * _KINDS)
             votes = votes.reshape(count, _KINDS)
-            # Where there are as many of two, the one that somebody holds.
+            # Where there are as many of two, the one that a sequence holds.
             drawn = _KINDS - 1 - votes[:, ::-1].argmax(axis=1)
             drawn[~votes.any(axis=1)] = _KINDS
             owners = np.full(count, -1, np.int64)

@@ -11,6 +11,7 @@ from quire.engine.sequence import TokenLogprobs
 from quire.server.endpoints.blocks import Begun, Block, Blocks, Change, Grown, Kind
 from quire.server.endpoints.logprobs import of_chat
 from quire.server.endpoints.turn import Piece, Turn
+from quire.server.logs import place_of
 from quire.server.schemas.chat import ChatLogprob
 from quire.server.schemas.responses import (
     CallItem,
@@ -120,7 +121,7 @@ class Responding:
 
     def _fail(self, refused: Refused, error: Exception) -> None:
         if refused.status >= 500:
-            log.error("a response ended early: %s", refused.message, exc_info=error)
+            log.error("a response ended early: %s", place_of(error))
         self.error = refused
         self._blocks.end(is_whole=False)
         self.response.status = "failed"

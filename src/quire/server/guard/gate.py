@@ -3,8 +3,8 @@
     429  this key has as many requests under way as one may have
     503  as many sequences wait as may, or as many tokens, or the server is going down
 
-The engine never refuses for want of memory, it lets requests wait; so it is here that a wait which
-nobody would sit out is refused at once, with the time that it would take as ``Retry-After``.
+The engine never refuses for want of memory, it lets requests wait; so a wait that is longer than a
+client would sit out is refused here at once, with the time that it would take as ``Retry-After``.
 """
 
 import math
@@ -141,7 +141,7 @@ class Gate:
             what = f"{format_count(self._num_queued + self._num_at_door)} requests wait"
             limit = f"max_num_queued_reqs={bounds.num_queued_reqs}"
         else:
-            what = f"{format_count(self._num_queued_tokens)} tokens of prompts wait"
+            what = "as many tokens of prompts wait as may"  # how many is of other keys
             limit = f"max_num_queued_tokens={bounds.num_queued_tokens}"
         return Refused(
             503,

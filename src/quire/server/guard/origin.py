@@ -15,7 +15,7 @@ from quire.server.wire.errors import Refused
 
 @final
 class Origins:
-    """``is_private``: there are no keys, and nobody is meant to come from elsewhere."""
+    """``is_private``: there are no keys, and no client is meant to come from elsewhere."""
 
     def __init__(self, allowed: Iterable[str], *, is_private: bool) -> None:
         self._allowed = {origin.rstrip("/").lower() for origin in allowed}

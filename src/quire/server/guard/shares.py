@@ -47,9 +47,8 @@ class Bodies:
                 raise Refused(
                     503,
                     f"the requests of this key that are being read have {format_bytes(of_key)} "
-                    f"together, and all {format_bytes(self.num_bytes)}: of "
-                    f"{format_bytes(self._most_bytes)} (16 times max_request_bytes) a key may have "
-                    "as much as it leaves: try again",
+                    f"together: of {format_bytes(self._most_bytes)} (16 times max_request_bytes) a "
+                    "key may have as much as it leaves: try again",
                     code="bodies_full",
                     retry_after_s=1,
                 )

@@ -1,4 +1,4 @@
-"""Answers that are made while nobody is connected, a bounded number of them."""
+"""Answers that are made while no client waits for them, a bounded number of them."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from typing import final
 
+from quire.server.logs import place_of
 from quire.server.wire.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class Run:
                     if self.keeps_events:
                         self.events.append(event)
                         self._tell()
-        except Exception:
-            log.exception("a response in the background failed")
+        except Exception as error:
+            log.error("a response in the background failed: %s", place_of(error))
 
     def _over(self, _: "asyncio.Task[None]") -> None:
         self._is_over = True

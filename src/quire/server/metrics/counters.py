@@ -31,7 +31,7 @@ COUNTERS = (
         "tokens",
         "reason",
         "Prompt tokens that were looked up and not found, but for the last one, which is always "
-        "computed. unknown: nobody has computed them, or long ago; salt: nothing is cached under "
+        "computed. unknown: they were not computed, or long ago; salt: nothing is cached under "
         "this salt; evicted, window, state: what a layer needs there is gone; strategy: this cache "
         "shares nothing; room: computed again to take less room.",
         lambda r: r.statistics.prefix_missed_tokens,

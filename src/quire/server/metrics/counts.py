@@ -1,6 +1,6 @@
 """What the server itself counts: its answers, and whom it has refused before the engine saw them.
 
-Whatever a client sends ends in a closed set of labels here, so that nobody can make them grow.
+All that a client sends ends in a closed set of labels here, so that no client can make them grow.
 """
 
 import threading

@@ -23,7 +23,7 @@ def _kv_bytes(reading: Reading) -> dict[str, float]:
 
 def _memory_bytes(reading: Reading) -> dict[str, float]:
     memory = reading.elastic.memory
-    if memory is None:  # nobody has looked yet, or the system does not say
+    if memory is None:  # it has not been read yet, or the system does not say
         return {}
     return {"total": memory.total_bytes, "available": memory.available_bytes}
 

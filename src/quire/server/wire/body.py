@@ -175,7 +175,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_half_characters(data: bytes, given: Any) -> None:
-    """Half of a surrogate pair is JSON, and no text: whoever encodes it later would fail.
+    """Half of a surrogate pair is JSON, and no text: encoding it later would fail.
 
     Raises: UnicodeEncodeError.
     """

@@ -1,7 +1,7 @@
-"""Answers that end when nobody reads them: a client who leaves ends what it has asked for.
+"""Answers that end when they are not read: a client that leaves ends what it has asked for.
 
 An ASGI server says once, in ``receive``, that a client has gone. So every answer that takes long is
-made while somebody listens there.
+made while a task listens there.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ PING_S = 15.0  # twice as long is less than what proxies wait for
 
 
 class ClientGone(Exception):
-    """Nobody is there to be told anything."""
+    """The client has left, and can be told nothing."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
