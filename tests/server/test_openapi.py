@@ -7,6 +7,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from quire.config import ServerConfig
 from quire.server.dashboard.files import FILES
+from quire.server.openapi import document as make_document
 from quire.server.schemas.completions import Completion, CompletionRequest
 from server.asking import Client, run, serving
 
@@ -42,6 +43,12 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
+
+
+def test_it_names_its_server_behind_a_proxy(document: dict[str, Any]) -> None:
+    assert document["servers"] == [{"url": "/"}]
+    behind = make_document([], needs_key=lambda _: False, root_path="/llm")
+    assert behind["servers"] == [{"url": "/llm"}]
 
 
 def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:

@@ -84,9 +84,14 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         httpx.Client(base_url=process.url, transport=transport, timeout=60) as client,
     ):
         assert path.is_socket()
-        with client.stream("POST", "/v1/completions", json=body("import os", 2000)) as response:
+        assert client.get("/version").status_code == 200
+        through = {"x-forwarded-for": "203.0.113.7"}  # a proxy's, which the file system lets in
+        sent = body("import os", 2000)
+        with client.stream("POST", "/v1/completions", json=sent, headers=through) as response:
             pieces = events(response)
             next(pieces)
+            process.wait_for('unix:0 "GET /version')
+            process.wait_for('203.0.113.7:0 "POST /v1/completions')
             process.child.send_signal(signal.SIGTERM)
             process.wait_for("told to stop")
             process.child.send_signal(signal.SIGTERM)

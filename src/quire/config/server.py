@@ -18,6 +18,7 @@ from quire.units import parse_bytes
 LOOPBACK = "127.0.0.1"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _SOCKET_PATH_BYTES = 107  # of a socket's name, in the system's calls
+_UDS_MODE = "660"
 # Panels of the help.
 _LISTENING, _CLIENTS, _MODEL, _LIMITS, _LOGS = "Listening", "Clients", "Model", "Limits", "Logs"
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -61,6 +62,12 @@ class ServerConfig:
     port: int = option(8000, "Port to listen at; 0 takes a free one.", panel=_LISTENING)
     uds: str | None = option(
         None, "A Unix socket's path to listen at, instead of host and port.", panel=_LISTENING
+    )
+    uds_mode: str = option(
+        _UDS_MODE,
+        "Who may ask at uds, as chmod has it: 660 is this user and the group of the socket, 666 "
+        "each user of the machine.",
+        panel=_LISTENING,
     )
     ssl_certfile: str | None = option(None, "Certificate, for https (PEM).", panel=_LISTENING)
     ssl_keyfile: str | None = option(
@@ -285,6 +292,10 @@ class ServerConfig:
             raise ConfigError(
                 f"generation_config={self.generation_config!r} must be auto, vllm or a folder"
             )
+        if not re.fullmatch(r"0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"uds_mode={self.uds_mode!r} must be three octal digits, e.g. 660")
+        if self.uds is None and self.uds_mode != _UDS_MODE:
+            raise ConfigError(f"uds_mode={self.uds_mode} needs uds")
         if self.uds is not None:
             if not self.uds or len(self.uds.encode()) > _SOCKET_PATH_BYTES:
                 raise ConfigError(f"uds={self.uds!r} must be 1 to {_SOCKET_PATH_BYTES} bytes long")

@@ -107,7 +107,9 @@ def _operations(service: Service) -> list[Operation]:
             for path, (_, media_type) in FILES.items()
         ),
     ]
-    openapi = described(all_of_them, needs_key=service.keys.need)
+    openapi = described(
+        all_of_them, needs_key=service.keys.need, root_path=service.config.root_path
+    )
     all_of_them.append(Operation("/openapi.json", openapi, get, media_type="application/json"))
     return all_of_them
 

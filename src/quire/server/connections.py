@@ -7,6 +7,7 @@ for as long as it likes.
 
 import asyncio
 import logging
+import socket
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from quire.server.wire.parts import Malformed, Parts
 
 log = logging.getLogger(__name__)
 
+UNIX_PEER = "unix"  # the address of a client that came through a Unix socket, which has none
 STEP_BYTES = 64 * 1024  # that a client has to send or take, each time before its time is over
 _LOOKS = 4  # in one such time
 _SAYS_AGAIN_S = 60.0
@@ -89,6 +91,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        own = transport.get_extra_info("socket")
+        if own is not None and own.family == socket.AF_UNIX:
+            self.client = UNIX_PEER, 0
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,6 +4,7 @@ A port in use, or a certificate that is none, is said at once and not after minu
 """
 
 import errno
+import os
 import resource
 import socket
 import ssl
@@ -49,7 +50,7 @@ def open_doors(config: ServerConfig) -> Doors:
     """Sockets for a config. Raises: ConfigError naming the option to change."""
     _check_certificate(config)
     if config.uds is not None:
-        return Doors(config, [_unix_socket(config.uds)])
+        return Doors(config, [_unix_socket(config.uds, int(config.uds_mode, 8))])
     return Doors(config, _tcp_sockets(config.host, config.port))
 
 
@@ -126,12 +127,15 @@ def refused(where: str, error: OSError) -> ConfigError:
     return ConfigError(f"{where} cannot be listened at: {reason}")
 
 
-def _unix_socket(path: str) -> socket.socket:
+def _unix_socket(path: str, mode: int) -> socket.socket:
     """At a path where nothing is, or what a server has left that is gone."""
     own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _make_way(path)
+        with suppress(OSError):  # Linux takes the name's mode from it, less the umask
+            os.fchmod(own.fileno(), mode)
         own.bind(path)
+        Path(path).chmod(mode)
         return own
     except OSError as error:
         own.close()

@@ -42,8 +42,11 @@ _HEADERS: Mapping[str, Json] = MappingProxyType(
 )
 
 
-def document(operations: Sequence[Operation], *, needs_key: Callable[[Access], bool]) -> Json:
-    """``needs_key``: whether what is guarded so is refused without one."""
+def document(
+    operations: Sequence[Operation], *, needs_key: Callable[[Access], bool], root_path: str
+) -> Json:
+    """``needs_key``: whether what is guarded so is refused without one. Paths of the document
+    stand behind ``root_path``."""
     taken = _unique(each.takes for each in operations if each.takes is not None)
     given = _unique(kind for each in operations for kind in (*each.gives, *each.streams))
     kinds = _unique((*taken, *given, *(_ERRORS[each.dialect] for each in operations)))
@@ -60,6 +63,7 @@ def document(operations: Sequence[Operation], *, needs_key: Callable[[Access], b
             "version": version_of("quire"),
             "description": "OpenAI's API, with vLLM's fields, and Anthropic's messages.",
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.app import make_app
-from quire.server.connections import Connection, LoopErrors
+from quire.server.connections import UNIX_PEER, Connection, LoopErrors
 from quire.server.listen import Doors, allow_open_files, open_doors, refused
 from quire.server.log_stats import log_stats
 from quire.server.logs import log_to_stderr
@@ -124,7 +124,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     """For the event loop that is running, which is asyncio's own: uvloop lets in a third cheaper,
     and without files left it drops each client that comes and says nothing.
     """
-    return uvicorn.Config(
+    own = uvicorn.Config(
         app,
         http=partial(  # type: ignore[arg-type]
             Connection,
@@ -141,6 +141,11 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.timeout_keep_alive,
         timeout_graceful_shutdown=_FLUSH_S,
     )
+    # The file system has let in a peer at a Unix socket, so it is trusted as a proxy, as gunicorn
+    # does; with "*" each peer is.
+    if config.uds is not None and own.forwarded_allow_ips != "*":
+        own.forwarded_allow_ips = f"{own.forwarded_allow_ips},{UNIX_PEER}"
+    return own
 
 
 def _listening(doors: Doors) -> list[Any]:

@@ -56,12 +56,14 @@ async def metrics(exchange: Exchange) -> ASGIApp:
     return Response(body, headers={**exchange.headers, "content-type": content_type})
 
 
-def described(operations: Sequence[Operation], *, needs_key: Callable[[Access], bool]) -> Endpoint:
+def described(
+    operations: Sequence[Operation], *, needs_key: Callable[[Access], bool], root_path: str
+) -> Endpoint:
     """Of all of them, as they are when a client first asks."""
 
     @cache
     def encoded() -> bytes:
-        return msgspec.json.encode(document(operations, needs_key=needs_key))
+        return msgspec.json.encode(document(operations, needs_key=needs_key, root_path=root_path))
 
     async def openapi(exchange: Exchange) -> ASGIApp:
         """This document."""
