@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import fields
+from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from quire.config import EngineConfig
 from quire.engine.llm import LLM
@@ -33,7 +35,10 @@ _MOST_RUNS = 4000  # in all their tables
 _OTHERS_STEP = 5  # per cent
 
 
-def shown_groups(groups: Several[Group]) -> list[tuple[int, int]]:
+Shown: TypeAlias = Several[tuple[int, int]]  # a group, and how many layers are like its own
+
+
+def shown_groups(groups: Several[Group]) -> Shown:
     """Which groups are drawn, one of each kind of layer, and how many layers are alike."""
     first: dict[LayerSpec, int] = {}
     layers: dict[LayerSpec, int] = {}
@@ -89,72 +94,48 @@ def frames(
 
 
 def _all_of(
-    llm: LLM,
-    sequences: Several[Sequence],
-    shown: Several[tuple[int, int]],
-    censuses: Several[Census],
+    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Census]
 ) -> Frame:
-    usage, elastic = llm.accounting.usage(), llm.elastic
-    return _frame(
-        llm,
-        sequences,
-        shown,
-        [OwnCells.all_of(census) for census in censuses],
-        memory=Memory(
-            reserved=usage.reserved_bytes,
-            committed=usage.committed_bytes,
-            used=usage.used_bytes,
-            cached=usage.cached_bytes,
-            ceiling=elastic.ceiling_bytes,
-            capacity=elastic.capacity_bytes,
-        ),
-        counters=_counters(llm),
-        elastic=elastic.reason,
+    usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, censuses)
+    memory = Memory(
+        reserved=usage.reserved_bytes,
+        committed=usage.committed_bytes,
+        used=usage.used_bytes,
+        cached=usage.cached_bytes,
+        ceiling=elastic.ceiling_bytes,
+        capacity=elastic.capacity_bytes,
     )
+    whole = _frame(llm, sequences, shown, list(parts), memory)
+    return replace(whole, counters=_counters(llm), elastic=elastic.reason)
 
 
 def _own_of(
-    llm: LLM,
-    sequences: Several[Sequence],
-    shown: Several[tuple[int, int]],
-    censuses: Several[Census],
-    tenant: str,
+    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Census], tenant: str
 ) -> Frame:
     """All of it follows from the tenant's own sequences, but for one number in coarse steps.
 
     What is cached is left out, since its bytes could be weighed to a block by filling up a step.
     """
-    accounting, capacity = llm.accounting, llm.elastic.capacity_bytes
+    capacity, parts, committed, used, others = llm.elastic.capacity_bytes, [], 0, 0, 0
     own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
-    parts, committed, used, others = [], 0, 0, 0
     for (number, num_layers), census in zip(shown, censuses, strict=True):
-        tables = {each.seq_id: _cells(llm, number, each) for each in own}
-        part, alike = (
-            OwnCells.of(census, tables),
-            num_layers // accounting.groups[number].num_layers,
-        )
+        part = OwnCells.of(census, {each.seq_id: _cells(llm, number, each) for each in own})
+        alike = num_layers // llm.accounting.groups[number].num_layers
         num_others = int((census.states >= CellState.SPARE).sum()) - len(part.census.ids)
         committed += part.census.committed_bytes * alike
         used += part.census.used_bytes * alike
         others += num_others * census.cell_bytes * alike
         parts.append(part)
-    return _frame(
-        llm,
-        own,
-        shown,
-        parts,
-        memory=Memory(
-            reserved=committed,
-            committed=committed,
-            used=used,
-            cached=0,
-            ceiling=capacity,
-            capacity=capacity,
-        ),
-        counters=None,
-        elastic="",
-        others_percent=_OTHERS_STEP * round(100 * others / max(1, capacity) / _OTHERS_STEP),
+    memory = Memory(
+        reserved=committed,
+        committed=committed,
+        used=used,
+        cached=0,
+        ceiling=capacity,
+        capacity=capacity,
     )
+    percent = _OTHERS_STEP * round(100 * others / max(1, capacity) / _OTHERS_STEP)
+    return replace(_frame(llm, own, shown, parts, memory), others_percent=percent)
 
 
 def _cells(llm: LLM, group: int, sequence: Sequence) -> Ids:
@@ -167,13 +148,9 @@ def _cells(llm: LLM, group: int, sequence: Sequence) -> Ids:
 def _frame(
     llm: LLM,
     sequences: Several[Sequence],
-    shown: Several[tuple[int, int]],
+    shown: Shown,
     parts: Several[OwnCells],
-    *,
     memory: Memory,
-    counters: Counters | None,
-    elastic: str,
-    others_percent: int | None = None,
 ) -> Frame:
     pictures = [Picture.of(part.census, MOST_CELLS // len(parts)) for part in parts]
     running = [sequence for sequence in sequences if sequence.num_computed_tokens]
@@ -196,9 +173,8 @@ def _frame(
         num_waiting=len(waiting),
         num_more=len(sequences) - len(listed),
         memory=memory,
-        counters=counters,
-        elastic=elastic,
-        others_percent=others_percent,
+        counters=None,
+        elastic="",
     )
 
 
