@@ -15,6 +15,9 @@ GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 # then runs five to ten times slower. Benchmarks choose for themselves.
 demo test test-all test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
+# Tests start some hundred processes; each would compile the sources anew where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu test-transformers check fuzz fuzz-http clients lint format types size bench \
   bench-gpu docs setup clean
