@@ -1,7 +1,8 @@
 """Clients that others have made, unmodified, against one server in a process of its own.
 
-OpenAI's and Anthropic's are always there. Each other has an environment, which
-``python tests/clients/environments.py`` makes; without it, its test is skipped.
+OpenAI's and Anthropic's for Python are always there. Each other has an environment, which
+``python tests/clients/environments.py`` makes; without it, its test is skipped. ``make clients``
+does both.
 """
 
 import os
@@ -57,6 +58,7 @@ def test_anthropic(url: str) -> None:
     _run("ask_anthropic.py", url)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "environment"),
     [
@@ -78,6 +80,7 @@ def test_others(script: str, environment: str, url: str) -> None:
     _run(script, url, python=python)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["ask_openai.mjs", "ask_anthropic.mjs", "ask_ai_sdk.mjs"])
 def test_in_javascript(script: str, url: str) -> None:
     node, home = shutil.which("node"), HOME / NODE
