@@ -118,16 +118,17 @@ class ServerConfig:
     tool_call_parser: str | None = option(
         None,
         "How this model writes tool calls: auto, the default (as its chat template or its type "
-        "tells), deepseek_v3, deepseek_v31, glm45, glm47, granite, granite4, hermes, kimi_k2, "
-        "llama3_json, llama4_json, mimo, minimax_m2, mistral, phi4_mini_json, qwen3_coder, "
-        "qwen3_xml, seed_oss.",
+        "tells), deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, functiongemma, gemma4, "
+        "glm45, glm47, granite, granite4, hermes, kimi_k2, lfm2, llama3_json, llama4_json, "
+        "llama4_pythonic, mimo, minimax_m2, mistral, olmo3, openai, phi4_mini_json, pythonic, "
+        "qwen3_coder, qwen3_xml, seed_oss.",
         panel=_MODEL,
     )
     reasoning_parser: str | None = option(
         None,
         "How this model marks its reasoning: auto (as its chat template tells), deepseek_r1, "
-        "deepseek_v3, glm45, granite, minimax_m2, mistral, qwen3, seed_oss. Default: reasoning is "
-        "text.",
+        "deepseek_v3, gemma4, glm45, granite, minimax_m2, mistral, openai_gptoss, qwen3, "
+        "seed_oss. Default: reasoning is text, but for gpt-oss.",
         panel=_MODEL,
     )
     generation_config: str = option(

@@ -20,7 +20,8 @@ class Reasoning:
 
     ``is_open``: the prompt ends within it. Otherwise the model may think first, or not. Within it
     any text may come, but no special token and no end; the form begins behind ``closes``, and
-    behind up to eight blanks.
+    behind up to eight blanks. A mark may be several tokens, and text between them. With a ``lead``
+    the form stands behind that and without blanks, whether the model has thought or not.
 
     Raises: RequestError for a mark that is empty.
     """
@@ -28,6 +29,7 @@ class Reasoning:
     opens: str
     closes: str
     is_open: bool
+    lead: str = ""
 
     def __post_init__(self) -> None:
         for name in ("opens", "closes"):

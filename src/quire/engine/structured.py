@@ -121,7 +121,7 @@ class Grammars:
                 self._prepared = _prepare(self._tokenizer, self._vocab_size, self._eos_token_ids)
         if params.reasoning is not None:
             self.compile(replace(params, reasoning=None))  # what is wrong is said of this one
-        matcher = _on_a_large_stack(partial(_compiled, params, self._prepared, self._token_of))
+        matcher = _on_a_large_stack(partial(_compiled, params, self._prepared, self._parts))
         grammar = Grammar(matcher, 4 * -(-self._vocab_size // 32))
         if params.reasoning is None:
             _refuse_without_texts(grammar, params, self._eos_token_ids)
@@ -131,12 +131,17 @@ class Grammars:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _token_of(self, mark: str) -> int | None:
-        """The token that is this mark, and is no text to llguidance; None where it is text."""
-        token_id: int | None = self._tokenizer.backend_tokenizer.token_to_id(mark)
+    def _parts(self, mark: str) -> list[tuple[str, int | None]]:
+        """A mark's tokens that are no text to llguidance, and the texts between them, with None."""
         assert self._prepared is not None, "a grammar is being compiled"
-        is_text = token_id is None or not self._prepared.is_special_token(token_id)
-        return None if is_text else token_id
+        found = self._tokenizer.backend_tokenizer.encode(mark, add_special_tokens=False)
+        parts: list[tuple[str, int | None]] = []
+        at = 0
+        for token_id, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if self._prepared.is_special_token(token_id):
+                parts += [(mark[at:start], None), (mark[start:end], token_id)]
+                at = end
+        return [(text, token_id) for text, token_id in [*parts, (mark[at:], None)] if text]
 
 
 def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
@@ -169,7 +174,7 @@ def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTo
 def _compiled(
     params: StructuredOutputsParams,
     tokenizer: "LLTokenizer",
-    token_of: Callable[[str], int | None],
+    parts_of: Callable[[str], list[tuple[str, int | None]]],
 ) -> "LLMatcher":
     """A matcher at the beginning. Raises: RequestError."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -191,7 +196,7 @@ def _compiled(
         else:
             grammar = grammar_from(kind, source)
         if params.reasoning is not None:
-            grammar = _behind(params.reasoning, grammar, token_of)
+            grammar = _behind(params.reasoning, grammar, parts_of)
         matcher = LLMatcher(
             tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
@@ -203,24 +208,32 @@ def _compiled(
     return matcher
 
 
-def _behind(reasoning: Reasoning, grammar: str, token_of: Callable[[str], int | None]) -> str:
+def _behind(
+    reasoning: Reasoning,
+    grammar: str,
+    parts_of: Callable[[str], list[tuple[str, int | None]]],
+) -> str:
     """The grammar of reasoning, and of a text behind it.
 
     A mark may be a token of its own, or text, of which a token may hold the end and more.
     """
-    opens, closes = token_of(reasoning.opens), token_of(reasoning.closes)
-    opening = json.dumps(reasoning.opens) if opens is None else f"<[{opens}]>"
-    if closes is None:
-        thoughts = f"thoughts[suffix={json.dumps(reasoning.closes)}]: ANY"
+    opening, closing, lead = (
+        " ".join(json.dumps(text) if token is None else f"<[{token}]>" for text, token in parts)
+        for parts in map(parts_of, (reasoning.opens, reasoning.closes, reasoning.lead))
+    )
+    first, *others = parts_of(reasoning.closes)
+    if first[1] is None and not others:
+        thoughts = f"thoughts[suffix={closing}]: ANY"
     else:  # and not spelled otherwise, which a reader could not tell from it
         thoughts = (
-            f"thoughts: UNMARKED? <[{closes}]>\n"
-            f"UNMARKED: /(?s:.)+/ & ~(ANY {json.dumps(reasoning.closes)} ANY)"
+            f"thoughts: UNMARKED? {closing}\n"
+            f"UNMARKED: /(?s:.)+/ & ~(ANY {json.dumps(first[0])} ANY)"
         )
+    blanks = "" if lead else "BLANKS?"
     start = (
-        f"({opening})? thoughts BLANKS? @answer"
+        f"({opening})? thoughts {blanks} {lead} @answer"
         if reasoning.is_open
-        else f"(BLANKS? {opening} thoughts BLANKS?)? @answer"
+        else f"({blanks} {opening} thoughts {blanks})? {lead} @answer"
     )
     whole = f"start: {start}\n{thoughts}\nANY: /(?s:.)*/\nBLANKS: /[ \\t\\r\\n]{{1,8}}/\n"
     is_json = grammar.startswith('{"grammars"')  # llguidance's own form, of one grammar

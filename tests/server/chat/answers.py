@@ -112,6 +112,80 @@ def minimax_m2(calls: Calls) -> str:
     return f"<minimax:tool_call>\n{several}\n</minimax:tool_call>"
 
 
+def dsml(outer: str) -> Callable[[Calls], str]:
+    """DeepSeek V3.2's own markup: what is no string is JSON."""
+
+    def parameter(key: str, value: Any) -> str:
+        is_string = str(isinstance(value, str)).lower()
+        opens = f'<｜DSML｜parameter name="{key}" string="{is_string}">'
+        return f"{opens}{as_text(value)}</｜DSML｜parameter>\n"
+
+    def write(calls: Calls) -> str:
+        several = "\n".join(
+            f'<｜DSML｜invoke name="{name}">\n'
+            + "".join(parameter(*each) for each in a.items())
+            + "</｜DSML｜invoke>"
+            for name, a in calls
+        )
+        return f"<｜DSML｜{outer}>\n{several}\n</｜DSML｜{outer}>"
+
+    return write
+
+
+def of_python(calls: Calls) -> list[str]:
+    return [f"{name}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for name, a in calls]
+
+
+def pythonic(calls: Calls) -> str:
+    return f"[{', '.join(of_python(calls))}]"
+
+
+def llama4_pythonic(calls: Calls) -> str:
+    return f"<|python_start|>{pythonic(calls)}<|python_end|>"
+
+
+def lfm2(calls: Calls) -> str:
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+
+
+def olmo3(calls: Calls) -> str:
+    return "\n".join(["<function_calls>", *of_python(calls), "</function_calls>"])
+
+
+def of_gemma(value: Any, quote: str) -> str:
+    """As the macro format_argument of the templates writes it, keys with marks."""
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            members = (f"{quote}{k}{quote}:{of_gemma(v, quote)}" for k, v in value.items())
+            return f"{{{','.join(members)}}}"
+        case list():
+            return f"[{','.join(of_gemma(each, quote) for each in value)}]"
+        case None:
+            return "None"
+    return dumps(value)
+
+
+def gemma(opens: str, closes: str, quote: str) -> Callable[[Calls], str]:
+    def write(calls: Calls) -> str:
+        return "".join(
+            f"{opens}call:{name}{{"
+            + ",".join(f"{k}:{of_gemma(v, quote)}" for k, v in a.items())
+            + f"}}{closes}"
+            for name, a in calls
+        )
+
+    return write
+
+
+def harmony(calls: Calls) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(a)}<|call|>"
+        for name, a in calls
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to write calls, and the parser that is to read it."""
@@ -121,6 +195,7 @@ class Case:
     write: Callable[[Calls], str]
     closing: str = ""  # a tag that no value may contain: there is no way to write it
     alone: bool = False  # no content may stand beside calls
+    drops_marks: bool = False  # also those of what is no call
 
 
 CASES = (
@@ -138,6 +213,20 @@ CASES = (
     Case("seed_oss", "seed_oss", seed_oss, closing="</parameter>"),
     Case("glm45", "glm45", glm45, closing="</arg_value>"),
     Case("minimax_m2", "minimax_m2", minimax_m2, closing="</parameter>"),
+    Case("deepseek_v32", "deepseek_v32", dsml("function_calls"), closing="</｜DSML｜parameter>"),
+    Case("deepseek_v4", "deepseek_v4", dsml("tool_calls"), closing="</｜DSML｜parameter>"),
+    Case("pythonic", "pythonic", pythonic, alone=True),
+    Case("llama4_pythonic", "llama4_pythonic", llama4_pythonic, alone=True),
+    Case("lfm2", "lfm2", lfm2),
+    Case("olmo3", "olmo3", olmo3),
+    Case("gemma4", "gemma4", gemma("<|tool_call>", "<tool_call|>", '<|"|>'), closing='<|"|>'),
+    Case(
+        "functiongemma",
+        "functiongemma",
+        gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+        closing="<escape>",
+    ),
+    Case("openai", "openai", harmony, closing="<|call|>", alone=True, drops_marks=True),
 )
 
 TOOLS = [

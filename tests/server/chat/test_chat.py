@@ -440,7 +440,7 @@ def test_an_answer_is_continued_within_its_reasoning(begun: str, found: Reply) -
 def test_deepseek_opens_its_reasoning() -> None:
     made = chat(DEEPSEEK, reasoning_parser="auto")
     prepared = made.prompt(ChatRequest(messages=HELLO))
-    assert prepared.in_reasoning
+    assert prepared.begun == "<think>"
     assert made.reader(prepared).read("Hm.</think>Yes.") == Reply(reasoning="Hm.", content="Yes.")
 
 

@@ -10,15 +10,16 @@ from types import MappingProxyType
 from typing import Any, final
 
 from quire.engine.params import Reasoning, StructuredOutputsParams
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.server.chat.events import CallEnded, Event, Events, Reply, call_id, reply
-from quire.server.chat.reasoning import ReasoningFormat, reasoning_format
+from quire.server.chat.reasoning import REASONING, ReasoningFormat, reasoning_format
 from quire.server.chat.sandbox import Limits
 from quire.server.chat.tape import Reading, Tape
 from quire.server.chat.templates import ChatTemplate
 from quire.server.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
 from quire.server.chat.tools.declared import Tool, checked_tools
-from quire.server.chat.tools.formats import TOOL_FORMATS, ToolFormat, tool_format
+from quire.server.chat.tools.format import ToolFormat
+from quire.server.chat.tools.formats import TOOL_FORMATS, tool_format
 from quire.server.chat.tools.objects import arguments_of, required
 from quire.server.token_texts import TokenTexts
 
@@ -57,7 +58,7 @@ class ChatPrompt:
     tools: Mapping[str, Tool]
     choice: ToolChoice
     parallel: bool
-    in_reasoning: bool  # whether the generated text begins within it
+    begun: str = ""
     stop: tuple[str, ...] = ()
 
 
@@ -84,15 +85,14 @@ class Chat:
         self._tokenizer = tokenizer
         self._texts = texts or TokenTexts(tokenizer)
         self.template = ChatTemplate(tokenizer, chat_template, limits=limits)
-        self._tools: ToolFormat | None = tool_format(
-            tool_call_parser, self.template.source, model_type
-        )
-        self._reasoning: ReasoningFormat | None = reasoning_format(
-            reasoning_parser, self.template.source
+        self._tools, self._reasoning = _formats(
+            tool_call_parser, reasoning_parser, self.template.source, model_type
         )
         self._has_special_marks = self._marks_are_special()
         init = getattr(tokenizer, "init_kwargs", None) or {}
         self._stop = tuple(str(text) for text in init.get("chat_stop_strings", ()))
+        if self._tools is not None:
+            self._stop += self._tools.stop
 
     def prompt(self, request: ChatRequest) -> ChatPrompt:
         """The request, checked and written down. It may take as long as a template may.
@@ -129,32 +129,52 @@ class Chat:
                 self._texts.encode(text, add_special_tokens=request.add_special_tokens)
             ),
             structured_outputs=form,
-            reasoning=None if marks is None else marks.before_a_form(text, continues=continues),
+            reasoning=None
+            if marks is None
+            else marks.before_a_form(text, continues=continues, function=choice.name),
             skip_special_tokens=not (self._has_special_marks and reads_marks),
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
             parallel=parallel,
-            in_reasoning=marks is not None and marks.is_open(text, continues=continues),
+            begun="" if marks is None else marks.begun(text, continues=continues),
             stop=() if form is not None else self._stop,
         )
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
         """For one continuation of a prompt; each of several has a reader of its own."""
+        tools = self._tools
+        reads_all = tools is not None and tools.is_all and not prompt.choice.is_forced
         return Reader(
             prompt,
-            tools=self._tools if prompt.choice.kind == "auto" else None,
-            reasoning=self._reasoning,
-            make_id=call_id if self._tools is None else self._tools.make_id,
+            tools=tools if reads_all or prompt.choice.kind == "auto" else None,
+            reasoning=None if reads_all else self._reasoning,
+            make_id=call_id if tools is None else tools.make_id,
         )
 
     def _marks_are_special(self) -> bool:
-        marks = list(self._tools.opens) if self._tools else []
-        if self._tools is not None and not marks:
-            marks = ["<|python_tag|>"]
-        if self._reasoning is not None:
-            marks += [self._reasoning.opens, self._reasoning.closes]
+        marks = (*self._tools.opens, *self._tools.marks) if self._tools else ()
+        marks += self._reasoning.marks if self._reasoning else ()
         special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
         return any(mark in special for mark in marks)
+
+
+def _formats(
+    tool_call_parser: str | None, reasoning_parser: str | None, template: str, model_type: str
+) -> tuple[ToolFormat | None, ReasoningFormat | None]:
+    """Those of the names, or found. Of Harmony's two names one is enough. Raises: ConfigError."""
+    tools = tool_format(tool_call_parser, template, model_type)
+    reasoning = reasoning_format(reasoning_parser, template)
+    harmony = TOOL_FORMATS["openai"], REASONING["openai_gptoss"]
+    if (tools is harmony[0]) == (reasoning is harmony[1]):
+        return tools, reasoning
+    names = tool_call_parser, reasoning_parser
+    if any(name not in (None, "auto", "openai", "openai_gptoss") for name in names):
+        raise ConfigError(
+            f"--tool-call-parser {tool_call_parser} and --reasoning-parser {reasoning_parser} are "
+            "for different models: the calls and the reasoning of Harmony are read together, by "
+            "openai and openai_gptoss"
+        )
+    return harmony
 
 
 @final
@@ -175,6 +195,7 @@ class Reader:
     ) -> None:
         self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
         self._tape, self._out = Tape(), Events(make_id)
+        self._tape.add(prompt.begun)
         self._num_calls, self._is_full = 0, False
         self._reading: Reading[None] | None = self._read()
         self._go_on()
@@ -182,7 +203,7 @@ class Reader:
     @property
     def reads_reasoning(self) -> bool:
         """Whether it tells reasoning from the rest."""
-        return self._reasoning is not None
+        return self._reasoning is not None or (self._tools is not None and self._tools.is_all)
 
     @property
     def is_full(self) -> bool:
@@ -235,7 +256,7 @@ class Reader:
     def _read(self) -> Reading[None]:
         prompt, tape, out = self._prompt, self._tape, self._out
         if self._reasoning is not None:
-            yield from self._reasoning.read(tape, out, is_open=prompt.in_reasoning)
+            yield from self._reasoning.read(tape, out)
         if prompt.choice.kind == "named":
             yield from arguments_of(prompt.choice.name, tape, out)
         elif prompt.choice.kind == "required":

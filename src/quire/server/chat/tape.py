@@ -14,11 +14,11 @@ Reading: TypeAlias = Generator[None, None, T]
 Put: TypeAlias = Callable[[str], None]  # what becomes of text that is read
 
 BLANKS = " \t\r\n"
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 _MAX_NAME = 256  # characters
-_MAX_NUMBER = 256  # characters; Python refuses to read integers of several thousand
+MAX_NUMBER = 256  # characters; Python refuses to read integers of several thousand
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
 
 
@@ -72,6 +72,10 @@ class Tape:
             self._taken.append(taken)
         return taken
 
+    def rest(self) -> str:
+        """All that has come and has not been taken."""
+        return self.take(len(self._text) - self._at)
+
     def peek(self, count: int = 1) -> Reading[str]:
         """The next characters, fewer at the end."""
         while len(self._text) - self._at < count:
@@ -97,10 +101,10 @@ class Tape:
 
     def skip(self, mark: str) -> Reading[bool]:
         """Take it if it comes next."""
-        found = yield from self.starts(mark)
-        if found:
-            self.take(len(mark))
-        return bool(found)
+        if (yield from self.starts(mark)) is None:
+            return False
+        self.take(len(mark))
+        return True
 
     def expect(self, mark: str) -> Reading[None]:
         """Raises: Broken."""
@@ -170,7 +174,7 @@ class Tape:
 
     # -- JSON --------------------------------------------------------------------------------------
 
-    def value(self, put: Put, depth: int = _MAX_DEPTH) -> Reading[None]:
+    def value(self, put: Put, depth: int = MAX_DEPTH) -> Reading[None]:
         """Put a JSON value as it is written, as it comes. Raises: Broken."""
         first = yield from self.peek()
         if first == "{":
@@ -252,15 +256,15 @@ class Tape:
                 put(json.dumps(self.take(1))[1:-1])
 
     def _number(self, put: Put) -> Reading[None]:
-        """Nobody sees it before it is complete."""
+        """It is put when it is complete."""
         length = 0
         while True:
             seen = yield from self.peek(length + 1)
             if len(seen) == length or seen[-1] not in "+-.eE0123456789":
                 break
             length += 1
-            if length > _MAX_NUMBER:
+            if length > MAX_NUMBER:
                 raise Broken
-        if not _NUMBER.fullmatch(seen[:length]):
+        if not NUMBER.fullmatch(seen[:length]):
             raise Broken
         put(self.take(length))

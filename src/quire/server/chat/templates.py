@@ -63,7 +63,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """All the text there is, for whoever looks for markers in it; empty without a template."""
+        """All the text there is, to look for marks in it; empty without a template."""
         return "\n".join(self._sources.values())
 
     def render(

@@ -1,58 +1,29 @@
 """The formats of tool calls by name, and which of them a model writes."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeAlias
 
 from quire.errors import ConfigError
-from quire.server.chat.events import Events, call_id, short_call_id
-from quire.server.chat.tape import Broken, Reading, Tape
-from quire.server.chat.tools import named, objects, tagged
-from quire.server.chat.tools.declared import Tool
+from quire.server.chat.events import short_call_id
+from quire.server.chat.harmony import HARMONY
+from quire.server.chat.tools.format import ToolFormat
+from quire.server.chat.tools.literals import gemma, lfm2, olmo3, pythonic
+from quire.server.chat.tools.named import mistral, named
+from quire.server.chat.tools.objects import llama, marked
+from quire.server.chat.tools.tagged import functions, glm45, invokes
 
 log = logging.getLogger(__name__)
 
-ReadCalls: TypeAlias = Callable[[Tape, Events, Mapping[str, Tool]], Reading[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
-    """How a family of models writes calls.
-
-    ``calls`` reads what begins with one of ``opens``, and raises Broken where that is no call;
-    without any it reads the whole text.
-    """
-
-    opens: tuple[str, ...]
-    calls: ReadCalls
-    make_id: Callable[[], str] = call_id
-
-    def read(self, tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        """All of the text: content and calls."""
-        if not self.opens:
-            yield from self.calls(tape, out, tools)
-        else:
-            while (yield from tape.upto(*self.opens, put=out.content)):
-                tape.record()
-                try:
-                    yield from self.calls(tape, out, tools)
-                    tape.recorded()
-                except Broken:
-                    if tape.breaks_off:
-                        out.cut()
-                    else:
-                        out.give_up(tape.recorded())
-                if tape.breaks_off:
-                    tape.drop()  # the beginning of a mark
-        out.end_of_content()
-
-
-_HERMES = ToolFormat(opens=("<tool_call>",), calls=objects.hermes)
-_QWEN3_CODER = ToolFormat(opens=("<tool_call>", "<function="), calls=tagged.qwen3_coder)
-_GLM = ToolFormat(opens=("<tool_call>",), calls=tagged.glm45)
-_LLAMA = ToolFormat(opens=(), calls=objects.llama)
+_HERMES = marked("<tool_call>", closes="</tool_call>")
+_QWEN3_CODER = functions("<tool_call>", "</tool_call>", on_own_lines=True)
+_GLM = ToolFormat(opens=("<tool_call>",), calls=glm45)
+_LLAMA = ToolFormat(opens=(), calls=llama, marks=("<|python_tag|>",))
+_PYTHONIC = ToolFormat(opens=(), calls=pythonic, marks=("<|python_start|>", "<|python_end|>"))
+_DSML = "｜DSML｜"
+_DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_NAME = "<｜tool▁sep｜>"
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -63,29 +34,53 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "mimo": _QWEN3_CODER,
         "llama3_json": _LLAMA,
         "llama4_json": _LLAMA,
-        "mistral": ToolFormat(opens=("[TOOL_CALLS]",), calls=named.mistral, make_id=short_call_id),
-        "deepseek_v3": ToolFormat(
-            opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), calls=named.deepseek_v3
+        "pythonic": _PYTHONIC,
+        "llama4_pythonic": _PYTHONIC,
+        "lfm2": ToolFormat(opens=("<|tool_call_start|>",), calls=lfm2),
+        "olmo3": ToolFormat(opens=("<function_calls>",), calls=olmo3),
+        "openai": HARMONY,
+        "gemma4": gemma("<|tool_call>", "<tool_call|>", quote='<|"|>', stop="<|tool_response>"),
+        "functiongemma": gemma(
+            "<start_function_call>",
+            "<end_function_call>",
+            quote="<escape>",
+            stop="<start_function_response>",
         ),
-        "deepseek_v31": ToolFormat(
-            opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), calls=named.deepseek_v31
+        "mistral": ToolFormat(opens=("[TOOL_CALLS]",), calls=mistral, make_id=short_call_id),
+        "deepseek_v3": named(
+            several=_DEEPSEEK_CALLS,
+            one=_DEEPSEEK_CALL,
+            kind=f"function{_DEEPSEEK_NAME}",
+            separator="```json",
+            behind="```",
         ),
-        "seed_oss": ToolFormat(opens=("<seed:tool_call>", "<function="), calls=tagged.seed_oss),
+        "deepseek_v31": named(
+            several=_DEEPSEEK_CALLS, one=_DEEPSEEK_CALL, separator=_DEEPSEEK_NAME
+        ),
+        "deepseek_v32": invokes("function_calls", _DSML),
+        "deepseek_v4": invokes("tool_calls", _DSML),
+        "seed_oss": functions("<seed:tool_call>", "</seed:tool_call>", on_own_lines=False),
         "glm45": _GLM,
         "glm47": _GLM,
-        "kimi_k2": ToolFormat(
-            opens=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), calls=named.kimi_k2
+        "kimi_k2": named(
+            several=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            one=("<|tool_call_begin|>", "<|tool_call_end|>"),
+            separator="<|tool_call_argument_begin|>",
+            has_ids=True,
         ),
-        "minimax_m2": ToolFormat(
-            opens=("<minimax:tool_call>", '<invoke name="'), calls=tagged.minimax_m2
-        ),
-        "granite": ToolFormat(opens=("<|tool_call|>", "<tool_call>"), calls=objects.granite),
-        "phi4_mini_json": ToolFormat(opens=("functools[", "<|tool_call|>"), calls=objects.phi4),
+        "minimax_m2": invokes("minimax:tool_call"),
+        "granite": marked("<|tool_call|>", "<tool_call>", closes="</tool_call>"),
+        "phi4_mini_json": marked("functools[", "<|tool_call|>", closes="<|/tool_call|>"),
     }
 )
 # What a chat template has in it, all of a line, if its format is that; the first one counts.
 _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("<|channel|>", "<|message|>"), "openai"),
+    (("<|tool_call>",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    ((f"{_DSML}function_calls",), "deepseek_v32"),
+    ((f"{_DSML}tool_calls",), "deepseek_v4"),
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("<minimax:tool_call>",), "minimax_m2"),
@@ -97,6 +92,10 @@ _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("functools[",), "phi4_mini_json"),
     (("<|tool_call|>",), "granite"),
     (("<tool_call>",), "hermes"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<function_calls>",), "olmo3"),
+    (("[func_name1(", "<|header_start|>"), "llama4_pythonic"),
+    (("[func_name1(",), "pythonic"),
     (('"parameters":', "<|start_header_id|>"), "llama3_json"),
     (('"parameters":', "<|header_start|>"), "llama4_json"),
 )
@@ -117,7 +116,13 @@ _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("llama4", "llama4_text"), "llama4_json"),
         "llama": "llama3_json",
         "granitemoehybrid": "granite4",
+        **dict.fromkeys(("gemma4", "gemma4_text"), "gemma4"),
+        **dict.fromkeys(("lfm2", "lfm2_moe"), "lfm2"),
+        "gpt_oss": "openai",
+        "olmo3": "olmo3",
         "deepseek_v3": "deepseek_v3",
+        "deepseek_v32": "deepseek_v32",
+        "deepseek_v4": "deepseek_v4",
         "kimi_k2": "kimi_k2",
         "seed_oss": "seed_oss",
         "minimax_m2": "minimax_m2",

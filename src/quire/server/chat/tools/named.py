@@ -1,20 +1,12 @@
 """Calls that are a name, a mark, and the arguments as JSON: Mistral, DeepSeek V3, Kimi K2."""
 
-import re
 from collections.abc import Mapping
 
 from quire.server.chat.events import Events
-from quire.server.chat.tape import Broken, Reading, Tape
+from quire.server.chat.tape import Reading, Tape
 from quire.server.chat.tools.declared import Tool
+from quire.server.chat.tools.format import ToolFormat
 from quire.server.chat.tools.objects import call_list, called
-
-_MISTRAL = "[TOOL_CALLS]"
-_DEEPSEEK_CALLS, _DEEPSEEK_NO_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-_KIMI_CALLS, _KIMI_NO_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_KIMI_CALL, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
-_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def mistral(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -23,7 +15,7 @@ def mistral(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]
     Between name and arguments there may be ``[CALL_ID]…`` and ``[ARGS]``. Source: the templates of
     Mistral 7B v0.3 and of Mistral Small 3.1 and later.
     """
-    yield from tape.expect(_MISTRAL)
+    yield from tape.expect("[TOOL_CALLS]")
     yield from tape.blanks()
     if (yield from tape.peek()) == "[":
         yield from call_list(tape, out)
@@ -38,66 +30,44 @@ def mistral(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]
     out.end()
 
 
-def deepseek_v3(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME``, and the arguments in a fenced block.
+def named(
+    *,
+    several: tuple[str, str],
+    one: tuple[str, str],
+    separator: str,
+    kind: str = "",
+    behind: str = "",
+    has_ids: bool = False,
+) -> ToolFormat:
+    """A name between marks, and its arguments behind a separator.
 
-    Several stand between marks for all of them. Source: DeepSeek-V3's template.
+    ``several`` are the marks around all calls, and ``one`` those around each; none must close.
+    ``kind`` stands before a name, and ``behind`` after the arguments. ``has_ids``: the name is
+    within an id, such as ``functions.NAME:0``, which the template wants back.
+    Source: the templates of DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
     """
-    yield from _opened(tape, _DEEPSEEK_CALLS, _DEEPSEEK_CALL)
-    yield from tape.expect("function")
-    yield from tape.expect(_DEEPSEEK_SEPARATOR)
-    name = yield from tape.name("```json")
-    yield from tape.expect("```json")
-    yield from tape.blanks()
-    yield from called(tape, out, name)
-    out.end()
-    tape.record()
-    yield from tape.blanks()
-    yield from tape.skip("```")
-    yield from _closed(tape, _DEEPSEEK_END, _DEEPSEEK_NO_CALLS)
+
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from tape.skip(several[0])
+        yield from tape.blanks()
+        yield from tape.expect(one[0])
+        yield from tape.blanks()
+        yield from tape.expect(kind)
+        name = yield from tape.name(separator)
+        yield from tape.expect(separator)
+        yield from tape.blanks()
+        yield from called(tape, out, *(_of_id(name) if has_ids else (name, None)))
+        out.end()
+        tape.record()
+        for mark in (behind, one[1], several[1]):
+            yield from tape.blanks()
+            yield from tape.skip(mark)
+
+    return ToolFormat(opens=(several[0], one[0]), calls=calls)
 
 
-def deepseek_v31(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``. Source: DeepSeek-V3.1."""
-    yield from _opened(tape, _DEEPSEEK_CALLS, _DEEPSEEK_CALL)
-    name = yield from tape.name(_DEEPSEEK_SEPARATOR)
-    yield from tape.expect(_DEEPSEEK_SEPARATOR)
-    yield from tape.blanks()
-    yield from called(tape, out, name)
-    out.end()
-    tape.record()
-    yield from _closed(tape, _DEEPSEEK_END, _DEEPSEEK_NO_CALLS)
-
-
-def kimi_k2(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``.
-
-    What stands before the arguments is the call's id, and the template wants it back as such.
-    Source: Kimi-K2's template.
-    """
-    yield from _opened(tape, _KIMI_CALLS, _KIMI_CALL)
-    given_id = yield from tape.name(_KIMI_ARGUMENTS)
-    yield from tape.expect(_KIMI_ARGUMENTS)
-    yield from tape.blanks()
-    match = re.fullmatch(r"(?:functions\.)?(.+?)(?::\d+)?", given_id)
-    if match is None:
-        raise Broken
-    yield from called(tape, out, match[1], given_id)
-    out.end()
-    tape.record()
-    yield from _closed(tape, _KIMI_END, _KIMI_NO_CALLS)
-
-
-def _opened(tape: Tape, calls: str, call: str) -> Reading[None]:
-    """The mark for several calls, maybe, and that of the next one."""
-    yield from tape.skip(calls)
-    yield from tape.blanks()
-    yield from tape.expect(call)
-    yield from tape.blanks()
-
-
-def _closed(tape: Tape, call: str, calls: str) -> Reading[None]:
-    yield from tape.blanks()
-    yield from tape.skip(call)
-    yield from tape.blanks()
-    yield from tape.skip(calls)
+def _of_id(given_id: str) -> tuple[str, str]:
+    """The name in an id, and the id."""
+    name = given_id.removeprefix("functions.") or given_id
+    head, _, number = name.rpartition(":")
+    return head if head and number.isdecimal() else name, given_id

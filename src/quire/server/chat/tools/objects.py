@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from quire.server.chat.events import Events
 from quire.server.chat.tape import Broken, Reading, Tape
 from quire.server.chat.tools.declared import Tool
+from quire.server.chat.tools.format import ToolFormat
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -118,31 +119,28 @@ def call_list(tape: Tape, out: Events) -> Reading[None]:
             return
 
 
-def hermes(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``. Source: Qwen2.5's template."""
-    yield from tape.expect("<tool_call>")
-    yield from tape.blanks()
-    yield from call_object(tape, out)
-    tape.record()
-    yield from tape.blanks()
-    yield from tape.skip("</tool_call>")
+def marked(*opens: str, closes: str) -> ToolFormat:
+    """An object behind a mark, or an array of them.
 
-
-def granite(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<|tool_call|>[{"name": …, "arguments": {…}}, …]``; the brackets may be tags.
-
-    Source: Granite 3's template.
+    ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` is Qwen2.5's, and
+    ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` Granite 3's. Phi-4-mini was trained for an
+    array in ``<|tool_call|>`` and ``<|/tool_call|>``; vLLM's template asks it for ``functools[…]``.
+    Source: the models' templates, vLLM's for Phi-4-mini, and that model's card.
     """
-    mark = yield from tape.starts("<|tool_call|>", "<tool_call>")
-    yield from tape.expect(mark or "<|tool_call|>")
-    yield from tape.blanks()
-    if (yield from tape.peek()) == "[":
-        yield from call_list(tape, out)
-        return
-    yield from call_object(tape, out)
-    tape.record()
-    yield from tape.blanks()
-    yield from tape.skip("</tool_call>")
+
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        mark = (yield from tape.starts(*opens)) or opens[0]
+        yield from tape.expect(mark.removesuffix("["))
+        yield from tape.blanks()
+        if (yield from tape.peek()) == "[":
+            yield from call_list(tape, out)
+        else:
+            yield from call_object(tape, out)
+        tape.record()
+        yield from tape.blanks()
+        yield from tape.skip(closes)
+
+    return ToolFormat(opens=opens, calls=calls)
 
 
 def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -151,49 +149,15 @@ def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
     may stand before it. Source: Llama 3.1's template.
     """
-    tape.record()
-    try:
+    while True:
         yield from tape.blanks()
         yield from tape.skip("<|python_tag|>")
-        while True:
-            yield from tape.blanks()
-            yield from call_object(tape, out, tools)
-            tape.record()
-            yield from tape.blanks()
-            if not (yield from tape.skip(";")):
-                break
-            yield from tape.blanks()
-            yield from tape.skip("<|python_tag|>")
-        tape.recorded()
-    except Broken:
-        source = tape.recorded()
-        # Before there is a name it may be any JSON, which is an answer too.
-        if tape.breaks_off and out.in_call:
-            out.cut()
-            tape.drop()
-        else:
-            out.give_up(source)
-    yield from tape.upto(put=out.content)
-
-
-def phi4(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``functools[{"name": …, "arguments": {…}}, …]``, or ``<|tool_call|>[…]<|/tool_call|>``.
-
-    The second form is the one that Phi-4-mini was trained for; vLLM's template asks for the first.
-    Source: vLLM's template for Phi-4-mini, and the model's card.
-    """
-    if (yield from tape.skip("functools")):
-        yield from call_list(tape, out)
-        return
-    yield from tape.expect("<|tool_call|>")
-    yield from tape.blanks()
-    if (yield from tape.peek()) == "[":
-        yield from call_list(tape, out)
-    else:
-        yield from call_object(tape, out)
-    tape.record()
-    yield from tape.blanks()
-    yield from tape.skip("<|/tool_call|>")
+        yield from tape.blanks()
+        yield from call_object(tape, out, tools)
+        tape.record()
+        yield from tape.blanks()
+        if not (yield from tape.skip(";")):
+            return
 
 
 def required(tape: Tape, out: Events) -> Reading[None]:

@@ -1,4 +1,4 @@
-"""Calls with each argument in tags of its own: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2.
+"""Calls with each argument in tags of its own: Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek V3.2.
 
 A value is text as it is, without quotes; what it means depends on the tool's schema. Of a string
 the beginning is passed on while the rest is still to come.
@@ -11,6 +11,8 @@ from typing import Any
 from quire.server.chat.events import Events
 from quire.server.chat.tape import BLANKS, Broken, Reading, Tape
 from quire.server.chat.tools.declared import Tool
+from quire.server.chat.tools.format import ToolFormat
+from quire.server.chat.tools.objects import quoted
 
 _TEXT = frozenset(("string",))
 _PYTHON_WORDS = (("True", "true"), ("False", "false"), ("None", "null"))
@@ -23,58 +25,36 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (list, "array"),
     (dict, "object"),
 )
+_ALL = frozenset(kind for _, kind in _KINDS)
 
 
-def qwen3_coder(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
+def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
+    """``<function=NAME><parameter=KEY>VALUE</parameter>…</function>`` within outer tags.
 
-    Models forget the outer tag. Source: Qwen3-Coder's template.
+    Models forget those. ``on_own_lines``: a line end before a value, and one behind it, belong to
+    the tags. Source: the templates of Qwen3-Coder and Seed-OSS.
     """
-    yield from _function(tape, out, tools, "<tool_call>", "</tool_call>", on_own_lines=True)
+    closing = ("\n</parameter>", "</parameter>") if on_own_lines else ("</parameter>",)
 
-
-def seed_oss(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """The same in ``<seed:tool_call>``, with values right between their tags.
-
-    Source: Seed-OSS' template.
-    """
-    outer = "<seed:tool_call>", "</seed:tool_call>"
-    yield from _function(tape, out, tools, *outer, on_own_lines=False)
-
-
-def _function(
-    tape: Tape,
-    out: Events,
-    tools: Mapping[str, Tool],
-    opens: str,
-    closes: str,
-    *,
-    on_own_lines: bool,
-) -> Reading[None]:
-    """``on_own_lines``: a line end before a value, and one behind it, belong to the tags."""
-    yield from tape.skip(opens)
-    yield from tape.blanks()
-    yield from tape.expect("<function=")
-    name = yield from tape.name(">")
-    yield from tape.expect(">")
-    out.start(name)
-    arguments = _Arguments(out, tools.get(name))
-    while True:
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from tape.skip(opens)
         yield from tape.blanks()
-        if (yield from tape.skip("</function>")):
-            break
-        yield from tape.expect("<parameter=")
-        key = yield from tape.name(">")
+        yield from tape.expect("<function=")
+        name = yield from tape.name(">")
         yield from tape.expect(">")
-        if on_own_lines:
-            yield from tape.skip("\n")
-            yield from arguments.read(tape, key, "\n</parameter>", "</parameter>")
-        else:
-            yield from arguments.read(tape, key, "</parameter>")
-    arguments.end()
-    tape.record()
-    yield from tape.blanks()
-    yield from tape.skip(closes)
+        arguments = Arguments(out, name, tools)
+        while not (yield from _ends(tape, "</function>")):
+            yield from tape.expect("<parameter=")
+            key = yield from tape.name(">")
+            yield from tape.expect(">")
+            if on_own_lines:
+                yield from tape.skip("\n")
+            yield from arguments.read(tape, key, *closing)
+        arguments.end()
+        tape.record()
+        yield from _ends(tape, closes)
+
+    return ToolFormat(opens=(opens, "<function="), calls=calls)
 
 
 def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -84,12 +64,8 @@ def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """
     yield from tape.expect("<tool_call>")
     name = yield from tape.name("<arg_key>", "</tool_call>")
-    out.start(name)
-    arguments = _Arguments(out, tools.get(name))
-    while True:
-        yield from tape.blanks()
-        if (yield from tape.skip("</tool_call>")):
-            break
+    arguments = Arguments(out, name, tools)
+    while not (yield from _ends(tape, "</tool_call>")):
         yield from tape.expect("<arg_key>")
         key = yield from tape.name("</arg_key>")
         yield from tape.expect("</arg_key>")
@@ -99,64 +75,89 @@ def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     arguments.end()
 
 
-def minimax_m2(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def invokes(outer: str, prefix: str = "") -> ToolFormat:
     """``<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>``.
 
-    Several stand in ``<minimax:tool_call>``. Source: MiniMax-M2's template.
+    Several stand in one outer tag. DeepSeek's tags have a prefix, and its parameters say
+    ``string="true"`` or, where the value is JSON, ``string="false"``.
+    Source: the template of MiniMax-M2, and the encoding that comes with DeepSeek-V3.2.
     """
-    yield from tape.skip("<minimax:tool_call>")
-    yield from tape.blanks()
-    yield from tape.expect('<invoke name="')
-    name = yield from tape.name('">')
-    yield from tape.expect('">')
-    out.start(name)
-    arguments = _Arguments(out, tools.get(name))
-    while True:
+    opens, invoke = f"<{prefix}{outer}>", f'<{prefix}invoke name="'
+    parameter, closing = f'<{prefix}parameter name="', f"</{prefix}parameter>"
+
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from tape.skip(opens)
         yield from tape.blanks()
-        if (yield from tape.skip("</invoke>")):
-            break
-        yield from tape.expect('<parameter name="')
-        key = yield from tape.name('">')
+        yield from tape.expect(invoke)
+        name = yield from tape.name('">')
         yield from tape.expect('">')
-        yield from arguments.read(tape, key, "</parameter>")
-    arguments.end()
-    tape.record()
+        arguments = Arguments(out, name, tools)
+        while not (yield from _ends(tape, f"</{prefix}invoke>")):
+            yield from tape.expect(parameter)
+            key = yield from tape.name('"')
+            kind = yield from tape.starts('">', '" string="true">', '" string="false">')
+            yield from tape.expect(kind or '">')
+            is_string = None if kind == '">' else kind == '" string="true">'
+            yield from arguments.read(tape, key, closing, is_string=is_string)
+        arguments.end()
+        tape.record()
+        yield from _ends(tape, f"</{prefix}{outer}>")
+
+    return ToolFormat(opens=(opens, invoke), calls=calls)
+
+
+def _ends(tape: Tape, tag: str) -> Reading[bool]:
+    """Take the tag if it comes next, but for blanks."""
     yield from tape.blanks()
-    yield from tape.skip("</minimax:tool_call>")
+    return (yield from tape.skip(tag))
 
 
-class _Arguments:
-    """Writes the JSON object of one call, member by member."""
+class Arguments:
+    """Starts one call, and writes the JSON object of its arguments, member by member."""
 
-    def __init__(self, out: Events, tool: Tool | None) -> None:
-        self._out, self._tool = out, tool
-        self._keys: set[str] = set()
+    def __init__(self, out: Events, name: str, tools: Mapping[str, Tool]) -> None:
+        self._out, self._tool = out, tools.get(name)
+        self.keys: set[str] = set()
+        out.start(name)
 
-    def read(self, tape: Tape, key: str, *closing: str) -> Reading[None]:
-        """A value and the tag after it. Raises: Broken, also for a key that was there before."""
-        if key in self._keys:
+    def key(self, key: str) -> None:
+        """The value follows. Raises: Broken if the key was there before."""
+        if key in self.keys:
             raise Broken
+        lead = ", " if self.keys else "{"
+        self.keys.add(key)
+        self._out.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
+
+    def read(
+        self, tape: Tape, key: str, *closing: str, is_string: bool | None = None
+    ) -> Reading[None]:
+        """A value as text, and the tag after it; None: the schema says if it is a string.
+
+        Raises: Broken.
+        """
+        self.key(key)
         kinds = self._tool.kinds(key) if self._tool else None
-        lead = f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: "
-        self._keys.add(key)
-        if kinds is None or kinds == _TEXT:
-            self._out.arguments(lead + '"')
+        if is_string is None:
+            is_string = kinds is None or kinds == _TEXT
+        if is_string:
+            self._out.arguments('"')
             found = yield from tape.upto(*closing, put=self._quote, must_come=True)
             if found is None:
                 raise Broken
             self._out.arguments('"')
         else:
             text = yield from tape.text_upto(*closing)
-            self._out.arguments(lead + converted(text, kinds))
+            self._out.arguments(converted(text, kinds or _ALL))
             found = yield from tape.starts(*closing)
         yield from tape.expect(found or closing[0])
 
     def end(self) -> None:
-        self._out.arguments("}" if self._keys else "{}")
+        """The object is complete, and so is the call."""
+        self._out.arguments("}" if self.keys else "{}")
         self._out.end()
 
     def _quote(self, text: str) -> None:
-        self._out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._out.arguments(quoted(text))
 
 
 def converted(text: str, kinds: frozenset[str]) -> str:
