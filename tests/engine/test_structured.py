@@ -248,7 +248,8 @@ def marked() -> tuple[Any, Grammars]:
     """The demo model's tokenizer with four tokens more, and its grammars."""
     tokenizer = copy.deepcopy(demo().tokenizer)
     tokenizer.add_tokens([mark for pair in MARKS[:2] for mark in pair])
-    return tokenizer, Grammars(tokenizer, vocab_size() + 4, [EOS])
+    tokenizer.add_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+    return tokenizer, Grammars(tokenizer, vocab_size() + 8, [EOS])
 
 
 def taken_of(form: StructuredOutputsParams, text: str) -> tuple[bool, bool]:
@@ -298,6 +299,25 @@ def test_a_mark_is_not_spelled_in_other_tokens() -> None:
     matcher.consume(spelled[:-1])
     rest = tokenizer("</think>yes")["input_ids"]
     assert matcher.taken(rest) == (len(rest), True)
+
+
+def test_marks_of_several_tokens_and_a_lead() -> None:
+    """As gpt-oss has them: messages with headers, in which tokens stand beside words."""
+    opens, closes = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    lead = "<|channel|>final<|message|>"
+    begun = replace(
+        FORMS[3], reasoning=Reasoning(opens=opens, closes=closes, lead=lead, is_open=True)
+    )
+    free = replace(
+        FORMS[3], reasoning=Reasoning(opens=opens, closes=closes, lead=lead, is_open=False)
+    )
+    for thought in ("", "hm <|end|"):
+        assert taken_of(free, f"{opens}{thought}{closes}{lead}yes") == (True, True)
+        assert taken_of(begun, f"{thought}{closes}{lead}yes") == (True, True)
+    assert taken_of(free, f"{lead}yes") == (True, True)
+    for wrong in ("yes", f"{opens}hm{closes}yes", f"{opens}hm{closes}\n{lead}yes", f"{lead}\nyes"):
+        assert taken_of(free, wrong)[0] is False
+    assert taken_of(free, f"{opens}hm<|end|><|start|>user")[0] is False
 
 
 def test_what_is_wrong_with_a_form_is_said_with_reasoning_too() -> None:

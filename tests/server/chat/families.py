@@ -122,6 +122,32 @@ DEEPSEEK = """\
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}
 """
 
+# Its reasoning and its answers are messages of their own, and there is one call in a message.
+GPT_OSS = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception("Cannot pass both content and thinking with tool calls!") }}
+        {%- elif message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.content or message.thinking) + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json' }}
+        {{- '<|message|>' + (call.arguments | tojson) + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary' }}
+        {{- '<|message|>' + (message.content | tojson) + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+
 # It reads content as a list of parts only.
 PARTS = """\
 {%- for message in messages %}
@@ -133,7 +159,13 @@ PARTS = """\
 {%- endfor %}
 """
 
-FAMILIES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "deepseek": DEEPSEEK}
+FAMILIES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+}
 
 
 def tokenizer(template: Any = None, special: tuple[str, ...] = ()) -> Any:

@@ -135,6 +135,7 @@ def test_calls_follow_reasoning() -> None:
         ("llama3", "llama3_json"),
         ("mistral", "mistral"),
         ("deepseek", "deepseek_v3"),
+        ("gpt_oss", "openai"),
     ],
 )
 def test_the_format_is_found_in_the_template(
@@ -203,6 +204,40 @@ TABLE = [
     ("MiniMaxAI/MiniMax-M2", "minimax_m2", "'<minimax:tool_call>'", "minimax_m2"),
     ("microsoft/Phi-4-mini-instruct", "phi3", "'<|tool|>' + tools + '<|/tool|>'", "phi4_mini_json"),
     ("microsoft/Phi-4-mini-instruct", "phi3", "as functools[{", "phi4_mini_json"),
+    (
+        "openai/gpt-oss-20b",
+        "gpt_oss",
+        '"functions." + name + "<|channel|>commentary " + "json<|message|>"',
+        "openai",
+    ),
+    ("openai/gpt-oss-120b", "gpt_oss", "", "openai"),
+    (
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "llama",
+        "'<|start_header_id|>' 'in the format [func_name1(params_name1=params_value1'",
+        "pythonic",
+    ),
+    ("Team-ACE/ToolACE-8B", "llama", "format of [func_name1(params_name1=", "pythonic"),
+    ("google/gemma-3-4b-it", "gemma3", "format of [func_name1(params_name1=", "pythonic"),
+    (
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+        "llama4",
+        "'<|header_start|>' 'exact format: [func_name1(param1=value1'",
+        "llama4_pythonic",
+    ),
+    ("LiquidAI/LFM2-1.2B", "lfm2", "List of tools: <|tool_list_start|>[", "lfm2"),
+    ("LiquidAI/LFM2-8B-A1B", "lfm2_moe", "", "lfm2"),
+    ("allenai/Olmo-3-7B-Instruct", "olmo3", "'<function_calls>' + calls", "olmo3"),
+    ("google/gemma-4-E4B-it", "gemma4", "'<|tool_call>call:' + function['name']", "gemma4"),
+    (
+        "google/functiongemma-270m-it",
+        "gemma3_text",
+        "'<start_function_call>call:' + function['name']",
+        "functiongemma",
+    ),
+    ("deepseek-ai/DeepSeek-V3.2", "deepseek_v32", "", "deepseek_v32"),
+    ("deepseek-ai/DeepSeek-V3.2", "deepseek_v3", "'<｜DSML｜function_calls>'", "deepseek_v32"),
+    ("deepseek-ai/DeepSeek-V4", "deepseek_v4", "'<｜DSML｜tool_calls>'", "deepseek_v4"),
 ]
 
 
@@ -244,6 +279,15 @@ def test_marks_that_are_special_tokens_are_asked_for() -> None:
     special = chat(MISTRAL, special=("[TOOL_CALLS]",))
     assert not special.prompt(asked).skip_special_tokens
     assert special.prompt(ChatRequest(messages=HELLO)).skip_special_tokens
+
+
+def test_special_tokens_without_a_role_are_asked_for() -> None:
+    """As in most models' tokenizer.json: Transformers' list of special tokens has none of them."""
+    own = tokenizer(MISTRAL)
+    own.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    mark = own.convert_tokens_to_ids("[TOOL_CALLS]")
+    assert own.decode([mark], skip_special_tokens=True) == ""
+    assert not Chat(own).prompt(ChatRequest(messages=HELLO, tools=TOOLS)).skip_special_tokens
 
 
 # -- tools -----------------------------------------------------------------------------------------

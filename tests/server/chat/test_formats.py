@@ -97,7 +97,7 @@ def can_be_written(case: Case, calls: list[tuple[str, dict[str, Any]]]) -> bool:
 
 
 @ANY_CASE
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=calls_of_both, cuts=cuts)
 def test_calls_are_read_as_they_were_written(case: Case, calls: Any, cuts: list[int]) -> None:
     if not can_be_written(case, calls):
@@ -122,7 +122,7 @@ def test_content_stands_beside_calls(case: Case, calls: Any, cuts: list[int]) ->
 
 
 @ANY_CASE
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     calls=calls_of_both,
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), texts), max_size=3),
@@ -206,7 +206,7 @@ def test_a_call_begins_before_its_arguments_are_complete(case: Case) -> None:
 
 
 @ANY_CASE
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.lists(texts, max_size=8).map("".join), cuts=cuts)
 def test_any_text_is_kept(case: Case, text: str, cuts: list[int]) -> None:
     found = events(reader(case.parser), pieces(text, cuts))
@@ -241,6 +241,18 @@ def test_content_is_not_held_back(case: Case) -> None:
             "phi4_mini_json",
             '<|tool_call|>[{"name": "search", "arguments": {"path": "x"}}]<|/tool_call|>',
         ),
+        ("pythonic", ' [ search ( path = """x""", ) , ]\n'),
+        ("olmo3", "<function_calls>search(path='x')"),
+        ("lfm2", '<|tool_call_start|>[search(path="x")'),
+        ("gemma4", "<|tool_call>call:search{path:x}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:search{"path": "x"}<tool_call|>'),
+        ("functiongemma", "<start_function_call>call:search{path:<escape>x<escape>}"),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="search"><｜DSML｜parameter name="path">x</｜DSML｜parameter>'
+            "</｜DSML｜invoke>",
+        ),
+        ("openai", 'to=functions.search<|message|>{"path": "x"}'),
     ],
 )
 def test_ways_that_models_stray(parser: str, text: str) -> None:
@@ -265,6 +277,54 @@ def test_values_are_of_the_type_that_the_schema_says() -> None:
 def test_a_value_that_is_not_of_that_type_is_a_string() -> None:
     text = "<tool_call>search<arg_key>count</arg_key><arg_value>many</arg_value></tool_call>"
     assert parsed(whole("glm45", text)) == [("search", {"count": "many"})]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("-12", -12), ("1_000", 1000), ("0x1F", 31), ("1.50", 1.5), (".5", 0.5), ("2.", 2.0),
+        ("1e3", 1000.0), ("True", True), ("null", None), ("[]", []), ("[1, [2,],]", [1, [2]]),
+        ("{'a': {}, \"b\": None,}", {"a": {}, "b": None}), (r"'it\'s'", "it's"), ("''", ""),
+        (r'"\d+\.\n\x41\u00e9\U0001f44d\ud83d\udc4d"', "\\d+\\.\nAé👍👍"), ("'a\\\nb'", "ab"),
+        ("'''a\n'b'''", "a\n'b"), ('"""a""b"""', 'a""b'), (r"'C:\users'", "C:\\users"),
+    ],
+)  # fmt: skip
+def test_literals_of_python(written: str, value: Any) -> None:
+    assert parsed(whole("pythonic", f"[search(options={written})]")) == [
+        ("search", {"options": value})
+    ]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("{1: 2}", "{'a'}", "(1,)", "open('x')", "a", "1 + 1", "1e", "nan", "-inf", "1_", "07"),
+        *("__import__('os')", "f'{x}'", "[1 2]", "'a' 'b'", "[*x]", "lambda: 0", "9" * 300),
+        *("[" * 65 + "]" * 65, "{'a':" * 65 + "1" + "}" * 65, "'a", "'\\"),
+    ],
+)
+def test_what_is_no_literal_is_no_call(written: str) -> None:
+    for text in (f"[search(options={written})]", f"[search({written})]", f"[search(**{written})]"):
+        assert whole("pythonic", text) == Reply(content=text)
+
+
+def test_a_list_is_an_answer_unless_a_tool_is_called() -> None:
+    for text in ("[1] see (a)", "[]", "[search]", "[find(path='x')]", "Say [search(path='x')]"):
+        assert whole("pythonic", text) == Reply(content=text)
+    assert whole("pythonic", "[search(path='x'), search(path=y)]").content == ", search(path=y)]"
+
+
+def test_long_and_deep_literals_take_linear_time() -> None:
+    """What is quadratic takes minutes at this length."""
+    parts = {"pythonic": "[search(options=", "gemma4": "<|tool_call>call:search{options:"}
+    for parser, begun in parts.items():
+        for more in ("[", "{'a':", "'", "'\\", "\\", "1", "[1,", '"', "{a:", '<|"|', ",", "x"):
+            text = begun + more * (50_000 // len(more))
+            made = reader(parser)
+            found = [
+                event for at in range(0, len(text), 100) for event in made.feed(text[at:][:100])
+            ]
+            assert reply(found + made.finish()) == whole(parser, text)
 
 
 def test_llama_calls_only_tools_that_there_are() -> None:

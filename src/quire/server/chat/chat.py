@@ -155,6 +155,9 @@ class Chat:
         marks = (*self._tools.opens, *self._tools.marks) if self._tools else ()
         marks += self._reasoning.marks if self._reasoning else ()
         special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
+        # Most tokenizers have more than they give a role to, and leave all of them out.
+        added = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
+        special |= {str(token) for token in added.values() if token.special}
         return any(mark in special for mark in marks)
 
 

@@ -71,6 +71,9 @@ class _Messages:
 
     def read(self, *, is_answer: bool, begun: str = "") -> Reading[None]:
         """A message's text, up to a mark."""
+        is_mark = yield from self._tape.starts(*_MARKS)
+        if not begun and (is_mark or not (yield from self._tape.peek())):
+            return
         put = self._out.content if is_answer else self._out.reasoning
         put(("\n" if is_answer in self._have_come else "") + begun)
         self._have_come.add(is_answer)
