@@ -29,25 +29,36 @@ SCHEMA = {
 OPENS, CLOSES = 4094, 4095  # of the demo model's tokens, renamed
 # The model begins to think if it may, and comes to an end of it.
 FIELDS = {"seed": 1, "temperature": 0.7, "logit_bias": {str(OPENS): 60, str(CLOSES): 8}}
+THINK = ("<think>", "</think>")
+HARMONY = tuple(f"<|{word}|>" for word in ("start", "channel", "constrain", "message", "x", "end"))
+SAYS = "<|start|>assistant"
+CHANNELS = {
+    "the prompt opens it": f"{TURNS}{SAYS}<|channel|>analysis<|message|>",
+    "the model opens it": TURNS + SAYS,
+    "the prompt has ended it": f"{TURNS}{SAYS}<|channel|>final<|message|>",
+}
 
 
 @cache
-def thinking_model() -> LoadedModel:
-    """The demo model, with marks for reasoning."""
+def model_with(marks: tuple[str, ...]) -> LoadedModel:
+    """The demo model, with these tokens in place of its last ones."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     said = json.loads(demo().tokenizer.backend_tokenizer.to_str())
     vocabulary = said["model"]["vocab"]
-    for mark, token_id in (("<think>", OPENS), ("</think>", CLOSES)):
+    for token_id, mark in enumerate(marks, CLOSES + 1 - len(marks)):
         old = next(text for text, own in vocabulary.items() if own == token_id)
         said["model"]["merges"] = [
             pair for pair in said["model"]["merges"] if "".join(pair) != old and old not in pair
         ]
         del vocabulary[old]
         vocabulary[mark] = token_id
-        form = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        said["added_tokens"].append({"id": token_id, "content": mark, **form})
+        form = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        is_special = marks is HARMONY
+        said["added_tokens"].append(
+            {"id": token_id, "content": mark, "special": is_special, **form}
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(said)), eos_token="<|endoftext|>"
     )
@@ -111,17 +122,21 @@ async def responses(client: Client, form: str) -> tuple[str, str, str, dict[str,
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_form_begins_where_the_reasoning_ends(prompt: str) -> None:
-    config = ServerConfig(chat_template=PROMPTS[prompt], reasoning_parser="qwen3")
+@pytest.mark.parametrize("parser", ["qwen3", "openai_gptoss"])
+def test_a_form_begins_where_the_reasoning_ends(parser: str, prompt: str) -> None:
+    is_harmony = parser == "openai_gptoss"
+    template = (CHANNELS if is_harmony else PROMPTS)[prompt]
+    config = ServerConfig(chat_template=template, reasoning_parser=parser)
 
     async def run_it() -> None:
-        async with serving(config, thinking_model()) as client:
+        async with serving(config, model_with(HARMONY if is_harmony else THINK)) as client:
             for ask, form in itertools.product(
                 (chat, messages, responses), ("schema", "required", "named")
             ):
                 thoughts, text, arguments, _ = await ask(client, form)
-                assert bool(thoughts) == (prompt != "the prompt has ended it")
-                assert "think>" not in thoughts + text + arguments
+                if not (is_harmony and prompt == "the model opens it"):  # it may, or not
+                    assert bool(thoughts) == (prompt != "the prompt has ended it")
+                assert not [m for m in (*THINK, *HARMONY) if m in thoughts + text + arguments]
                 given = json.loads(text if form == "schema" else arguments)
                 assert isinstance(given["sure"], bool)
                 assert (arguments if form == "schema" else text) == ""
@@ -133,7 +148,7 @@ def test_without_a_reasoning_parser_the_form_is_all_of_the_text() -> None:
     config = ServerConfig(chat_template=PROMPTS["the prompt opens it"])
 
     async def run_it() -> None:
-        async with serving(config, thinking_model()) as client:
+        async with serving(config, model_with(THINK)) as client:
             thoughts, text, _, _ = await chat(client, "schema")
             assert thoughts == ""
             assert isinstance(json.loads(text)["sure"], bool)

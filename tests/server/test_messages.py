@@ -83,8 +83,8 @@ def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds() -> None
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             whole = (await client.post("/v1/messages", BODY)).json
             assert whole["content"] == [{"type": "text", "text": expected}]
             assert (whole["stop_reason"], whole["stop_sequence"]) == ("max_tokens", None)
@@ -122,7 +122,7 @@ def test_anthropics_own_client_reads_them() -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
             client = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with client:
                 message = await client.messages.create(**clients())
@@ -138,7 +138,7 @@ def test_anthropics_own_client_reads_them() -> None:
                     model="demo", system=BODY["system"], messages=MESSAGES
                 )
                 assert counted.input_tokens == num_tokens(PROMPT)
-                stranger = client.with_options(api_key="nobody")
+                stranger = client.with_options(api_key="a-strange-key")
                 with pytest.raises(anthropic.AuthenticationError):
                     await stranger.messages.create(**clients())
                 with pytest.raises(anthropic.NotFoundError, match="not served"):
@@ -152,8 +152,8 @@ def test_the_stop_sequence_is_named() -> None:
     stop = expected[5:7]
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             fields = {**BODY, "stop_sequences": ["\u2603", stop]}
             whole = (await client.post("/v1/messages", fields)).json
             assert whole["content"][0]["text"] == expected.split(stop)[0]
@@ -170,9 +170,9 @@ def test_a_stop_string_of_the_models_own_is_the_end_of_its_turn() -> None:
     stop = expected[5:7]
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
-            nobody.service.chat._stop = (stop,)
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
+            anonymous.service.chat._stop = (stop,)
             named: dict[str, Any] = {"stop_sequences": [stop]}
             for fields, said in (({}, ("end_turn", None)), (named, ("stop_sequence", stop))):
                 whole = (await client.post("/v1/messages", {**BODY, **fields})).json
@@ -184,8 +184,8 @@ def test_a_stop_string_of_the_models_own_is_the_end_of_its_turn() -> None:
 
 def test_an_answer_ends_with_the_context_and_says_so() -> None:
     async def ask() -> None:
-        async with serving(CONFIG, max_model_len=num_tokens(PROMPT) + 9) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG, max_model_len=num_tokens(PROMPT) + 9) as anonymous:
+            client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/messages", {**BODY, "max_tokens": 32_000})
             assert answer.json["stop_reason"] == "model_context_window_exceeded"
             assert answer.json["usage"]["output_tokens"] == 9
@@ -195,7 +195,7 @@ def test_an_answer_ends_with_the_context_and_says_so() -> None:
 
 def test_a_required_tool_is_called_and_its_result_read() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
             client = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with client:
                 fields = clients(max_tokens=100, tools=[ADD])
@@ -292,9 +292,9 @@ def test_a_call_that_breaks_off_is_text() -> None:
     said = 'I add. <tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
-            saying(nobody, said)
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
+            saying(anonymous, said)
             fields = {**BODY, "max_tokens": 60, "tools": [ADD]}
             whole = (await client.post("/v1/messages", fields)).json
             assert {block["type"] for block in whole["content"]} == {"text"}
@@ -312,8 +312,8 @@ def test_a_call_that_the_limit_cuts_keeps_what_has_come() -> None:
     said = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
-            saying(nobody, said, reason="length")
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+            saying(anonymous, said, reason="length")
             asking = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with asking:
                 fields = clients(max_tokens=20, tools=[ADD])
@@ -342,8 +342,8 @@ def test_an_object_that_breaks_off_has_its_whole_members(arguments: str, found: 
 
 def test_an_answer_has_the_form_that_is_asked_for() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             form = {"type": "json_schema", "schema": ADD["input_schema"]}
             answer = await client.post(
                 "/v1/messages", {**BODY, "max_tokens": 100, "output_config": {"format": form}}
@@ -355,8 +355,8 @@ def test_an_answer_has_the_form_that_is_asked_for() -> None:
 
 def test_thinking_is_the_templates_business() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             fields = {"messages": MESSAGES, "system": "Write Python."}
             counts = [
                 (await client.post("/v1/messages/count_tokens", {**fields, **more})).json
@@ -387,8 +387,8 @@ def test_thinking_is_the_templates_business() -> None:
 )
 def test_what_is_wrong_is_said_in_anthropics_form(fields: dict[str, Any], said: str) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            answer = await nobody.with_key("alice-key").post("/v1/messages", {**BODY, **fields})
+        async with serving(CONFIG) as anonymous:
+            answer = await anonymous.with_key("alice-key").post("/v1/messages", {**BODY, **fields})
             assert answer.status == 400
             assert answer.json["type"] == "error"
             assert answer.error["type"] == "invalid_request_error"
@@ -399,8 +399,8 @@ def test_what_is_wrong_is_said_in_anthropics_form(fields: dict[str, Any], said: 
 
 def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
-            own = nobody.service.llm.generate
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+            own = anonymous.service.llm.generate
 
             async def generate(request: Any) -> AsyncGenerator[Any, None]:
                 async with aclosing(own(request)) as deltas:
@@ -408,8 +408,8 @@ def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
                         yield delta
                         raise ValueError("a secret of the engine")
 
-            nobody.service.llm.generate = generate
-            client = nobody.with_key("alice-key")
+            anonymous.service.llm.generate = generate
+            client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/messages", {**BODY, "stream": True})
             assert names(answer)[-1] == "error"
             assert answer.events[-1]["error"]["type"] == "api_error"
@@ -426,8 +426,8 @@ def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
 
 def test_leaving_ends_it() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             fields = {**BODY, "max_tokens": 180, "ignore_eos": True}
             for stream in (True, False):
                 body = {**fields, "stream": stream}

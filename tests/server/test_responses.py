@@ -78,8 +78,8 @@ def test_a_response_has_all_its_fields() -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             fields = {"metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"}
             answer = (await client.post("/v1/responses", {**BODY, **fields})).json
             is_as_openai_says(answer)
@@ -112,8 +112,8 @@ def test_the_events_come_in_order() -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/responses", {**BODY, "stream": True})
             found = names(answer)
             assert found[:4] == [
@@ -146,7 +146,7 @@ def test_openais_own_client_reads_them() -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key", max_retries=0)
             async with asking as client:
                 whole = await client.responses.create(**BODY)
@@ -183,8 +183,8 @@ def test_a_kept_response_is_continued_from_the_cache() -> None:
     )
 
     async def ask() -> None:
-        async with serving(config) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(config) as anonymous:
+            client = anonymous.with_key("alice-key")
             first = (await client.post("/v1/responses", BODY)).json
             fields = {**BODY, "input": "And?", "previous_response_id": first["id"]}
             second = (await client.post("/v1/responses", fields)).json
@@ -201,7 +201,7 @@ def test_a_kept_response_is_continued_from_the_cache() -> None:
                 await client.post("/v1/responses", {**fields, "previous_response_id": second["id"]})
             ).json
             url = f"/v1/responses/{third['id']}/input_items"
-            page = (await nobody.with_key("alice-key").get(url)).json
+            page = (await anonymous.with_key("alice-key").get(url)).json
             roles = [item["role"] for item in page["data"]]
             assert roles == ["user", "assistant", "user", "assistant", "user"]
             assert [page["data"][-1]["content"], page["data"][1]] == [
@@ -209,7 +209,7 @@ def test_a_kept_response_is_continued_from_the_cache() -> None:
                 second["output"][0],
             ]
             assert page["has_more"] is False
-            bob = nobody.with_key("bob-key")
+            bob = anonymous.with_key("bob-key")
             other = await bob.post("/v1/responses", fields)
             assert (other.status, other.error["code"]) == (404, "previous_response_not_found")
             unknown = await client.post(
@@ -226,8 +226,8 @@ def test_what_is_kept_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             secret = {**BODY, "input": "my name is Rumpelstiltskin", "background": True}
             made = (await client.post("/v1/responses", secret)).json
             await until_it_is_over(client, made["id"])
@@ -242,7 +242,7 @@ def test_what_is_kept_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_input_items_come_in_pages() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
             given = [{"role": "user", "content": str(number)} for number in range(7)]
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key")
             async with asking as client:
@@ -251,7 +251,7 @@ def test_input_items_come_in_pages() -> None:
                     pages = client.responses.input_items.list(made.id, limit=3, order=order)
                     found = [item.content[0].text async for item in pages]
                     assert found == [str(number) for number in expected]
-            client = nobody.with_key("bob-key")
+            client = anonymous.with_key("bob-key")
             url = f"/v1/responses/{made.id}/input_items"
             for query, said in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")):
                 call = client.call(url, method="GET", query=query)
@@ -263,8 +263,8 @@ def test_input_items_come_in_pages() -> None:
 
 def test_nothing_is_kept_where_that_is_not_wanted() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             answer = (await client.post("/v1/responses", {**BODY, "store": False})).json
             assert (await client.get(f"/v1/responses/{answer['id']}")).status == 404
             assert len(client.service.responses) == 0
@@ -339,7 +339,7 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
 
 def test_a_required_tool_is_called() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key", max_retries=0)
             async with asking as client:
                 fields = {**BODY, "max_output_tokens": 100, "tools": [ADD]}
@@ -365,9 +365,9 @@ def test_a_call_that_breaks_off_is_no_call_to_go_on_with() -> None:
     said = 'I add. <tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
-            saying(nobody, said)
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
+            saying(anonymous, said)
             fields = {**BODY, "max_output_tokens": 60, "tools": [ADD]}
             whole = (await client.post("/v1/responses", fields)).json
             texts = [part["text"] for item in whole["output"] for part in item["content"]]
@@ -387,9 +387,9 @@ def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool) -> None
     said = '<tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
-            saying(nobody, said, reason="length")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
+            saying(anonymous, said, reason="length")
             fields = {**BODY, "max_output_tokens": 60, "tools": [ADD], "stream": streams}
             answer = await client.post("/v1/responses", fields)
             found = answer.events[-1]["response"] if streams else answer.json
@@ -407,8 +407,8 @@ def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool) -> None
 
 def test_the_form_of_the_text() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+            client = anonymous.with_key("alice-key")
             form: dict[str, Any] = {"type": "json_schema", "name": "sum", "schema": SCHEMA}
             fields = {**BODY, "max_output_tokens": 100, "text": {"format": form}}
             answer = (await client.post("/v1/responses", fields)).json
@@ -434,8 +434,8 @@ def test_the_form_of_the_text() -> None:
 
 def test_logprobs_are_those_of_the_text() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             for fields, num_top in (({"include": ["message.output_text.logprobs"]}, 0),
                                     ({"top_logprobs": 2}, 2)):  # fmt: skip
                 asked = {**BODY, **fields}
@@ -456,8 +456,8 @@ def test_logprobs_are_those_of_the_text() -> None:
 
 def test_a_conversation_that_is_too_long_loses_its_beginning() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             given = [
                 {"role": role, "content": f"{number} " + "def f(): pass\n" * 5}
                 for number in range(20)
@@ -502,21 +502,21 @@ def test_a_conversation_that_is_too_long_loses_its_beginning() -> None:
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], said: str) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            answer = await nobody.with_key("alice-key").post("/v1/responses", {**BODY, **fields})
+        async with serving(CONFIG) as anonymous:
+            answer = await anonymous.with_key("alice-key").post("/v1/responses", {**BODY, **fields})
             assert answer.status == 400, answer.body
             assert said in answer.error["message"]
-            assert nobody.service.gate.num_under_way == 0
+            assert anonymous.service.gate.num_under_way == 0
 
     run(ask())
 
 
 def test_what_does_nothing_is_named() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
+        async with serving(CONFIG) as anonymous:
             fields = {"include": ["reasoning.encrypted_content"], "made_up": 1,
                       "reasoning": {"effort": "low", "summary": "auto"}}  # fmt: skip
-            answer = await nobody.with_key("bob-key").post("/v1/responses", {**BODY, **fields})
+            answer = await anonymous.with_key("bob-key").post("/v1/responses", {**BODY, **fields})
             assert answer.status == 200
             assert set(answer.headers["x-ignored-fields"].split(",")) == {
                 "made_up", "include.reasoning.encrypted_content", "reasoning.summary",
@@ -527,13 +527,13 @@ def test_what_does_nothing_is_named() -> None:
 
 def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
 
             def generate(_: Any) -> Any:
                 raise ValueError("a secret of the engine")
 
-            nobody.service.llm.generate = generate
+            anonymous.service.llm.generate = generate
             answer = await client.post("/v1/responses", {**BODY, "stream": True})
             assert names(answer)[-1] == "response.failed"
             last = answer.events[-1]["response"]
@@ -549,8 +549,8 @@ def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
 
 def test_leaving_ends_it_and_keeps_nothing() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             for stream in (True, False):
                 body = {**LONG, "stream": stream}
                 await leave_while_it_runs(client, "/v1/responses", body, events=6)
@@ -568,8 +568,8 @@ def test_it_goes_on_without_a_connection() -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             begun = (await client.post("/v1/responses", BEHIND)).json
             is_as_openai_says(begun)
             assert (begun["status"], begun["output"]) == ("queued", [])
@@ -586,8 +586,8 @@ def test_it_goes_on_without_a_connection() -> None:
 
 def test_cancelling_frees_its_memory_at_once() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
-            client, bob = nobody.with_key("alice-key"), nobody.with_key("bob-key")
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+            client, bob = anonymous.with_key("alice-key"), anonymous.with_key("bob-key")
             for what in ("cancel", "delete"):
                 fields = {**LONG, "background": True}
                 name = (await client.post("/v1/responses", fields)).json["id"]
@@ -639,15 +639,15 @@ def test_so_many_and_no_more() -> None:
 
 def test_one_that_is_cancelled_before_it_begins_holds_nothing() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
-            own = nobody.service.background.start
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
+            own = anonymous.service.background.start
 
             def start(caller: int, name: str, started: Any) -> None:
                 own(caller, name, started)
                 started.stop()
 
-            nobody.service.background.start = start
+            anonymous.service.background.start = start
             begun = (await client.post("/v1/responses", BEHIND)).json
             over = await until_it_is_over(client, begun["id"])
             assert over["status"] == "cancelled"
@@ -658,8 +658,8 @@ def test_one_that_is_cancelled_before_it_begins_holds_nothing() -> None:
 
 def test_its_events_can_be_read_again_from_anywhere() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody, listening(nobody) as address:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+            client = anonymous.with_key("alice-key")
             call = client.call("/v1/responses", {**BEHIND, "stream": True})
             await call.until(4)
             call.leave()
@@ -689,8 +689,8 @@ def test_its_events_can_be_read_again_from_anywhere() -> None:
 
 def test_a_server_that_stops_stops_them() -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as nobody:
-            client = nobody.with_key("alice-key")
+        async with serving(CONFIG) as anonymous:
+            client = anonymous.with_key("alice-key")
             await client.post("/v1/responses", {**LONG, "background": True})
             assert not await client.service.drain(0.0)
             client.service.close()
