@@ -1,5 +1,6 @@
 """/v1/chat/completions: a template's prompt, the engine's tokens, and what they are read as."""
 
+import itertools
 import json
 import re
 from typing import Any
@@ -440,6 +441,48 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], status: int) -> None:
             assert status == 200 or answer.error["message"]
 
     run(ask())
+
+
+EMPTY: tuple[Any, ...] = ("", [], [{"type": "text", "text": ""}])
+CHATS = (
+    ("/v1/chat/completions", "messages", {"max_tokens": 1}),
+    ("/v1/messages", "messages", {"max_tokens": 1}),
+    ("/v1/messages/count_tokens", "messages", {}),
+    ("/v1/responses", "input", {"max_output_tokens": 1}),
+)
+
+
+def test_a_message_may_be_empty_through_every_interface() -> None:
+    async def run_it() -> None:
+        async with serving(CONFIG) as client:
+            length = len(demo().tokenizer("# user: \n# assistant: ")["input_ids"])
+            for (path, field, fields), content in itertools.product(CHATS, EMPTY):
+                turns = [{"role": "user", "content": content}]
+                said = await client.post(path, {field: turns, **fields})
+                assert said.status == 200, (path, content, said.body)
+                used = said.json.get("usage", said.json)
+                assert used.get("prompt_tokens", used.get("input_tokens")) == length
+            for path, field, fields in CHATS:
+                said = await client.post(path, {field: [{"role": "user"}], **fields})
+                assert said.status == 400, path
+                assert b"content" in said.body
+
+    run(run_it())
+
+
+def test_where_the_template_writes_nothing_the_client_is_told_so() -> None:
+    async def run_it() -> None:
+        bare = ServerConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+        async with serving(bare) as client:
+            for path, field, fields in CHATS:
+                if path.endswith("count_tokens"):
+                    continue
+                body = {field: [{"role": "user", "content": ""}], **fields}
+                said = await client.post(path, body)
+                assert said.status == 400
+                assert b"the chat template writes nothing for these messages" in said.body
+
+    run(run_it())
 
 
 def test_what_an_answer_stopped_at_is_said() -> None:

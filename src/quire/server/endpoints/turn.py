@@ -117,6 +117,10 @@ async def take_turn(
     """
     service = exchange.service
     prompt = await exchange.in_text_thread(service.chat.prompt, chat, num_bytes=num_bytes)
+    if not prompt.token_ids:
+        raise Refused(
+            400, "the chat template writes nothing for these messages: give one of them a text"
+        )
     token_ids = service.shortened(list(prompt.token_ids), asked.truncate_prompt_tokens)
     room = service.room_for(len(token_ids), None)
     if within_context and max_tokens is not None:
