@@ -165,6 +165,17 @@ def test_a_text_of_many_marks_takes_linear_time() -> None:
         made.finish()
 
 
+def test_a_turn_with_reasoning_and_a_preamble_can_be_sent_back() -> None:
+    """Its template takes no text beside reasoning, in a message with a call."""
+    function = {"name": "search", "arguments": ARGUMENTS}
+    turn = {"role": "assistant", "content": "So:", "reasoning": "Hm.", "tool_calls": [
+        {"id": "call_0", "type": "function", "function": function}]}  # fmt: skip
+    result = {"role": "tool", "tool_call_id": "call_0", "name": "search", "content": "found"}
+    prompt = chat().prompt(ChatRequest(messages=[*HELLO, turn, result], tools=TOOLS))
+    header = " to=functions.search<|channel|>commentary json<|message|>"
+    assert f"{FINAL}So:{NEXT}{ANALYSIS}Hm.{NEXT}{header}{ARGUMENTS}<|call|>" in prompt.text
+
+
 # -- prompts, forms, names -------------------------------------------------------------------------
 
 

@@ -103,6 +103,17 @@ def with_arguments_as_text(messages: list[Message]) -> list[Message]:
     ]
 
 
+def with_texts_apart(messages: list[Message]) -> list[Message]:
+    """For templates that take no text beside reasoning in a message with calls, as gpt-oss'."""
+    found: list[Message] = []
+    for message in messages:
+        if "tool_calls" in message and message.get("content") and "reasoning_content" in message:
+            found.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        found.append(message)
+    return found
+
+
 def with_parts(messages: list[Message]) -> list[Message]:
     """For templates that take no text as content, only a list of parts."""
     return [

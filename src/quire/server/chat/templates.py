@@ -13,7 +13,12 @@ from typing import Any, final
 from jinja2 import Template, TemplateSyntaxError
 
 from quire.errors import ConfigError, RequestError
-from quire.server.chat.messages import checked_messages, with_arguments_as_text, with_parts
+from quire.server.chat.messages import (
+    checked_messages,
+    with_arguments_as_text,
+    with_parts,
+    with_texts_apart,
+)
 from quire.server.chat.plain import Message, check_size, plain
 from quire.server.chat.sandbox import Limits, Sandbox, syntax_error
 
@@ -57,7 +62,7 @@ class ChatTemplate:
         self._templates = {
             name: self._compile(name, source) for name, source in self._sources.items()
         }
-        self._wants_text_arguments = self._wants_parts = False
+        self._wants_text_arguments = self._wants_parts = self._wants_texts_apart = False
         if self._templates:
             self._try_out()
 
@@ -142,12 +147,14 @@ class ChatTemplate:
             ) from error
 
     def _shaped(self, messages: list[Message]) -> list[Message]:
+        if self._wants_texts_apart:
+            messages = with_texts_apart(messages)
         if self._wants_text_arguments:
             messages = with_arguments_as_text(messages)
         return with_parts(messages) if self._wants_parts else messages
 
     def _try_out(self) -> None:
-        """See in which of two forms this template takes content, and a call's arguments."""
+        """See in which form this template takes content, a call's arguments, and text beside it."""
         message = {"role": "user", "content": _TRIAL}
         self._wants_parts = not self._shows([message]) and self._shows(with_parts([message]))
         function = {"name": "f", "arguments": {"a": _TRIAL}}
@@ -161,6 +168,11 @@ class ChatTemplate:
             spoken = with_parts(spoken)
         self._wants_text_arguments = not self._shows(spoken) and self._shows(
             with_arguments_as_text(spoken)
+        )
+        spoken[1] |= {"content": "?", "thinking": "?", "reasoning_content": "?"}
+        self._wants_texts_apart = not self._wants_parts and (
+            not self._shows(self._shaped(spoken))
+            and self._shows(self._shaped(with_texts_apart(spoken)))
         )
 
     def _shows(self, messages: list[Message]) -> bool:
