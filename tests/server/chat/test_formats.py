@@ -327,6 +327,19 @@ def test_long_and_deep_literals_take_linear_time() -> None:
             assert reply(found + made.finish()) == whole(parser, text)
 
 
+@pytest.mark.parametrize(
+    ("parser", "unit"),
+    [
+        ("openai", "<|end|>a"),
+        ("openai", "<|channel|>commentary to=functions.search<|message|>{}"),
+        ("hermes", '<tool_call>{"name": "search", "arguments": {"a": "' + 50_000 * r"\n"),
+    ],
+)
+def test_a_text_that_comes_at_once_takes_linear_time(parser: str, unit: str) -> None:
+    """It waits for a reader that is slow. What is quadratic takes minutes at this length."""
+    reader(parser).read(unit * (100_000 // len(unit)))
+
+
 def test_llama_calls_only_tools_that_there_are() -> None:
     text = '{"name": "Ada", "parameters": {"born": 1815}}'
     assert whole("llama3_json", text) == Reply(content=text)

@@ -3,7 +3,8 @@
 import secrets
 import string
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias, final
 
 from quire.server.chat.tape import BLANKS
@@ -143,15 +144,23 @@ class Events:
     def take(self) -> list[Event]:
         """What has been found since the last time."""
         found, self._found = self._found, []
-        return found
+        taken: list[Event] = []
+        for _, several in groupby(found, type):
+            first, *others = several
+            if isinstance(first, ReasoningDelta | ContentDelta | ArgumentsDelta):
+                texts = [event.text for event in others if isinstance(event, type(first))]
+                taken.append(replace(first, text="".join((first.text, *texts))))
+            else:
+                taken += [first, *others]
+        return taken
 
     def reasoning(self, text: str) -> None:
         if text := self._without_edges(text):
-            self._add_text(ReasoningDelta, text)
+            self._found.append(ReasoningDelta(text=text))
 
     def content(self, text: str) -> None:
         if text := self._without_edges(text):
-            self._add_text(ContentDelta, text)
+            self._found.append(ContentDelta(text=text))
 
     def edge(self) -> None:
         """A mark is here: blanks before and after it are no text."""
@@ -160,12 +169,12 @@ class Events:
     def end_of_reasoning(self) -> None:
         """The text ends without a mark: its last blanks count."""
         if self._held:
-            self._add_text(ReasoningDelta, self._held)
+            self._found.append(ReasoningDelta(text=self._held))
         self._held = ""
 
     def end_of_content(self) -> None:
         if self._held:
-            self._add_text(ContentDelta, self._held)
+            self._found.append(ContentDelta(text=self._held))
         self._held = ""
 
     def start(self, name: str, given_id: str | None = None) -> None:
@@ -183,10 +192,6 @@ class Events:
 
     def arguments(self, text: str) -> None:
         assert self._open is not None, "arguments belong to a call"
-        last = self._found[-1] if self._found else None
-        if isinstance(last, ArgumentsDelta):
-            self._found.pop()
-            text = last.text + text
         if text:
             self._found.append(ArgumentsDelta(index=self._open, text=text))
 
@@ -219,10 +224,3 @@ class Events:
         sure = text.rstrip(BLANKS)
         self._held = text[len(sure) :]
         return sure
-
-    def _add_text(self, kind: type[ReasoningDelta | ContentDelta], text: str) -> None:
-        last = self._found[-1] if self._found else None
-        if isinstance(last, kind):
-            self._found.pop()
-            text = last.text + text
-        self._found.append(kind(text=text))

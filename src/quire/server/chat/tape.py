@@ -125,10 +125,7 @@ class Tape:
         """
         while True:
             start = self._at
-            places = [(self._text.find(mark, start), mark) for mark in marks]
-            place, found = min(
-                ((place, mark) for place, mark in places if place >= 0), default=(-1, None)
-            )
+            place, found = self._first(marks)
             # Of two marks the earlier one counts, and that may only just have begun to come.
             may_begin = not self._ended or (must_come and self._was_cut)
             sure = len(self._text) - (self._overhang(marks) if may_begin else 0)
@@ -142,6 +139,21 @@ class Tape:
                 self._ran_out = True
                 return None
             yield
+
+    def _first(self, marks: tuple[str, ...]) -> tuple[int, str | None]:
+        """Where the first of these is, and which; -1 and None if none has come.
+
+        One that is far behind, or nowhere, is not sought to the end for every other that is near.
+        """
+        begin, size, longest = self._at, 256, max(map(len, marks), default=0)
+        while begin < len(self._text):
+            end = begin + size
+            places = [(self._text.find(mark, begin, end + longest), mark) for mark in marks]
+            near = [(place, mark) for place, mark in places if 0 <= place < end]
+            if near:
+                return min(near)
+            begin, size = end, 2 * size
+        return -1, None
 
     def _overhang(self, marks: tuple[str, ...]) -> int:
         """Characters at the end that one of the marks may begin with."""
