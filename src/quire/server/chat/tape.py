@@ -106,6 +106,11 @@ class Tape:
         self.take(len(mark))
         return True
 
+    def comes(self, mark: str) -> Reading[bool]:
+        """Take blanks, and this behind them if it comes."""
+        yield from self.blanks()
+        return (yield from self.skip(mark))
+
     def expect(self, mark: str) -> Reading[None]:
         """Raises: Broken."""
         if not (yield from self.skip(mark)):

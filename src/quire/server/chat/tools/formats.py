@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.server.chat.events import short_call_id
 from quire.server.chat.harmony import HARMONY
 from quire.server.chat.tools.format import ToolFormat
-from quire.server.chat.tools.literals import gemma, lfm2, olmo3, pythonic
+from quire.server.chat.tools.literals import gemma, olmo3, pythonic
 from quire.server.chat.tools.named import mistral, named
 from quire.server.chat.tools.objects import llama, marked
 from quire.server.chat.tools.tagged import functions, glm45, invokes
@@ -19,7 +19,7 @@ _HERMES = marked("<tool_call>", closes="</tool_call>")
 _QWEN3_CODER = functions("<tool_call>", "</tool_call>", on_own_lines=True)
 _GLM = ToolFormat(opens=("<tool_call>",), calls=glm45)
 _LLAMA = ToolFormat(opens=(), calls=llama, marks=("<|python_tag|>",))
-_PYTHONIC = ToolFormat(opens=(), calls=pythonic, marks=("<|python_start|>", "<|python_end|>"))
+_PYTHONIC = pythonic("<|python_start|>", "<|python_end|>", has_marks=False)
 _DSML = "｜DSML｜"
 _DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -36,7 +36,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "llama4_json": _LLAMA,
         "pythonic": _PYTHONIC,
         "llama4_pythonic": _PYTHONIC,
-        "lfm2": ToolFormat(opens=("<|tool_call_start|>",), calls=lfm2),
+        "lfm2": pythonic("<|tool_call_start|>", "<|tool_call_end|>", has_marks=True),
         "olmo3": ToolFormat(opens=("<function_calls>",), calls=olmo3),
         "openai": HARMONY,
         "gemma4": gemma("<|tool_call>", "<tool_call|>", quote='<|"|>', stop="<|tool_response>"),

@@ -30,27 +30,27 @@ _ESCAPES = MappingProxyType(
 _DIGITS_OF = MappingProxyType({"x": 2, "u": 4, "U": 8})
 
 
-def pythonic(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``[name(key="value", other=1), …]`` and nothing else, maybe between Llama 4's marks.
+def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
+    """``[name(key="value", other=1), …]``, in marks or maybe in marks.
 
-    A call is told from other text by the name, which one of the tools must have.
-    Source: Llama 3.2's and 4's prompt formats, and vLLM's templates for them and for ToolACE.
+    Without any a call is told from other text by its place, which is the beginning, and its name,
+    which one of the tools must have. Source: Llama 3.2's and 4's prompt formats, vLLM's templates
+    for them and for ToolACE; LFM2's card.
     """
-    yield from tape.blanks()
-    yield from tape.skip("<|python_start|>")
-    yield from tape.blanks()
-    yield from _list(tape, out, tools, must_know=True)
-    yield from tape.blanks()
-    yield from tape.skip("<|python_end|>")
 
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from tape.comes(opens)
+        yield from tape.blanks()
+        yield from tape.expect("[")
+        is_over = False
+        while not is_over:
+            yield from tape.blanks()
+            yield from _call(tape, out, tools, must_know=not has_marks)
+            tape.record()  # what breaks from here on is after a call, not in it
+            is_over = yield from _ends(tape, "]", is_first=False)
+        yield from tape.comes(closes)
 
-def lfm2(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<|tool_call_start|>[name(key="value"), …]<|tool_call_end|>``. Source: LFM2's card."""
-    yield from tape.expect("<|tool_call_start|>")
-    yield from tape.blanks()
-    yield from _list(tape, out, tools)
-    yield from tape.blanks()
-    yield from tape.skip("<|tool_call_end|>")
+    return ToolFormat(opens=(opens,) if has_marks else (), calls=calls, marks=(opens, closes))
 
 
 def olmo3(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -60,8 +60,7 @@ def olmo3(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.blanks()
         yield from _call(tape, out, tools)
         tape.record()
-        yield from tape.blanks()
-        if (yield from tape.skip("</function_calls>")) or not (yield from tape.peek()):
+        if (yield from tape.comes("</function_calls>")) or not (yield from tape.peek()):
             return
 
 
@@ -84,23 +83,9 @@ def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
             yield from literals.value(tape, out.arguments)
         arguments.end()
         tape.record()
-        yield from tape.blanks()
-        yield from tape.skip(closes)
+        yield from tape.comes(closes)
 
     return ToolFormat(opens=(opens,), calls=calls, marks=(quote,), stop=(stop,))
-
-
-def _list(
-    tape: Tape, out: Events, tools: Mapping[str, Tool], *, must_know: bool = False
-) -> Reading[None]:
-    """Calls in brackets, one at least. Raises: Broken."""
-    yield from tape.expect("[")
-    is_over = False
-    while not is_over:
-        yield from tape.blanks()
-        yield from _call(tape, out, tools, must_know=must_know)
-        tape.record()  # what breaks from here on is after a call, not in it
-        is_over = yield from _ends(tape, "]", is_first=False)
 
 
 def _call(
@@ -127,8 +112,7 @@ def _ends(tape: Tape, closing: str, *, is_first: bool) -> Reading[bool]:
     if not is_first and not (yield from tape.skip(",")):
         yield from tape.expect(closing)
         return True
-    yield from tape.blanks()
-    return (yield from tape.skip(closing))
+    return (yield from tape.comes(closing))
 
 
 class _Literals(ABC):

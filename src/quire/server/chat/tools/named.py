@@ -60,8 +60,7 @@ def named(
         out.end()
         tape.record()
         for mark in (behind, one[1], several[1]):
-            yield from tape.blanks()
-            yield from tape.skip(mark)
+            yield from tape.comes(mark)
 
     return ToolFormat(opens=(several[0], one[0]), calls=calls)
 

@@ -42,8 +42,7 @@ def call_object(tape: Tape, out: Events, known: Container[str] | None = None) ->
                 yield from _arguments(tape, out)
         else:  # an id, a type: of no use here
             yield from tape.text_value()
-        yield from tape.blanks()
-        if not (yield from tape.skip(",")):
+        if not (yield from tape.comes(",")):
             break
     yield from tape.expect("}")
     if name is None:
@@ -106,15 +105,13 @@ def _name(tape: Tape, known: Container[str] | None) -> Reading[str]:
 def call_list(tape: Tape, out: Events) -> Reading[None]:
     """A JSON array of them, maybe empty. Raises: Broken."""
     yield from tape.expect("[")
-    yield from tape.blanks()
-    if (yield from tape.skip("]")):
+    if (yield from tape.comes("]")):
         return
     while True:
         yield from tape.blanks()
         yield from call_object(tape, out)
         tape.record()  # what breaks from here on is after a call, not in it
-        yield from tape.blanks()
-        if not (yield from tape.skip(",")):
+        if not (yield from tape.comes(",")):
             yield from tape.expect("]")
             return
 
@@ -137,8 +134,7 @@ def marked(*opens: str, closes: str) -> ToolFormat:
         else:
             yield from call_object(tape, out)
         tape.record()
-        yield from tape.blanks()
-        yield from tape.skip(closes)
+        yield from tape.comes(closes)
 
     return ToolFormat(opens=opens, calls=calls)
 
@@ -150,13 +146,11 @@ def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     may stand before it. Source: Llama 3.1's template.
     """
     while True:
-        yield from tape.blanks()
-        yield from tape.skip("<|python_tag|>")
+        yield from tape.comes("<|python_tag|>")
         yield from tape.blanks()
         yield from call_object(tape, out, tools)
         tape.record()
-        yield from tape.blanks()
-        if not (yield from tape.skip(";")):
+        if not (yield from tape.comes(";")):
             return
 
 

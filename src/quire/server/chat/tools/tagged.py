@@ -43,7 +43,7 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
         name = yield from tape.name(">")
         yield from tape.expect(">")
         arguments = Arguments(out, name, tools)
-        while not (yield from _ends(tape, "</function>")):
+        while not (yield from tape.comes("</function>")):
             yield from tape.expect("<parameter=")
             key = yield from tape.name(">")
             yield from tape.expect(">")
@@ -52,7 +52,7 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
             yield from arguments.read(tape, key, *closing)
         arguments.end()
         tape.record()
-        yield from _ends(tape, closes)
+        yield from tape.comes(closes)
 
     return ToolFormat(opens=(opens, "<function="), calls=calls)
 
@@ -65,7 +65,7 @@ def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     yield from tape.expect("<tool_call>")
     name = yield from tape.name("<arg_key>", "</tool_call>")
     arguments = Arguments(out, name, tools)
-    while not (yield from _ends(tape, "</tool_call>")):
+    while not (yield from tape.comes("</tool_call>")):
         yield from tape.expect("<arg_key>")
         key = yield from tape.name("</arg_key>")
         yield from tape.expect("</arg_key>")
@@ -92,7 +92,7 @@ def invokes(outer: str, prefix: str = "") -> ToolFormat:
         name = yield from tape.name('">')
         yield from tape.expect('">')
         arguments = Arguments(out, name, tools)
-        while not (yield from _ends(tape, f"</{prefix}invoke>")):
+        while not (yield from tape.comes(f"</{prefix}invoke>")):
             yield from tape.expect(parameter)
             key = yield from tape.name('"')
             kind = yield from tape.starts('">', '" string="true">', '" string="false">')
@@ -101,15 +101,9 @@ def invokes(outer: str, prefix: str = "") -> ToolFormat:
             yield from arguments.read(tape, key, closing, is_string=is_string)
         arguments.end()
         tape.record()
-        yield from _ends(tape, f"</{prefix}{outer}>")
+        yield from tape.comes(f"</{prefix}{outer}>")
 
     return ToolFormat(opens=(opens, invoke), calls=calls)
-
-
-def _ends(tape: Tape, tag: str) -> Reading[bool]:
-    """Take the tag if it comes next, but for blanks."""
-    yield from tape.blanks()
-    return (yield from tape.skip(tag))
 
 
 class Arguments:
