@@ -148,6 +148,52 @@ GPT_OSS = """\
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
 
+# Literals with marks for quotes, in alphabetical order.
+GEMMA4 = """\
+{%- macro literal(value) -%}
+    {%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for key, each in value | dictsort -%}
+            {{- ',' if not loop.first -}}{{- key -}}:{{- literal(each) -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        {{- '[' -}}
+        {%- for each in value -%}{{- ',' if not loop.first -}}{{- literal(each) -}}{%- endfor -%}
+        {{- ']' -}}
+    {%- else -%}{{- value -}}
+    {%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- '<|tool_call>call:' + call.function.name + literal(call.function.arguments) -}}
+        {{- '<tool_call|>' -}}
+    {%- endfor -%}
+    {{- message.content | trim + '<turn|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn>model\\n' -}}{%- endif -%}
+"""
+
+# Calls in Python's notation, of which JSON's words are part.
+OLMO3 = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<function_calls>\\n' if loop.first }}{{- call.function.name + '(' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- key + '=' + (value | tojson) + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- ')' + ('\\n</function_calls>' if loop.last else '\\n') }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
 # It reads content as a list of parts only.
 PARTS = """\
 {%- for message in messages %}
@@ -165,6 +211,8 @@ FAMILIES = {
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS,
+    "gemma4": GEMMA4,
+    "olmo3": OLMO3,
 }
 
 

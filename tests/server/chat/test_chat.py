@@ -136,6 +136,8 @@ def test_calls_follow_reasoning() -> None:
         ("mistral", "mistral"),
         ("deepseek", "deepseek_v3"),
         ("gpt_oss", "openai"),
+        ("gemma4", "gemma4"),
+        ("olmo3", "olmo3"),
     ],
 )
 def test_the_format_is_found_in_the_template(
@@ -258,6 +260,34 @@ def test_the_table_has_every_parser_and_all_are_documented() -> None:
         _, _, names = helps[option].partition("tells)")
         listed = names.partition(". ")[0].strip(", .")
         assert listed.split(", ") == sorted(known)
+
+
+@pytest.mark.parametrize(
+    ("family", "ends", "most"),
+    [
+        ("chatml", "<|im_end|>\n", 2),
+        ("llama3", "<|eot_id|>", 1),
+        ("gpt_oss", "<|call|>", 1),
+        ("gemma4", "<turn|>\n", 2),
+        ("olmo3", "<|im_end|>\n", 2),
+    ],
+)
+def test_what_a_template_writes_of_calls_is_read_as_them(family: str, ends: str, most: int) -> None:
+    given = [
+        ("search", {"count": -3, "path": "a \"b\" 'c' \\ <tag>\nü", "share": 0.5}),
+        ("write_file", {"is_new": True, "options": {"x": [1, "y", {}]}, "tags": ["a, b)", "}"]}),
+    ]
+    made = chat(FAMILIES[family])
+    for several in ([given[0]], [given[1]], given)[: 1 + most]:
+        calls = [{"function": {"name": name, "arguments": a}} for name, a in several]
+        prompt = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+        turns = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+        told = made.prompt(ChatRequest(messages=turns, tools=TOOLS, add_generation_prompt=False))
+        said = told.text.removeprefix(prompt.text).removesuffix(ends)
+        assert len(said) + len(prompt.text) + len(ends) == len(told.text)
+        found = made.reader(prompt).read(said)
+        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == several
+        assert found.content is None
 
 
 def test_without_a_format_calls_cannot_be_read() -> None:
