@@ -246,6 +246,7 @@ def test_content_is_not_held_back(case: Case) -> None:
         ("lfm2", '<|tool_call_start|>[search(path="x")'),
         ("gemma4", "<|tool_call>call:search{path:x}<tool_call|>"),
         ("gemma4", '<|tool_call>call:search{"path": "x"}<tool_call|>'),
+        ("gemma4", '<|tool_call>call:search{{"path":<|"|>x<|"|>}}<tool_call|>'),
         ("functiongemma", "<start_function_call>call:search{path:<escape>x<escape>}"),
         (
             "deepseek_v32",
@@ -306,6 +307,12 @@ def test_literals_of_python(written: str, value: Any) -> None:
 def test_what_is_no_literal_is_no_call(written: str) -> None:
     for text in (f"[search(options={written})]", f"[search({written})]", f"[search(**{written})]"):
         assert whole("pythonic", text) == Reply(content=text)
+
+
+def test_names_of_gemmas_arguments_have_no_brackets() -> None:
+    for written in ("a{b:1", "[:1", "a,b:1", "{a:1}"):
+        text = f"<|tool_call>call:search{{{written}}}<tool_call|>"
+        assert bool(whole("gemma4", text).calls) == (written == "{a:1}")
 
 
 def test_a_list_is_an_answer_unless_a_tool_is_called() -> None:

@@ -173,9 +173,9 @@ def _formats(
     names = tool_call_parser, reasoning_parser
     if any(name not in (None, "auto", "openai", "openai_gptoss") for name in names):
         raise ConfigError(
-            f"--tool-call-parser {tool_call_parser} and --reasoning-parser {reasoning_parser} are "
-            "for different models: the calls and the reasoning of Harmony are read together, by "
-            "openai and openai_gptoss"
+            f"--tool-call-parser {tool_call_parser or 'auto'} and --reasoning-parser "
+            f"{reasoning_parser or 'auto'} are for different models: the calls and the reasoning "
+            "of Harmony are read together, by openai and openai_gptoss"
         )
     return harmony
 

@@ -77,10 +77,13 @@ def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
         yield from tape.expect("call:")
         name = yield from tape.name("{")
         yield from tape.expect("{")
+        is_doubled = yield from tape.skip("{")  # as models write that have seen JSON between them
         arguments = Arguments(out, name, tools)
         while not (yield from _ends(tape, "}", is_first=not arguments.keys)):
             arguments.key((yield from literals.key(tape)))
             yield from literals.value(tape, out.arguments)
+        if is_doubled:
+            yield from tape.expect("}")
         arguments.end()
         tape.record()
         yield from tape.comes(closes)
@@ -226,6 +229,8 @@ class _Gemma(_Literals):
             yield from tape.blanks()
         else:
             key = yield from tape.name(":")
+            if not set(key).isdisjoint('{}[]",'):
+                raise Broken
         yield from tape.expect(":")
         return key
 
