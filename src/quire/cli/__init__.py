@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from quire.errors import QuireError
-from quire.server.stop import ended_at_once
+from quire.server.stop import StopSignals
 
 # What each does: the first line of its own help, and the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -67,7 +67,7 @@ def main() -> None:
     """Run the command line; a Quire error is said on standard error, with exit code 1."""
     named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
     # A server that is told to stop ends with 0, also while its modules are still imported.
-    with ended_at_once() if named == ["serve"] else nullcontext():
+    with StopSignals() if named == ["serve"] else nullcontext():
         _run(named)
 
 

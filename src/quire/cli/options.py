@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.config import EngineConfig
+from quire.engine.needs import longest_tokens
+from quire.spec.files import find_spec
 
 Model = Annotated[
     str | None,
@@ -95,7 +97,8 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
-    """A model, its tokenizer and its spec."""
+    """A model, its tokenizer and its spec; what its config.json rules out is said before."""
+    longest_tokens(config, *find_spec(model))
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     if (num_ranks := config.tensor_parallel_size) > 1:

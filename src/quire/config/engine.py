@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -166,6 +167,7 @@ class EngineConfig:
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         one_of("cache", self.cache, tuple(STRATEGIES))
+        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
         if not _DEVICE.fullmatch(self.device):

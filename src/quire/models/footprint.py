@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
-from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
+from quire.models.loader import auto_class, read_config
 from quire.models.placed import device_of
 from quire.spec import ModelSpec
+from quire.spec.files import DEMO_MODEL, find_folder
 
 
 def footprint(model: PreTrainedModel) -> Footprint:

@@ -22,9 +22,8 @@ from quire.planner.subjects.published import Published, published_models
 from quire.planner.subjects.weight_files import Stored, footprint_of, stored_tensors
 from quire.spec import ModelSpec
 from quire.spec.config_json import load, text_section
+from quire.spec.files import DEMO_MODEL, first_line, hub_config
 from quire.spec.layers import dtype_bytes
-
-DEMO_MODEL = "demo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +136,15 @@ def _of_table(found: Published, read_on: str, dtype: str) -> Subject:
 
 def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
     """The config.json, and what the hub says of the weights. Raises: ModelNotLoadable."""
-    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import get_safetensors_metadata
 
     try:
-        file = Path(hf_hub_download(name, "config.json"))
+        file = hub_config(name)
     except Exception as error:  # many kinds: no network, no such model, no right to it
         hint = f"; the table has {near!r}" if near else ""
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelNotLoadable(
             f"{name!r} is no local folder and not in the table, and the Hugging Face hub did not "
-            f"give its config.json: {reason}{hint}"
+            f"give its config.json: {first_line(error)}{hint}"
         ) from error
     config, _ = load(file)
     source = f"config.json of {name}, from the hub"

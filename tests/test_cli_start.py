@@ -1,0 +1,82 @@
+"""What the command line says before it imports torch: all that options and small files tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SEVERAL = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from quire.cli import main
+
+for arguments in json.loads(sys.argv.pop()):
+    sys.argv[1:], said, code = arguments, StringIO(), 0
+    with redirect_stderr(said), redirect_stdout(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    libraries = sorted({"torch", "transformers", "llvmlite"} & sys.modules.keys())
+    print(json.dumps([code, " ".join(said.getvalue().split()), libraries]))
+"""
+
+
+def several(*commands: list[str], **environment: str) -> list[tuple[int, str, list[str]]]:
+    """Run them one after the other: the code, what is said, and which large libraries are there."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "1000", **environment},
+    )
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield str(taken.getsockname()[1])
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported(taken_port: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    serve = ["serve", "--port", "0"]
+    cases = {
+        "No such option: --blok-size": ["serve", "--blok-size", "4"],
+        f"port={taken_port} cannot be listened at": ["serve", "--port", taken_port],
+        "'12Gigs' is not a size": [*serve, "--kv-cache-memory-bytes", "12Gigs"],
+        "--tool-call-parser 'nope' is unknown": [*serve, "--tool-call-parser", "nope"],
+        "--reasoning-parser 'nope' is unknown": [*serve, "--reasoning-parser", "nope"],
+        "max_model_len=99,999 is more than demo": [*serve, "--max-model-len", "99999"],
+        "attention_backend 'fast' is unknown": [*serve, "--attention-backend", "fast"],
+        "there is no folder": [*serve, "./no-such-folder"],
+        "has no weights": [*serve, str(tmp_path)],
+        "it cannot be reached": [*serve, "owner/no-such-model"],
+        "lower it": ["generate", "--max-model-len", "99999", "x"],
+    }
+    found = several(*cases.values(), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    for said, (code, message, libraries) in zip(cases, found, strict=True):
+        assert said in message
+        assert code == (2 if "No such option" in said else 1), said
+        assert libraries == [], said
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path)}
+    [(code, message, libraries)] = several(["serve", "owner/model", "--port", "0"], **nowhere)
+    assert (code, libraries) == (1, [])
+    assert "'owner/model' is no local folder" in message
+    assert "it cannot be reached" in message
+    assert "Retrying" not in message
