@@ -3,9 +3,13 @@
 Flags of the engine are made from ``EngineConfig``, so that an option is described once.
 """
 
+import atexit
+import gc
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib import import_module
 from itertools import chain
 from typing import Annotated, Any
 
@@ -99,6 +103,7 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
     """A model, its tokenizer and its spec; what its config.json rules out is said before."""
     longest_tokens(config, *find_spec(model))
+    _import_engine()
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     if (num_ranks := config.tensor_parallel_size) > 1:
@@ -121,6 +126,23 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
         quantization=config.quantization,
         show_progress=model is not None,
     )
+
+
+def _import_engine() -> None:
+    """Import what an engine is made of, all of which stays: garbage is not looked for in it.
+
+    That would take a sixth of a server's start: what is frozen is not looked through later, either.
+    At the end of the process it is thawed, or C++ bindings take their own modules for leaks.
+    """
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import_module("quire.engine.async_llm")
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+    finally:
+        gc.enable()
 
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
