@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
@@ -21,7 +22,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "Serve a model over HTTP: OpenAI's and Anthropic's API, metrics, and a page of "
         "its memory.",
-        "chat": "Chat with a model that a server has: quire serve's, or any other of OpenAI's API.",
+        "chat": "Chat with a model: of a server, quire serve's or any other of OpenAI's API; else "
+        "in here.",
         "generate": "Continue a text, and say what its KV cache took.",
         "compare": "Run the same prompts under all four strategies: a table and a picture of their "
         "memory.",
@@ -57,10 +59,21 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
             continue
         module = import_module(f"quire.cli.{name.replace('-', '_')}")
         command: Callable[..., None] = getattr(module, name.replace("-", "_"))
-        takes_vllms_flags = name == "serve"
-        cls = import_module("quire.cli.vllm").VllmCommand if takes_vllms_flags else None
-        app.command(name, cls=cls)(command)
+        app.command(name, cls=_class_of(name))(command)
     return app
+
+
+def _class_of(name: str) -> type[TyperCommand] | None:
+    """How a command reads its line: all vLLM's flags, or --model for its one argument."""
+    if name == "serve":
+        from quire.cli.vllm import VllmCommand
+
+        return VllmCommand
+    if name in ("chat", "compare", "plan", "bench", "doctor"):
+        from quire.cli.options import ModelCommand
+
+        return ModelCommand
+    return None
 
 
 def main() -> None:

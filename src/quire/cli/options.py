@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from quire.config import EngineConfig
 from quire.engine.needs import longest_tokens
@@ -25,10 +26,28 @@ from quire.spec.files import find_spec
 
 Model = Annotated[
     str | None,
-    typer.Option(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+    typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy: the likeliest token each time.")]
+
+
+class ModelCommand(TyperCommand):
+    """A command whose one argument is a model, which may be named by ``--model`` too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        for place, word in enumerate(args):
+            if word == "--":
+                break
+            if word == "--model" and place + 1 < len(args):
+                words[place : place + 2] = [args[place + 1]]
+                break
+            if word.startswith("--model="):
+                words[place] = word.removeprefix("--model=")
+                break
+        parsed: list[str] = super().parse_args(ctx, words)
+        return parsed
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:

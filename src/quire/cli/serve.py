@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire.cli.options import engine_of, load_model, with_options
+from quire.cli.options import Model, engine_of, load_model, with_options
 from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
@@ -21,10 +21,7 @@ log = logging.getLogger(__name__)
 def serve(
     *,
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
-    ] = None,
+    model: Model = None,
     num_gpu_blocks_override: Annotated[
         int | None,
         typer.Option(help="KV memory in blocks of all layers together: vLLM's.", hidden=True),
@@ -62,7 +59,11 @@ def serve(
 
         return AsyncLLM(loaded, **engine_of(options))
 
-    code = run(config, load, announce=lambda facts: _announce(console, facts))
+    def announce(facts: Any) -> None:
+        if log.isEnabledFor(logging.INFO):
+            _announce(console, facts)
+
+    code = run(config, load, announce=announce)
     if code:
         raise typer.Exit(code)
 
