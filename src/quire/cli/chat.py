@@ -65,15 +65,14 @@ def chat(  # noqa: PLR0913 - each is a flag
         "min_p": min_p,
         "seed": seed,
     }
-    question = None
+    http, question = client(url, api_key, timeout), None
+    found = _model_of(http, url, model)
     if prompt is not None or not sys.stdin.isatty():
         question = sys.stdin.read() if prompt in (None, "-") else prompt
         if not question or not question.strip():
             raise ConfigError("--prompt is empty: there is nothing to ask")
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
-        http = client(url, api_key, timeout)
-        found = _model_of(http, url, model)
         if found is None:
             where = stack.enter_context(own_server(model))
             http = client(*where, timeout)
