@@ -115,7 +115,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("at", ["quire.config", "torch", "quire.server.loop"])
+@pytest.mark.parametrize("at", ["quire.config", "torch"])
 def test_a_stop_while_it_loads_is_one_line(at: str, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     command = [sys.executable, "-c", STOPPED_EARLY, "serve", "--uds", str(path)]

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.options import Model, engine_of, load_model, with_options
-from quire.cli.vllm import notes_of
+from quire.cli.vllm import notes_of, place_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.units import format_bytes, format_count
@@ -22,6 +22,14 @@ def serve(
     *,
     context: typer.Context,
     model: Model = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Options from a YAML file, by their long names; what is given here counts before.",
+        ),
+    ] = None,
     num_gpu_blocks_override: Annotated[
         int | None,
         typer.Option(help="KV memory in blocks of all layers together: vLLM's.", hidden=True),
@@ -38,13 +46,17 @@ def serve(
     quire serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory-bytes 4GiB
     quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt --served-model-name mine
     quire serve --uds /run/quire.sock --shutdown-timeout 120
+    quire serve --config quire.yaml --port 9000
 
     Then: curl http://127.0.0.1:8000/v1/models, or quire chat.
     """
     from quire.server.run import serve as run
 
-    config = ServerConfig.from_options(**server)
-    own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
+    try:
+        config = ServerConfig.from_options(**server)
+        own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
+    except ConfigError as error:
+        raise place_of(context, error) from error
     console = Console(stderr=True)
 
     def load() -> Any:

@@ -266,7 +266,6 @@ FOREIGN: tuple[Foreign, ...] = (
         here="certificates are read at the start; let a proxy renew them",
     ),
     Foreign(flag="--disable-fastapi-docs", switch=True, harmless=ANY, here="FastAPI is not used"),
-    Foreign(flag="--config", here="write flags, or QUIRE_<OPTION> in the environment"),
 )
 
 # Ours, for a value of vLLM's flag that is a word of its own.
