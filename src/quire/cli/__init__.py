@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
@@ -40,11 +40,23 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+class _Commands(TyperGroup):
+    """Those that were only listed are made when a shell that completes asks for their options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in COMMANDS and not self.commands[name].params:
+            made = typer.main.get_command(command_line([name]))
+            assert isinstance(made, TyperGroup)
+            self.commands[name] = made.commands[name]
+        return super().resolve_command(ctx, args)
+
+
 def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     """Make the command line in which the commands of these names work; the others are listed."""
     app = typer.Typer(
+        cls=_Commands,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="KV-cache memory for LLM inference: four strategies, one interface, accounted in "
@@ -77,7 +89,10 @@ def _class_of(name: str) -> type[TyperCommand] | None:
 
 
 def main() -> None:
-    """Run the command line; a Quire error is said on standard error, with exit code 1."""
+    """Run the command line; an error is said on standard error, in the same way wherever it is.
+
+    The exit code is 1, but 2 where the command line cannot be read.
+    """
     named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
     # A server that is told to stop ends with 0, also while its modules are still imported.
     with StopSignals() if named == ["serve"] else nullcontext():
@@ -91,17 +106,27 @@ def _run(named: list[str]) -> None:
         wait_patiently()
         keep_few_shapes()
     try:
-        command_line(named)()
+        run = command_line(named)
+        code = run(sys.argv[1:] or ["--help"], prog_name="quire", standalone_mode=False)
+    except typer.TyperException as error:
+        _say(f"{error.format_message()} ({' '.join(['quire', *named])} -h lists what there is)")
+        code = error.exit_code
     except QuireError as error:
-        from rich.console import Console
-        from rich.markup import escape
-
-        message = f"[bold red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _say(str(error))
+        code = 1
     except BrokenPipeError:  # the reader left, and there is nothing left to say
         sys.stderr.close()
-        sys.exit(1)
+        code = 1
+    if code:
+        sys.exit(code)
+
+
+def _say(error: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    message = f"[bold red]error:[/] {escape(error)}"
+    Console(stderr=True).print(message, highlight=False, soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:

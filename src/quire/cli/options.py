@@ -7,7 +7,7 @@ import atexit
 import gc
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import chain
@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from quire.config import EngineConfig
+from quire.config import ADVANCED, EngineConfig
 from quire.engine.needs import longest_tokens
 from quire.spec.files import find_spec
 
@@ -69,12 +69,18 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
         taken = {parameter.name for parameter in own}
         flags = {
             name: [
-                _flag(option, panel=name.capitalize())
+                _flag(option, taken, panel=name.capitalize())
                 for option in fields(config)
                 if option.name not in taken
             ]
             for name, config in configs.items()
         }
+        rare = [
+            option.name
+            for config in configs.values()
+            for option in fields(config)
+            if option.metadata.get("panel") == ADVANCED
+        ]
 
         def run(context: typer.Context, **values: Any) -> None:
             for name, several in flags.items():
@@ -87,7 +93,8 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
         context = inspect.Parameter(
             "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
         )
-        parameters = [context, *own, *chain.from_iterable(flags.values())]
+        every = sorted(chain.from_iterable(flags.values()), key=lambda flag: flag.name in rare)
+        parameters = [context, *own, *every]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -96,8 +103,9 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
-def _flag(option: Any, *, panel: str) -> inspect.Parameter:
-    """What typer makes a flag of."""
+def _flag(option: Any, taken: Collection[str], *, panel: str) -> inspect.Parameter:
+    """What typer makes a flag of; a short name that is ``taken`` stays the command's own."""
+    short = [name for name in option.metadata.get("short", ()) if name.lstrip("-") not in taken]
     kind = option.metadata.get("flag_type", option.type)
     default = None if option.default in (MISSING, ()) else option.default
     return inspect.Parameter(
@@ -107,6 +115,7 @@ def _flag(option: Any, *, panel: str) -> inspect.Parameter:
         annotation=Annotated[
             kind,
             typer.Option(
+                *([f"--{option.name.replace('_', '-')}", *short] if short else []),
                 help=escape(option.metadata["help"]),
                 rich_help_panel=option.metadata.get("panel", panel),
             ),

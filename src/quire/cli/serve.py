@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.options import Model, engine_of, load_model, with_options
-from quire.cli.vllm import notes_of, place_of
+from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.units import format_bytes, format_count
@@ -52,11 +52,8 @@ def serve(
     """
     from quire.server.run import serve as run
 
-    try:
-        config = ServerConfig.from_options(**server)
-        own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
-    except ConfigError as error:
-        raise place_of(context, error) from error
+    config = ServerConfig.from_options(**server)
+    own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
     console = Console(stderr=True)
 
     def load() -> Any:

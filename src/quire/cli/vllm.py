@@ -237,6 +237,16 @@ class VllmCommand(TyperCommand):
         parsed: list[str] = super().parse_args(ctx, filed.arguments + done.arguments)
         return parsed
 
+    def invoke(self, ctx: Any) -> Any:
+        """Raises: ConfigError with the place in the file, if it is about an option of that."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            for name, place in ctx.meta[PLACES].items():
+                if re.match(rf"(--)?{re.sub('[_-]', '[_-]', name)}\b", str(error)):
+                    raise ConfigError(f"{place}: {error}") from error
+            raise
+
 
 @dataclass(slots=True)
 class Filed:
@@ -265,9 +275,10 @@ def _filed(
                     parameter.process_value(ctx, [value] if parameter.multiple else value)
                 filed.arguments += words
                 filed.places[name] = entry.place
-        except (ConfigError, typer.BadParameter) as error:
-            said = error.message if isinstance(error, typer.BadParameter) else str(error)
-            raise entry.wrong(said) from error
+        except typer.BadParameter as error:
+            raise entry.wrong(f"{entry.value!r}: {error.message}") from error
+        except ConfigError as error:
+            raise entry.wrong(str(error)) from error
         filed.notes += [f"{entry.place}: {note}" for note in done.notes]
     return filed
 
@@ -293,15 +304,6 @@ def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool
     if flag not in own and flag not in REWRITES and isinstance(entry.value, list):
         return [flag, json.dumps(values)]  # as vLLM has lists on a command line
     return [word for value in values for word in (flag, value)]
-
-
-def place_of(context: typer.Context, error: ConfigError) -> ConfigError:
-    """The same error, with its place in the file of options if it speaks of one of these."""
-    places: Mapping[str, str] = context.meta.get(PLACES, {})
-    for name, place in places.items():
-        if re.match(rf"{re.escape(name)}\b", str(error)):
-            return ConfigError(f"{place}: {error}")
-    return error
 
 
 def notes_of(context: typer.Context) -> tuple[str, ...]:
