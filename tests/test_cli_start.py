@@ -80,3 +80,39 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     assert "'owner/model' is no local folder" in message
     assert "it cannot be reached" in message
     assert "Retrying" not in message
+
+
+def test_errors_look_alike_and_names_of_options_hold_everywhere() -> None:
+    cases = {
+        "error: No such option: --max-modle-len": ["generate", "--max-modle-len", "5"],
+        "error: No such command 'serv'": ["serv"],
+        "error: Invalid value for '--max-tokens': ": ["generate", "--max-tokens", "many"],
+        "error: -pp 2 cannot be honoured": ["serve", "-pp", "2"],
+        "error: tensor_parallel_size=0 must be": ["bench", "-tp", "0"],
+        "error: tensor_parallel_size=-1 must be": ["generate", "--tp", "-1"],
+        "error: quantization 'int3' is unknown": ["compare", "-q", "int3"],
+        "error: there is no folder nope": ["bench", "./nope"],
+        "error: there is no folder nowhere": ["compare", "--model", "./nowhere"],
+        "error: --api-key goes with --url": ["bench", "--api-key", "x"],
+        "error: kv_cache_memory_bytes: '12Gigs'": ["doctor", "--kv-cache-memory-bytes", "12Gigs"],
+    }
+    for said, (code, message, libraries) in zip(cases, several(*cases.values()), strict=True):
+        assert message.startswith(said)
+        assert code in (1, 2)
+        assert libraries == []
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("quire se", ["serve"]), ("quire serve --max-m", ["--max-model-len"])],
+)
+def test_a_shell_completes_commands_and_their_options(words: str, found: list[str]) -> None:
+    asked = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    done = subprocess.run(
+        [sys.executable, "-c", "from quire.cli import main; main()"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **asked, "COMP_CWORD": str(words.count(" "))},
+    )
+    assert done.stdout.split() == found

@@ -47,7 +47,7 @@ def translate(
 ) -> Translation:
     """``own`` are Quire's flags, and whether each takes a value; ``beside`` others are given.
 
-    Raises: ConfigError for a flag that nobody has, and for one that cannot be honoured.
+    Raises: ConfigError for a flag that neither has, and for one that cannot be honoured.
     """
     split = list(_split(arguments, own))
     done = Translation(given=beside.union(flag for flag, _, _ in split if flag))

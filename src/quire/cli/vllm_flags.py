@@ -127,7 +127,7 @@ FOREIGN: tuple[Foreign, ...] = (
         here="swapped sequences lie in memory, or in a file at --swap-path",
     ),
     Foreign(flag="--kv-transfer-config", here="the cache is this process's own"),
-    Foreign(flag="--kv-events-config", here="blocks are announced to nobody outside"),
+    Foreign(flag="--kv-events-config", here="blocks are announced to no other process"),
     Foreign(
         flag="--enable-sleep-mode",
         switch=True,
