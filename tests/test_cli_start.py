@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+
+from quire.models.loader import load
+from quire.planner.subjects.subject import find_subject
+from quire.spec.files import find_folder
 
 SEVERAL = """
 import json, sys
@@ -75,11 +81,41 @@ def test_what_is_wrong_is_said_before_torch_is_imported(taken_port: str, tmp_pat
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path)}
-    [(code, message, libraries)] = several(["serve", "owner/model", "--port", "0"], **nowhere)
-    assert (code, libraries) == (1, [])
-    assert "'owner/model' is no local folder" in message
-    assert "it cannot be reached" in message
-    assert "Retrying" not in message
+    cached, commit = tmp_path / "hub" / "models--owner--cached", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    shutil.copytree(find_folder(None), cached / "snapshots" / commit)
+    serve = ["serve", "--port", "0"]
+    asked = ([*serve, "owner/model"], [*serve, "owner/cached", "--max-model-len", "99999"])
+    neither, too_long = several(*asked, **nowhere)
+    assert [neither[::2], too_long[::2]] == [(1, []), (1, [])]
+    assert "'owner/model' is no local folder" in neither[1]
+    assert "it cannot be reached" in neither[1]
+    assert "is more than owner/cached was made for, 2,048" in too_long[1]
+    assert "Retrying" not in neither[1] + too_long[1]
+
+
+def test_what_the_hubs_cache_has_is_loaded_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("no network")
+
+    def download(*_: str, local_files_only: bool = False) -> str:
+        assert local_files_only
+        return str(folder / "config.json")
+
+    folder = find_folder(None)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    loaded = load("owner/cached")
+    assert loaded.name == "owner/cached"
+    assert loaded.tokenizer is not None
+    assert find_subject("owner/cached").own == find_subject().own
+    assert len(asked) == 2
 
 
 def test_errors_look_alike_and_names_of_options_hold_everywhere() -> None:

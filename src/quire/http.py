@@ -55,7 +55,7 @@ class Http:
             parts.port  # noqa: B018 - it is looked at now
         except ValueError as error:
             raise ConfigError(f"--url {url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or self._uds == "":
             raise ConfigError(f"--url {url!r} is no address: write e.g. http://localhost:8000")
         plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])  # without a password
         self.url = plain.geturl() if self._uds is None else url

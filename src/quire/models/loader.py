@@ -26,7 +26,7 @@ from quire.errors import ConfigError, ModelNotLoadable, QuireError
 from quire.models.placed import device_map, device_of, move_to, weights_bytes
 from quire.models.weights import hold_in_memory
 from quire.spec import ModelSpec
-from quire.spec.files import DEMO_MODEL, check_weights, find_folder, first_line, hub_spec
+from quire.spec.files import called, check_weights, find_folder, first_line, hub_spec
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def load(
     elif place is not None and copy_weights:
         hold_in_memory(model)
     return LoadedModel(
-        name=DEMO_MODEL if name is None else source,
+        name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(source),
         spec=spec.computed_in(_dtype_name(model)),

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any, final
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAID = b"stopped before it served\n"
+_SAID = b"stopped\n"
 
 
 @final

@@ -4,6 +4,7 @@ No weight is read and no torch imported, so that a name that means nothing is sa
 """
 
 import json
+import logging
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,25 +12,34 @@ from quire.errors import ModelNotLoadable
 from quire.spec.config_json import load
 from quire.spec.model import ModelSpec
 
+log = logging.getLogger(__name__)
+
 DEMO_MODEL = "demo"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 def find_spec(name: str | Path | None = None) -> tuple[str, ModelSpec]:
-    """What errors call a model, and what it must remember; a folder's files are looked at.
+    """What a model is called, and what it must remember; a folder's files are looked at.
 
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     folder = find_folder(name)
     if folder is None:
-        return str(name), hub_spec(str(name))
+        return called(name), hub_spec(str(name))
     check_weights(folder)
-    return DEMO_MODEL if name is None else str(folder), ModelSpec.from_file(folder)
+    return called(name), ModelSpec.from_file(folder)
+
+
+def called(name: str | Path | None) -> str:
+    return DEMO_MODEL if name is None else str(Path(name).expanduser())
 
 
 def find_folder(name: str | Path | None) -> Path | None:
-    """The local folder that a name means; None if it is to be looked up on the hub."""
+    """The local folder that a name means; None for a repository of the hub.
+
+    Of a hub that does not answer it is the folder in its cache. Raises: ModelNotLoadable.
+    """
     if name is None:
         return Path(str(files("quire") / "demo_model"))
     try:
@@ -43,27 +53,17 @@ def find_folder(name: str | Path | None) -> Path | None:
         raise ModelNotLoadable(f"{path} is a file: give the folder that holds config.json")
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise ModelNotLoadable(f"there is no folder {path}")
-    return None
-
-
-def hub_spec(name: str) -> ModelSpec:
-    """From the config.json on the hub. Raises: ModelNotLoadable, UnsupportedModel, ConfigError."""
     try:
-        file = hub_config(name)
-    except Exception as error:  # many kinds: no network, no such model, no right to it
-        raise ModelNotLoadable(
-            f"{name!r} is no local folder, and the Hugging Face hub did not give it: "
-            f"{first_line(error)}"
-        ) from error
-    config, _ = load(file)
-    return ModelSpec.from_config(config, f"config.json of {name}")
+        return cached_folder(name)
+    except OSError as error:
+        raise _not_given(name, error) from error
 
 
-def hub_config(name: str) -> Path:
-    """The config.json of a repository: as it is on the hub, or as the hub's cache here has it.
+def cached_folder(name: str) -> Path | None:
+    """Where the hub's cache has a repository, if the hub does not answer; None if it does.
 
-    A hub that does not answer is asked once: its own library would ask for half a minute.
-    Raises: what that library raises, of many kinds.
+    It is asked once. Its own library would ask for half a minute, and that for each file.
+    Raises: OSError where neither has it.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
@@ -71,16 +71,37 @@ def hub_config(name: str) -> Path:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (HfHubHTTPError, ValueError):
-        pass  # it does answer, or it is no name: what is wrong is said below
+        pass  # it does answer, or this is no name: what is wrong is said when it is fetched
     except Exception as error:
         try:
-            return Path(hf_hub_download(name, "config.json", local_files_only=True))
+            found = Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
         except Exception:
             raise OSError(
                 f"it cannot be reached ({first_line(error)}), and nothing of that model is in its "
                 "cache here: check the network, or give a folder"
             ) from error
-    return Path(hf_hub_download(name, "config.json"))
+        log.info("the hub cannot be reached (%s): %s is read", first_line(error), found)
+        return found
+    return None
+
+
+def hub_spec(name: str) -> ModelSpec:
+    """From the config.json on the hub. Raises: ModelNotLoadable, UnsupportedModel, ConfigError."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(name, "config.json")
+    except Exception as error:  # many kinds: no such model, no right to it
+        raise _not_given(name, error) from error
+    config, _ = load(file)
+    return ModelSpec.from_config(config, f"config.json of {name}")
+
+
+def _not_given(name: str, error: Exception) -> ModelNotLoadable:
+    return ModelNotLoadable(
+        f"{name!r} is no local folder, and the Hugging Face hub did not give it: "
+        f"{first_line(error)}"
+    )
 
 
 def check_weights(folder: Path) -> None:
