@@ -56,6 +56,9 @@ def test_a_file_is_read_as_vllms_and_the_command_line_counts_before_it(
         "api-key:\n  - one\n  - two\n"
         "gpu-memory-utilization: 0.5\n"
         "enforce-eager: true\n"
+        "no-enable-log-requests: true\n"
+        "enable-chunked-prefill: True\n"
+        "disable-uvicorn-access-log: false\n"
         "tensor-parallel-size: 2\n"
         'speculative-config: \'{"method": "ngram"}\'\n'
     )
@@ -71,6 +74,7 @@ def test_a_file_is_read_as_vllms_and_the_command_line_counts_before_it(
     assert (engine.budget, engine.memory_utilization) == ("vllm", 0.5)
     assert (engine.enable_prefix_caching, engine.block_size) == (False, 32)
     assert engine.tensor_parallel_size == 1
+    assert served.server.uvicorn_log_level == "info"
     assert engine.speculative_config is not None
     assert quire(monkeypatch, "serve", "./another", f"--config={file}", "--port", "9001") == 0
     assert (served.model, served.server.port) == ("./another", 9001)
@@ -88,6 +92,9 @@ def test_a_file_is_read_as_vllms_and_the_command_line_counts_before_it(
         ("port: 1\nport: 2", "line 2: port: it is there already: "),
         ("disable-log-stats: maybe", "line 1: disable-log-stats: 'maybe' is neither true nor"),
         ("swap-space: 12Gigs", "line 1: swap_space: '12Gigs' is not a size"),
+        ("enforce-eager: maybe", "line 1: enforce-eager: 'maybe' is neither true nor false"),
+        ("disable-uvicorn-access-log: 3", "line 1: disable-uvicorn-access-log: '3' is neither"),
+        ("help: false", "line 1: help: it cannot be false"),
         ("pipeline-parallel-size: 2", "line 1: pipeline-parallel-size: --pipeline-parallel-size 2"),
         ("model: --port", "line 1: model: '--port' is no folder and no name"),
         ("config: other.yaml", "line 1: config: a file cannot name another one"),

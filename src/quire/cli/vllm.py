@@ -78,10 +78,7 @@ def _split(
         if re.fullmatch(r"-O\d", flag):
             flag, equals, value = "-O", "=", flag[2:]
         flag = flag if flag in own else _known(flag, own)
-        if flag in own:
-            takes = own[flag]
-        else:
-            takes = flag not in SWITCHES if flag in REWRITES else not _BY_FLAG[flag].switch
+        takes = _takes_value(flag, own)
         if equals:
             yield flag, value, [f"{flag}={value}"]
         elif takes:
@@ -294,16 +291,32 @@ def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool
         raise ConfigError("it has no value")
     if flag == "--model" and values[0].startswith("-"):
         raise ConfigError(f"{values[0]!r} is no folder and no name")
-    if flag in own and not own[flag]:
+    if not _takes_value(flag, own):
         turned = _SWITCHED.get(values[0].lower()) if entry.value == values[0] else None
-        if turned is None or parameter is None:
+        if turned is None:
             raise ConfigError(f"{entry.value!r} is neither true nor false")
-        return [(parameter.opts if turned else parameter.secondary_opts)[0]]
+        return [flag] if turned else _turned_off(flag, parameter)
     if flag in own and isinstance(entry.value, list) and not getattr(parameter, "multiple", False):
         raise ConfigError("it takes one value, not a list")
     if flag not in own and flag not in REWRITES and isinstance(entry.value, list):
         return [flag, json.dumps(values)]  # as vLLM has lists on a command line
     return [word for value in values for word in (flag, value)]
+
+
+def _takes_value(flag: str, own: Mapping[str, bool]) -> bool:
+    if flag in own or flag in REWRITES:
+        return own.get(flag, flag not in SWITCHES)
+    return not _BY_FLAG[flag].switch
+
+
+def _turned_off(flag: str, parameter: Any) -> list[str]:
+    """A switch that is false in a file. Raises: ConfigError for one that has no other side."""
+    if parameter is None:
+        return [] if flag in SWITCHES else [flag, "false"]
+    others = parameter.secondary_opts if flag in parameter.opts else parameter.opts
+    if not others:
+        raise ConfigError("it cannot be false: leave it out")
+    return [others[0]]
 
 
 def notes_of(context: typer.Context) -> tuple[str, ...]:
