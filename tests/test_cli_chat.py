@@ -221,6 +221,7 @@ def test_where_no_server_is_one_is_started_and_ended(
     assert quire(monkeypatch, "chat", *flags) == 0
     captured = capfd.readouterr()
     assert captured.out.strip()
+    assert "no server is at http://127.0.0.1:1: an engine" in " ".join(captured.err.split())
     assert "4 tokens" in captured.err
     assert "loading the demo model" in captured.err
     assert "Error" not in captured.err
@@ -230,7 +231,9 @@ def test_where_no_server_is_one_is_started_and_ended(
 
 
 def test_a_server_that_has_no_such_model_is_left_alone(
-    server: tuple[str, Behaviour], monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, Behaviour],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     url, behaviour = server
     started: list[str | None] = []
@@ -246,6 +249,9 @@ def test_a_server_that_has_no_such_model_is_left_alone(
     for model in ("tiny", "./another"):
         assert quire(monkeypatch, "chat", model, "--url", url, "--prompt", "x") == 0
     assert started == ["./another"]
+    assert f"{url} has tiny: an engine is started for ./another" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert [body["model"] for _, body in behaviour.asked] == ["tiny", "tiny"]
 
 

@@ -4,6 +4,7 @@ A command's module is imported when that command is named: ``quire --help`` answ
 command waits for what only another one needs.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -100,12 +101,15 @@ def main() -> None:
 
 
 def _run(named: list[str]) -> None:
-    if named:
-        from quire.config import keep_few_shapes, wait_patiently  # read what --help has no use for
-
-        wait_patiently()
-        keep_few_shapes()
     try:
+        if named:
+            from quire.config import (
+                keep_few_shapes,
+                wait_patiently,
+            )  # read what --help has no use for
+
+            wait_patiently()
+            keep_few_shapes()
         run = command_line(named)
         code = run(sys.argv[1:] or ["--help"], prog_name="quire", standalone_mode=False)
     except typer.TyperException as error:
@@ -114,6 +118,8 @@ def _run(named: list[str]) -> None:
     except QuireError as error:
         _say(str(error))
         code = 1
+    except KeyboardInterrupt:  # while modules were imported; elsewhere typer says the same
+        code = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader left, and there is nothing left to say
         sys.stderr.close()
         code = 1

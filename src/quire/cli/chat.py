@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from quire.bench.server import first_model, models_of
 from quire.cli.client import DEFAULT_URL, ApiKey, Timeout, Url, client
@@ -65,13 +66,13 @@ def chat(  # noqa: PLR0913 - each is a flag
         "min_p": min_p,
         "seed": seed,
     }
+    console = Console(stderr=True, highlight=False)
     http, question = client(url, api_key, timeout), None
-    found = _model_of(http, url, model)
+    found = _model_of(http, url, model, console)
     if prompt is not None or not sys.stdin.isatty():
         question = sys.stdin.read() if prompt in (None, "-") else prompt
         if not question or not question.strip():
             raise ConfigError("--prompt is empty: there is nothing to ask")
-    console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         if found is None:
             where = stack.enter_context(own_server(model))
@@ -90,8 +91,8 @@ def chat(  # noqa: PLR0913 - each is a flag
             raise RequestError("there is no answer")
 
 
-def _model_of(http: Http, url: str, model: str | None) -> str | None:
-    """What the server calls the model; None where a server is to be started for it.
+def _model_of(http: Http, url: str, model: str | None, console: Console) -> str | None:
+    """What the server calls the model; None, with a word why, where one is to be started for it.
 
     Raises: ConfigError for a server that was named and does not answer.
     """
@@ -100,12 +101,16 @@ def _model_of(http: Http, url: str, model: str | None) -> str | None:
     try:
         names = asyncio.run(models_of(http))
     except ConfigError as error:
-        if isinstance(error.__cause__, OSError):
-            return None
-        raise
-    if model is None:
-        return names[0]
-    return model if model in names else None
+        if not isinstance(error.__cause__, OSError):
+            raise
+        console.print(f"no server is at {url}: an engine is started for this chat", style="dim")
+        return None
+    if model is None or model in names:
+        return model or names[0]
+    console.print(
+        escape(f"the server at {url} has {names[0]}: an engine is started for {model}"), style="dim"
+    )
+    return None
 
 
 def _read_line() -> str:
