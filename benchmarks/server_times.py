@@ -18,7 +18,7 @@ from server_process import Wire, post, server, wire
 from quire import AsyncLLM, SamplingParams
 from quire.config import ServerConfig
 from quire.server.app import make_app
-from quire.server.run import uvicorn_config
+from quire.server.loop import uvicorn_config
 
 PROMPT_TOKENS = 64
 TENANT_TOKENS = 512  # enough that finding them computed shows

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +208,31 @@ def test_the_help_teaches_with_examples(
         "--no-ignore-eos",
     ):
         assert words in out
+
+
+def test_it_says_how_far_it_is_and_what_was_done_when_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result, sent = tmp_path / "result.json", tmp_path / "sent.jsonl"
+    flags = (*SMALL, "--max-concurrency", "1", "--num-warmups", "0", "--save-result", str(result))
+    with serving() as (url, behaviour):
+        assert quire(monkeypatch, "bench", "--url", url, *flags) == 0
+        captured = capsys.readouterr()
+        assert "sending: 6 of 6 done" in captured.err
+        assert "stopped" not in captured.err
+        own, asked = behaviour.events, len(behaviour.asked)
+
+        def events(body: dict[str, Any]) -> list[str]:
+            if len(behaviour.asked) == asked + 4:  # the fourth is not answered any more
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            return own(body)
+
+        monkeypatch.setattr(behaviour, "events", events)
+        code = quire(monkeypatch, "bench", "--url", url, *flags, "--save-trace", str(sent))
+    captured = capsys.readouterr()
+    assert code == 128 + signal.SIGINT
+    assert "stopped: 3 of 6 requests were done" in " ".join(captured.err.split())
+    assert f"{'Successful requests:':<40} 3" in captured.out
+    assert json.loads(result.read_text())["completed"] == 3
+    assert len(sent.read_text().splitlines()) == 1 + 3  # after its own heading

@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import pty
+import signal
 import sys
+import tempfile
+import termios
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +21,7 @@ from rich.console import Console
 
 from bench.sse_server import Behaviour, serving
 from quire.cli.conversation import Conversation, Figures
+from quire.cli.keyboard import unseen
 from quire.cli.talk import Talk, described
 from quire.http import Http, RefusedByServer
 from test_cli import quire
@@ -184,6 +192,8 @@ def test_a_refusal_is_one_line_and_nothing_is_kept(
     [
         (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: no model can be had"),
         (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
+        (("--url", "unix:"), "--url 'unix:' is no address"),
+        (("--url", "unix:/no/socket"), "--url unix:/no/socket: no model can be had"),
         (("--api-key", "two words"), "--api-key must be printable ASCII without spaces"),
         (("--model", "m", "--prompt", " "), "--prompt is empty"),
     ],
@@ -201,15 +211,76 @@ def test_bad_input_is_one_clear_line(
     assert "two words" not in err
 
 
-def test_where_no_server_is_it_names_the_command_that_starts_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_where_no_server_is_one_is_started_and_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    nowhere = "http://127.0.0.1:1"
+    monkeypatch.setattr(import_module("quire.cli.chat"), "DEFAULT_URL", nowhere)
+    monkeypatch.setenv("QUIRE_API_KEY", "of-another-server")
+    flags = ("--url", nowhere, "--prompt", "def add(a, b):", "--max-tokens", "4")
+    assert quire(monkeypatch, "chat", *flags) == 0
+    captured = capfd.readouterr()
+    assert captured.out.strip()
+    assert "no server is at http://127.0.0.1:1: an engine" in " ".join(captured.err.split())
+    assert "4 tokens" in captured.err
+    assert "loading the demo model" in captured.err
+    assert "Error" not in captured.err
+    assert not list(Path(tempfile.gettempdir()).glob("quire-chat-*"))
+    assert quire(monkeypatch, "chat", "./no-such-folder", *flags) == 1
+    assert "there is no folder" in capfd.readouterr().err
+
+
+def test_a_server_that_has_no_such_model_is_left_alone(
+    server: tuple[str, Behaviour],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, behaviour = server
+    started: list[str | None] = []
+
+    @contextmanager
+    def pretended(model: str | None) -> Iterator[tuple[str, str]]:
+        started.append(model)
+        yield url, "key"
+
+    chat = import_module("quire.cli.chat")
+    monkeypatch.setattr(chat, "own_server", pretended)
+    monkeypatch.setattr(chat, "DEFAULT_URL", url)
+    for model in ("tiny", "./another"):
+        assert quire(monkeypatch, "chat", model, "--url", url, "--prompt", "x") == 0
+    assert started == ["./another"]
+    assert f"{url} has tiny: an engine is started for ./another" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert [body["model"] for _, body in behaviour.asked] == ["tiny", "tiny"]
+
+
+def test_a_server_that_wants_a_key_says_so(
+    server: tuple[str, Behaviour],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, behaviour = server
     monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.setattr(sys.modules["quire.cli.chat"], "DEFAULT_URL", "http://127.0.0.1:1")
-    assert quire(monkeypatch, "chat", "--url", "http://127.0.0.1:1", "--prompt", "x") == 1
-    err = capsys.readouterr().err
-    assert "no server answers at http://127.0.0.1:1" in err
-    assert "start one with quire serve" in err
+    behaviour.status = 401
+    assert quire(monkeypatch, "chat", "tiny", "--url", url, "--prompt", "x") == 1
+    assert "give its key with --api-key" in capsys.readouterr().err
+
+
+def test_what_is_typed_during_an_answer_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        before = termios.tcgetattr(theirs)
+        for number in (None, signal.SIGTERM, signal.SIGHUP):
+            with suppress(SystemExit), unseen():
+                assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+                assert termios.tcgetattr(theirs)[3] & termios.ISIG
+                if number is not None:
+                    signal.raise_signal(number)
+                    pytest.fail("it went on")
+            assert termios.tcgetattr(theirs) == before
+    os.close(ours)
 
 
 def test_a_reason_is_openais_message_or_what_came() -> None:

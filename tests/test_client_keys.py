@@ -17,6 +17,7 @@ VARIABLES = ("QUIRE_API_KEY", "QUIRE_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL")
         ("http://127.0.0.1:8000", {"QUIRE_API_KEY": "q", "OPENAI_API_KEY": "o"}, "q"),
         ("localhost:8000", {"QUIRE_API_KEY": "q"}, "q"),
         ("http://[::1]:8000/v1", {"QUIRE_API_KEY": "q"}, "q"),
+        ("unix:/run/quire.sock", {"QUIRE_API_KEY": "q"}, "q"),
         ("http://127.0.0.1:8000", {"OPENAI_API_KEY": "o"}, None),
         ("http://llm.example.org", {"QUIRE_API_KEY": "q", "OPENAI_API_KEY": "o"}, None),
         ("http://localhost.example.org", {"QUIRE_API_KEY": "q"}, None),

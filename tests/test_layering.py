@@ -104,6 +104,7 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.needs"),
     *("engine.parts", "engine.engine", "engine.kv_cache"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "server.chat"),
+    "server.run",
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")

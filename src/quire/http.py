@@ -31,13 +31,14 @@ class RefusedByServer(ValueError):
     def reason(self) -> str:
         """OpenAI's message, if it is in there; else the beginning of what came."""
         try:
-            return str(json.loads(self.text)["error"]["message"])
+            said = str(json.loads(self.text)["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            return self.text[:300] or f"HTTP {self.status}"
+            said = self.text[:300] or f"HTTP {self.status}"
+        return f"{said}: give its key with --api-key" if self.status == 401 else said
 
 
 class Http:
-    """A server at ``http://host:port/prefix``, or https.
+    """A server at ``http://host:port/prefix``, or https; or at a Unix socket, ``unix:/path``.
 
     Inside ``async with`` requests share connections; outside each of them makes its own. An answer
     of which nothing comes for ``timeout_s`` seconds has failed.
@@ -48,14 +49,16 @@ class Http:
     def __init__(
         self, url: str, headers: dict[str, str] | None = None, *, timeout_s: float
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        self._uds = url.removeprefix("unix:") if url.startswith("unix:") else None
+        parts = urlsplit(_where(url))
         try:
             parts.port  # noqa: B018 - it is looked at now
         except ValueError as error:
             raise ConfigError(f"--url {url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or self._uds == "":
             raise ConfigError(f"--url {url!r} is no address: write e.g. http://localhost:8000")
-        self.url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])  # without a password
+        self.url = plain.geturl() if self._uds is None else url
         self._root = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.headers = headers or {}
         self._timeout_s = timeout_s
@@ -144,17 +147,26 @@ class Http:
     def _client(self) -> "httpx.AsyncClient":
         import httpx
 
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=self._uds, limits=limits) if self._uds else None,
             headers={
                 "Accept": "text/event-stream, application/json",
                 "Accept-Encoding": "identity",  # what is compressed comes late
                 **self.headers,
             },
             timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=limits,
             mounts=dict.fromkeys(_OWN),
             verify=ssl.create_default_context(),  # the system's certificates
         )
+
+
+def _where(url: str) -> str:
+    """An address as ``urlsplit`` reads it; of a Unix socket that of the name it is asked by."""
+    if url.startswith("unix:"):
+        return "http://localhost"
+    return url if "//" in url else f"http://{url}"
 
 
 async def _lines(answer: "httpx.Response") -> AsyncGenerator[bytes, None]:

@@ -117,6 +117,7 @@ def test_only_an_open_choice_is_another_one_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choose, "_find", lambda *_: PretendAttention())
     assert backend_for_graphs(chosen, "planned", [spec], device) is chosen
     assert backend_for_graphs(chosen, "auto", [spec], device).name == "pretend"
+    assert backend_for_graphs(chosen, "auto", [spec], torch.device("cpu")) is chosen
     assert backend_for_graphs(chosen.kernels, "auto", [spec], device) is chosen.kernels
     assert backend_for_graphs(SdpaAttention(), "auto", [spec], device).name == "sdpa"
     monkeypatch.setattr(choose, "_find", lambda *_: "there is none")

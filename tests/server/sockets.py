@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import ServerConfig
-from quire.server.run import _Server, uvicorn_config
+from quire.server.loop import _Server, uvicorn_config
 from server.asking import Client, encoded, serving
 
 

@@ -1,10 +1,18 @@
 """``quire top``: the feed as text, from a server and from frames."""
 
 import asyncio
+import io
+import os
+import pty
+import signal
 import socket
+import subprocess
+import sys
+from contextlib import suppress
 from typing import Any
 
 import msgspec
+import pytest
 import uvicorn
 from rich.console import Console
 from typer.testing import CliRunner
@@ -101,7 +109,7 @@ def test_a_view_says_what_the_frame_says_in_eighty_columns() -> None:
     assert "6.00 KiB committed of 8.00 KiB" in lines
     assert "2 running, 1 waiting   – tokens/s   hit rate –   0 preemptions" in lines
     assert "# 1 shared   A 2 held   / 1 spare   o 1 cached   _ 1 empty   · 2 not committed" in lines
-    assert any(line.split()[:4] == ["A", "4", "running", "39"] for line in lines)
+    assert any(line.split()[:4] == ["A", "4", "running", "39/132"] for line in lines)
     assert "and 1 more" in text
 
 
@@ -112,7 +120,7 @@ def test_rates_are_of_the_last_seconds_and_letters_stay() -> None:
     later = view.then(a_frame(sequences=left, counters=counted), 2.0)
     text = text_of(later)
     assert "45 tokens/s   hit rate 75 %   2 preemptions" in text
-    assert "\nB  9" in text
+    assert "\nB 9 " in text
     assert "trying again" in text_of(later.lost())
 
 
@@ -143,7 +151,69 @@ def test_a_large_picture_is_thinned() -> None:
     assert "A 9,900 held   · 30,100 not committed" in [line.rstrip() for line in lines]
 
 
-def test_once_asks_a_server_and_ends() -> None:
+@pytest.mark.parametrize(("num_listed", "num_more", "said"), [(12, 0, ""), (40, 7, "35 more")])
+def test_a_terminal_of_80_by_24_is_filled_and_not_passed(
+    num_listed: int, num_more: int, said: str
+) -> None:
+    like = a_frame().sequences[0]
+    sequences = [msgspec.structs.replace(like, id=1000 + number) for number in range(num_listed)]
+    cells = Cells(
+        num_cells=40_000,
+        num_shown=40_000,
+        each=10,
+        row_cells=0,
+        counts=(0, 0, 0, 9_900, 0, 30_100),
+        states="h" * 1000 + "." * 3000,
+        fills="9" * 4000,
+        holders=(1004, 1000, -1, 3000),
+    )
+    frame = a_frame(sequences=tuple(sequences), cells=(cells,), num_more=num_more)
+    screen = io.StringIO()
+    terminal = {"force_terminal": True, "color_system": None, "width": 80, "height": 24}
+    Console(file=screen, **terminal).print(View("http://here", ABOUT, frame, 0.0))
+    text = screen.getvalue()
+    assert 22 <= len(text.splitlines()) <= 24
+    assert max(map(len, text.splitlines())) <= 80
+    assert sum(str(sequence.id) in text for sequence in sequences) == 12
+    assert ("more" in text) == bool(said)
+    assert said in text
+
+
+TOP = """
+import os, sys, termios, tty
+from quire.cli import main
+
+before = termios.tcgetattr(0)
+try:
+    main()
+finally:
+    assert termios.tcgetattr(0) == before
+    print("as it was")
+"""
+
+
+def top_ended_by(url: str, key: bytes | signal.Signals) -> tuple[int, str]:
+    """What a terminal shows of it, and its exit code."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", TOP, "top", "--url", url, "--api-key", "root"]
+    size = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=size) as child:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the end of what a terminal shows
+            while piece := os.read(ours, 65536):
+                shown += piece
+                if b"hit rate" in shown and key:
+                    if isinstance(key, bytes):
+                        os.write(ours, key)
+                    else:
+                        child.send_signal(key)
+                    key = b""
+    os.close(ours)
+    return child.returncode, shown.decode()
+
+
+def test_a_server_is_asked_once_and_watched_until_a_key() -> None:
     async def body() -> None:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
@@ -169,6 +239,10 @@ def test_once_asks_a_server_and_ends() -> None:
                 assert has in shown.output
                 assert has_not not in shown.output
                 assert "0 running, 0 waiting" in shown.output
+            for pressed, code in ((b"xq", 0), (signal.SIGTERM, 128 + signal.SIGTERM)):
+                ended, text = await asyncio.to_thread(top_ended_by, url, pressed)
+                assert (ended, "as it was" in text) == (code, True), text
+                assert "Traceback" not in text
             server.should_exit = True
             await serving
         listening.close()

@@ -59,7 +59,9 @@ def backend_for_graphs(
     Where the choice was left open (``name``) and fell on one whose calls depend on the host, Triton
     takes its place there: a graph saves more than kernels differ by.
     """
-    if chosen.replays is not None or name != "auto" or chosen.make_writer is None:
+    if device.type != "cuda" or name != "auto":
+        return chosen
+    if chosen.replays is not None or chosen.make_writer is None:
         return chosen
     found = _find("triton", tuple(specs), device, None)
     if isinstance(found, str) or found.replays is None:

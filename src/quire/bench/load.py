@@ -58,10 +58,11 @@ async def send_all(
     *,
     max_concurrency: int | None = None,
     report: Callable[[], None] = lambda: None,
-) -> tuple[list[Outcome], float]:
+) -> tuple[list[Outcome | None], float]:
     """Every query at its time; what became of each, and how many seconds all of it took.
 
-    ``report`` is called when one has ended.
+    ``report`` is called when one has ended. If the task is cancelled, what has not ended is None,
+    and the cancellation is done with.
     """
     seats = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     begin = perf_counter()
@@ -75,8 +76,16 @@ async def send_all(
         report()
         return outcome
 
-    outcomes = await asyncio.gather(*(one(query) for query in queries))
-    return outcomes, perf_counter() - begin
+    each = [asyncio.create_task(one(query)) for query in queries]
+    try:
+        await asyncio.gather(*each)
+    except asyncio.CancelledError:
+        duration_s = perf_counter() - begin
+        await asyncio.gather(*each, return_exceptions=True)
+        if (own := asyncio.current_task()) is not None:
+            own.uncancel()
+        return [None if task.cancelled() else task.result() for task in each], duration_s
+    return [task.result() for task in each], perf_counter() - begin
 
 
 async def send(target: Target, query: Query) -> Outcome:

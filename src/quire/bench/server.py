@@ -8,7 +8,7 @@ from typing import Any
 from quire.bench.load import Piece
 from quire.bench.workload import Query
 from quire.errors import ConfigError
-from quire.http import Http
+from quire.http import Http, RefusedByServer
 
 
 class CompletionsServer:
@@ -36,15 +36,23 @@ class CompletionsServer:
 
 async def first_model(http: Http) -> str:
     """What the server calls the first of its models. Raises: ConfigError."""
+    return (await models_of(http))[0]
+
+
+async def models_of(http: Http) -> list[str]:
+    """What the server calls its models, at least one. Raises: ConfigError."""
     try:
         answer = await http.get("/v1/models")
-        name: str = answer["data"][0]["id"]
+        names: list[str] = [str(model["id"]) for model in answer["data"]]
+        names[0]
+    except RefusedByServer as error:
+        raise ConfigError(f"--url {http.url} refuses: {error.reason}") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"--url {http.url}: no model can be had from /v1/models ({type(error).__name__}: "
             f"{error}). Is the server up? --model names one without asking"
         ) from error
-    return name
+    return names
 
 
 def _piece(event: str) -> Piece:

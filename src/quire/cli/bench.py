@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +24,14 @@ from quire.bench.server import CompletionsServer, first_model
 from quire.bench.trace import write_trace
 from quire.bench.traffic import Traffic
 from quire.bench.workload import Query, RandomLengths, Vocabulary
-from quire.cli.client import Timeout, client
+from quire.cli.client import ApiKey, Timeout, client
 from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
+from quire.http import Http
+
+_LINE_S = 5.0  # between two lines of progress, at least
+_STOPPED = 128 + signal.SIGINT
 
 
 def _flag(panel: str, help: str, *names: str) -> Any:
@@ -32,17 +41,18 @@ def _flag(panel: str, help: str, *names: str) -> Any:
 @with_engine_options
 def bench(  # noqa: PLR0913 - each is a flag
     *,
-    url: Annotated[
-        str | None,
-        typer.Option(help="Ask an OpenAI-compatible server, instead of an engine in here."),
-    ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        typer.Argument(
             help="A local folder or a hub name; default: the demo model. With --url what the "
             "server calls it; default: its first."
         ),
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Ask an OpenAI-compatible server, instead of an engine in here."),
+    ] = None,
+    api_key: ApiKey = None,
     header: Annotated[
         list[str] | None, typer.Option(help='With --url, e.g. "Authorization: Bearer KEY".')
     ] = None,
@@ -125,7 +135,7 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
     """
     if calibrate is not None:
-        _refuse_misplaced(url, header, engine, {"--calibrate": calibrate})
+        _refuse_misplaced(url, header, api_key, engine, {"--calibrate": calibrate})
         if url is not None:
             raise ConfigError("--calibrate measures an engine in here: leave out --url")
         from quire.cli.calibrate import write_calibration
@@ -133,9 +143,8 @@ def bench(  # noqa: PLR0913 - each is a flag
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
-    _refuse_misplaced(
-        url, header, engine, {"--save-result": save_result, "--save-trace": save_trace}
-    )
+    saved = {"--save-result": save_result, "--save-trace": save_trace}
+    _refuse_misplaced(url, header, api_key, engine, saved)
     run = _Run(
         traffic=Traffic(
             num_prompts=num_prompts,
@@ -159,7 +168,9 @@ def bench(  # noqa: PLR0913 - each is a flag
         ignore_eos=ignore_eos,
     )
     measured = (
-        run.here(model, engine) if url is None else run.there(url, header or [], model, timeout)
+        run.here(model, engine)
+        if url is None
+        else run.there(client(url, api_key, timeout, dict(map(_header, header or []))), model)
     )
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -177,14 +188,23 @@ def bench(  # noqa: PLR0913 - each is a flag
     if save_result is not None:
         save_result.write_text(json.dumps({**result, **each}), encoding="utf-8")
     print(json.dumps({**result, **each}) if as_json else table(result, percentiles))
+    num_done = len(measured.outcomes)
     for error in sorted({outcome.error for outcome in measured.outcomes if outcome.error})[:10]:
         run.console.print(f"failed: {error}", markup=False, highlight=False)
+    if num_done < measured.num_wanted:
+        run.console.print(
+            f"stopped: {num_done:,} of {measured.num_wanted:,} requests were done, and the figures "
+            "are of these",
+            highlight=False,
+        )
+        raise typer.Exit(_STOPPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     about: dict[str, Any]  # who was asked, in vLLM's keys
-    queries: list[Query]
+    num_wanted: int
+    queries: list[Query]  # … of which these have ended, when it was not stopped all of them
     outcomes: list[Outcome]
     duration_s: float
     kv: dict[str, Any]  # our own part; nothing for a server elsewhere
@@ -223,10 +243,11 @@ class _Run:
                 vocabulary = vocabulary_of(llm.llm)
                 await self._warm_up(target, vocabulary)
                 watch.begin(llm)
-                queries = self.traffic.queries(vocabulary)
-                outcomes, duration_s = await self._send("sending", target, queries)
+                wanted = self.traffic.queries(vocabulary)
+                queries, outcomes, duration_s = await self._send("sending", target, wanted)
                 return _Measured(
                     about=_about("quire", model or loaded.name),
+                    num_wanted=len(wanted),
                     queries=queries,
                     outcomes=outcomes,
                     duration_s=duration_s,
@@ -235,21 +256,22 @@ class _Run:
 
         return asyncio.run(measure())
 
-    def there(self, url: str, headers: list[str], model: str | None, timeout_s: float) -> _Measured:
+    def there(self, server: Http, model: str | None) -> _Measured:
         """A server. Raises: ConfigError, RequestError if no request succeeds."""
 
         async def measure() -> _Measured:
             # Connections are kept: to make one is no part of a first token's time.
-            async with client(url, None, timeout_s, dict(map(_header, headers))) as http:
+            async with server as http:
                 name = model or await first_model(http)
                 target = CompletionsServer(
                     http, name, temperature=self.temperature, ignore_eos=self.ignore_eos
                 )
                 await self._warm_up(target, Vocabulary())
-                queries = self.traffic.queries(Vocabulary())
-                outcomes, duration_s = await self._send("sending", target, queries)
+                wanted = self.traffic.queries(Vocabulary())
+                queries, outcomes, duration_s = await self._send("sending", target, wanted)
             return _Measured(
                 about=_about("openai", name),
+                num_wanted=len(wanted),
                 queries=queries,
                 outcomes=outcomes,
                 duration_s=duration_s,
@@ -261,26 +283,48 @@ class _Run:
     async def _warm_up(self, target: Target, vocabulary: Vocabulary) -> None:
         if self.num_warmups:
             queries = self.traffic.warmups(self.num_warmups, vocabulary)
-            await self._send("warming up", target, queries)
+            done, *_ = await self._send("warming up", target, queries)
+            if len(done) < len(queries):
+                raise RequestError("stopped while warming up: nothing was measured")
 
     async def _send(
         self, what: str, target: Target, queries: list[Query]
-    ) -> tuple[list[Outcome], float]:
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(what, total=len(queries))
-            outcomes, duration_s = await send_all(
-                target,
-                queries,
-                max_concurrency=self.max_concurrency,
-                report=lambda: progress.advance(task),
+    ) -> tuple[list[Query], list[Outcome], float]:
+        """Those that have ended, all of them where it is not stopped (Ctrl-C), and the seconds."""
+        with self._progress(what, len(queries)) as report:
+            found, duration_s = await send_all(
+                target, queries, max_concurrency=self.max_concurrency, report=report
             )
+        done = [each for each in zip(queries, found, strict=True) if each[1] is not None]
+        outcomes = [outcome for _, outcome in done if outcome is not None]
+        if not outcomes:
+            raise RequestError(f"{what}: stopped before one of {len(queries):,} requests was done")
         if not any(outcome.succeeded for outcome in outcomes):
             raise RequestError(
                 f"{what}: none of {len(outcomes):,} requests succeeded; the first one: "
                 f"{outcomes[0].error}"
             )
-        return outcomes, duration_s
+        return [query for query, _ in done], outcomes, duration_s
+
+    @contextmanager
+    def _progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """What to call for each request that has ended: a bar at a terminal, lines elsewhere."""
+        if self.console.is_terminal:
+            columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Progress(*columns, console=self.console, transient=True) as progress:
+                task = progress.add_task(what, total=total)
+                yield partial(progress.advance, task)
+            return
+        done, said_s = 0, perf_counter()
+
+        def advance() -> None:
+            nonlocal done, said_s
+            done += 1
+            if done == total or perf_counter() - said_s >= _LINE_S:
+                said_s = perf_counter()
+                self.console.print(f"{what}: {done:,} of {total:,} done", highlight=False)
+
+        yield advance
 
 
 def _about(backend: str, model: str) -> dict[str, Any]:
@@ -296,12 +340,14 @@ def _about(backend: str, model: str) -> dict[str, Any]:
 def _refuse_misplaced(
     url: str | None,
     header: list[str] | None,
+    api_key: str | None,
     engine: dict[str, Any],
     saved: dict[str, Path | None],
 ) -> None:
     """Flags that would do nothing. Raises: ConfigError."""
-    if url is None and header:
-        raise ConfigError("--header goes with --url")
+    for flag, value in (("--header", header), ("--api-key", api_key)):
+        if url is None and value:
+            raise ConfigError(f"{flag} goes with --url")
     misplaced = sorted(set(engine) - {"seed"})
     if url is not None and misplaced:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)

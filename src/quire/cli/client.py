@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from quire.config.keys import key_for
-from quire.http import Http, RefusedByServer
+from quire.http import Http
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -37,12 +37,3 @@ def client(
     if key is not None:
         http.headers.setdefault("Authorization", f"Bearer {key}")
     return http
-
-
-def reason_of(error: Exception) -> str:
-    """For people: what a server said, and what to do where a key is missing."""
-    if not isinstance(error, RefusedByServer):
-        return str(error) or type(error).__name__
-    if error.status == 401:
-        return f"{error.reason}: give its key with --api-key"
-    return error.reason

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from quire.cli.options import (
     MaxTokens,
-    Model,
     Temperature,
     load_llm,
     plain_table,
@@ -46,7 +45,10 @@ def generate(  # noqa: PLR0913 - each is a flag
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+    ] = None,
     max_tokens: MaxTokens = 120,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,

@@ -3,9 +3,13 @@
 Flags of the engine are made from ``EngineConfig``, so that an option is described once.
 """
 
+import atexit
+import gc
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
+from importlib import import_module
 from itertools import chain
 from typing import Annotated, Any
 
@@ -14,15 +18,36 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
-from quire.config import EngineConfig
+from quire.config import ADVANCED, EngineConfig
+from quire.engine.needs import longest_tokens
+from quire.spec.files import find_spec
 
 Model = Annotated[
     str | None,
-    typer.Option(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+    typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy: the likeliest token each time.")]
+
+
+class ModelCommand(TyperCommand):
+    """A command whose one argument is a model, which may be named by ``--model`` too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        for place, word in enumerate(args):
+            if word == "--":
+                break
+            if word == "--model" and place + 1 < len(args):
+                words[place : place + 2] = [args[place + 1]]
+                break
+            if word.startswith("--model="):
+                words[place] = word.removeprefix("--model=")
+                break
+        parsed: list[str] = super().parse_args(ctx, words)
+        return parsed
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,12 +69,18 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
         taken = {parameter.name for parameter in own}
         flags = {
             name: [
-                _flag(option, panel=name.capitalize())
+                _flag(option, taken, panel=name.capitalize())
                 for option in fields(config)
                 if option.name not in taken
             ]
             for name, config in configs.items()
         }
+        rare = [
+            option.name
+            for config in configs.values()
+            for option in fields(config)
+            if option.metadata.get("panel") == ADVANCED
+        ]
 
         def run(context: typer.Context, **values: Any) -> None:
             for name, several in flags.items():
@@ -62,7 +93,8 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
         context = inspect.Parameter(
             "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
         )
-        parameters = [context, *own, *chain.from_iterable(flags.values())]
+        every = sorted(chain.from_iterable(flags.values()), key=lambda flag: flag.name in rare)
+        parameters = [context, *own, *every]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -71,8 +103,9 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
-def _flag(option: Any, *, panel: str) -> inspect.Parameter:
-    """What typer makes a flag of."""
+def _flag(option: Any, taken: Collection[str], *, panel: str) -> inspect.Parameter:
+    """What typer makes a flag of; a short name that is ``taken`` stays the command's own."""
+    short = [name for name in option.metadata.get("short", ()) if name.lstrip("-") not in taken]
     kind = option.metadata.get("flag_type", option.type)
     default = None if option.default in (MISSING, ()) else option.default
     return inspect.Parameter(
@@ -82,6 +115,7 @@ def _flag(option: Any, *, panel: str) -> inspect.Parameter:
         annotation=Annotated[
             kind,
             typer.Option(
+                *([f"--{option.name.replace('_', '-')}", *short] if short else []),
                 help=escape(option.metadata["help"]),
                 rich_help_panel=option.metadata.get("panel", panel),
             ),
@@ -95,7 +129,9 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
-    """A model, its tokenizer and its spec."""
+    """A model, its tokenizer and its spec; what its config.json rules out is said before."""
+    longest_tokens(config, *find_spec(model))
+    _import_engine()
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     if (num_ranks := config.tensor_parallel_size) > 1:
@@ -118,6 +154,23 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
         quantization=config.quantization,
         show_progress=model is not None,
     )
+
+
+def _import_engine() -> None:
+    """Import what an engine is made of, all of which stays: garbage is not looked for in it.
+
+    That would take a sixth of a server's start: what is frozen is not looked through later, either.
+    At the end of the process it is thawed, or C++ bindings take their own modules for leaks.
+    """
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import_module("quire.engine.async_llm")
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+    finally:
+        gc.enable()
 
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:

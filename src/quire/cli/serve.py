@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire.cli.options import engine_of, load_model, with_options
+from quire.cli.options import Model, engine_of, load_model, with_options
 from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
@@ -21,9 +21,14 @@ log = logging.getLogger(__name__)
 def serve(
     *,
     context: typer.Context,
-    model: Annotated[
+    model: Model = None,
+    file: Annotated[
         str | None,
-        typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Options from a YAML file, by their long names; what is given here counts before.",
+        ),
     ] = None,
     num_gpu_blocks_override: Annotated[
         int | None,
@@ -41,6 +46,7 @@ def serve(
     quire serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory-bytes 4GiB
     quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt --served-model-name mine
     quire serve --uds /run/quire.sock --shutdown-timeout 120
+    quire serve --config quire.yaml --port 9000
 
     Then: curl http://127.0.0.1:8000/v1/models, or quire chat.
     """
@@ -62,7 +68,11 @@ def serve(
 
         return AsyncLLM(loaded, **engine_of(options))
 
-    code = run(config, load, announce=lambda facts: _announce(console, facts))
+    def announce(facts: Any) -> None:
+        if log.isEnabledFor(logging.INFO):
+            _announce(console, facts)
+
+    code = run(config, load, announce=announce)
     if code:
         raise typer.Exit(code)
 

@@ -318,7 +318,7 @@ def _fleet(
         raise ConfigError(
             "speculative_config is not simulated: what would be guessed, no trace says"
         )
-    # An engine here has a limit of mappings; that of another machine nobody knows.
+    # An engine here has a limit of mappings; that of another machine is not known.
     return fleet_for(
         subject,
         config,

@@ -12,8 +12,9 @@ from typing import Any, final
 from rich.console import Console
 from rich.markup import escape
 
-from quire.cli.client import reason_of
 from quire.cli.conversation import Conversation, Figures
+from quire.cli.keyboard import unseen
+from quire.http import RefusedByServer
 from quire.units import format_count, format_seconds
 
 HELP = """\
@@ -77,12 +78,15 @@ class Talk:
         """Ask, and write the answer as it comes; False if there was none."""
         had_chat = self._conversation.has_chat
         try:
-            asyncio.run(self._write_answer(text))
+            with unseen():  # else what is typed meanwhile stands in the midst of the answer
+                asyncio.run(self._write_answer(text))
         except KeyboardInterrupt:
             sys.stdout.write("\n")
             self._console.print("stopped", style="dim")
         except (OSError, ValueError) as error:
-            self._console.print(f"[bold red]error:[/] {escape(reason_of(error))}", soft_wrap=True)
+            said = error.reason if isinstance(error, RefusedByServer) else str(error)
+            said = said or type(error).__name__
+            self._console.print(f"[bold red]error:[/] {escape(said)}", soft_wrap=True)
             return False
         if had_chat and not self._conversation.has_chat:
             self._console.print(

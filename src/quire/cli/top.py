@@ -1,6 +1,7 @@
 """``quire top``: the memory page in a terminal, from the same feed."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -12,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from quire.cli.client import DEFAULT_URL, ApiKey, Url, client, reason_of
+from quire.cli.client import DEFAULT_URL, ApiKey, Url, client
+from quire.cli.keyboard import unseen
 from quire.cli.top_view import View
 from quire.errors import ConfigError
 from quire.http import Http, RefusedByServer
@@ -32,6 +34,8 @@ def top(
 ) -> None:
     """Watch a server's memory: who holds which cells, what is shared and cached, how fast it goes.
 
+    It ends with q.
+
     \b
     quire top
     quire top --url http://10.0.0.5:8000 --once
@@ -46,7 +50,7 @@ def top(
     except KeyboardInterrupt:
         pass
     except RefusedByServer as error:
-        raise ConfigError(f"{url} refuses: {reason_of(error)}") from error
+        raise ConfigError(f"{url} refuses: {error.reason}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no memory feed at {url} ({error}): start a server with quire serve, or say with "
@@ -64,21 +68,45 @@ async def _print_one(http: Http, url: str, console: Console) -> None:
 
 
 async def _watch(http: Http, url: str, console: Console) -> None:
-    """Until somebody stops it. Raises: OSError, ValueError if nothing was there at first."""
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        view: View | None = None
-        while True:
-            try:
-                async with aclosing(_views(http, url, view)) as views:
-                    async for view in views:
-                        live.update(view, refresh=True)
-            except (OSError, ValueError):
-                if view is None:
-                    raise
-            if view is not None:
-                view = view.lost()
-                live.update(view, refresh=True)
-            await asyncio.sleep(_AGAIN_S)
+    """Until q or Ctrl-C. Raises: OSError, ValueError if nothing was there at first."""
+    ended = asyncio.Event()
+    with (
+        unseen(key_by_key=True) as keyboard,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        if keyboard is not None:
+            asyncio.get_running_loop().add_reader(keyboard, _take_key, keyboard, ended)
+        showing = asyncio.create_task(_show(http, url, live))
+        asking = asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait((showing, asking), return_when=asyncio.FIRST_COMPLETED)
+            if showing.done():
+                showing.result()
+        finally:
+            showing.cancel()
+            asking.cancel()
+
+
+def _take_key(keyboard: int, ended: asyncio.Event) -> None:
+    keys = os.read(keyboard, 64)
+    if not keys or b"q" in keys.lower():  # none: the terminal is gone
+        ended.set()
+
+
+async def _show(http: Http, url: str, live: Live) -> None:
+    view: View | None = None
+    while True:
+        try:
+            async with aclosing(_views(http, url, view)) as views:
+                async for view in views:
+                    live.update(view, refresh=True)
+        except (OSError, ValueError):
+            if view is None:
+                raise
+        if view is not None:
+            view = view.lost()
+            live.update(view, refresh=True)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _views(http: Http, url: str, view: View | None = None) -> AsyncGenerator[View, None]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
-from quire.server.dashboard.frames import LETTERS, About, Cells, Counters, Frame
+from quire.server.dashboard.frames import LETTERS, About, Cells, Counters, Frame, SequenceFrame
 from quire.units import ceil_div, format_bytes, format_count
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -25,7 +24,9 @@ _SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ".": ("·", "not committed"),
     }
 )
-_MOST_LINES = 14  # of the picture
+_MOST_LINES = 14  # of a picture
+_HEAD_LINES = 5  # before the pictures
+_ENTRY_WIDTH, _GAP = 39, 2  # of a sequence; between two of them
 _WINDOW_S = 5.0  # over which rates are taken
 
 
@@ -63,23 +64,28 @@ class View:
         return replace(self, is_live=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
+        width, groups = options.max_width, self.about.groups
         yield self._title()
         yield from self._bytes(width)
         yield self._rates()
-        lines_used = 9
-        for about, cells in zip(self.about.groups, self.frame.cells, strict=True):
-            yield Text()
-            yield Text(
-                f"{about.label}: {self._scale(cells, about.cell_tokens, width)}", style="dim"
-            )
-            picture = list(self._picture(cells, width))
+        # Half of what is left is for sequences, but for what they do not need.
+        left = options.max_height - _HEAD_LINES - 2 * len(groups)
+        left -= self.frame.others_percent is not None
+        entries = [self._entry(sequence) for sequence in self.frame.sequences]
+        in_line = max(1, (width + _GAP) // (_ENTRY_WIDTH + _GAP))
+        wanted = 1 + ceil_div(len(entries), in_line) + (self.frame.num_more > 0)
+        most = _MOST_LINES
+        if console.is_terminal and groups:
+            most = max(1, min(most, (left - min(wanted, left // 2)) // len(groups)))
+        for about, cells in zip(groups, self.frame.cells, strict=True):
+            picture = list(self._picture(cells, width, most))
+            scale = self._scale(cells, about.cell_tokens, width, most)
+            yield Text(f"{about.label}: {scale}", style="dim", no_wrap=True, overflow="ellipsis")
             yield from picture
             yield self._counts(cells)
-            lines_used += len(picture) + 3
-        yield Text()
-        room = max(4, options.max_height - lines_used) if console.is_terminal else 64
-        yield self._sequences(room)
+            left -= len(picture)
+        room = max(1, left - 1) if console.is_terminal else len(entries)
+        yield from self._listed(entries, in_line, room)
 
     def _title(self) -> Text:
         about, title = self.about, Text("quire top", style="bold")
@@ -133,13 +139,13 @@ class View:
             f"{format_count(now.preemptions)} preemptions"
         )
 
-    def _scale(self, cells: Cells, cell_tokens: int, width: int) -> str:
-        each = cells.each * _thinned(cells, width)[0]
+    def _scale(self, cells: Cells, cell_tokens: int, width: int, most: int) -> str:
+        each = cells.each * _thinned(cells, width, most)[0]
         one = f"{cell_tokens} token{'s' if cell_tokens > 1 else ''} a cell"
         return one if each == 1 else f"{one}, {format_count(each)} cells a sign"
 
-    def _picture(self, cells: Cells, width: int) -> Iterator[Text]:
-        each, columns = _thinned(cells, width)
+    def _picture(self, cells: Cells, width: int, most: int) -> Iterator[Text]:
+        each, columns = _thinned(cells, width, most)
         owners = [-1] * len(cells.states)
         at = 0
         for holder, count in zip(cells.holders[::2], cells.holders[1::2], strict=True):
@@ -173,40 +179,42 @@ class View:
             for state, (sign, word) in _SIGNS.items()
             if counts[state]
         )
-        return Text("   ".join(parts), style="dim")
+        return Text("   ".join(parts), style="dim", no_wrap=True, overflow="ellipsis")
 
-    def _sequences(self, room: int) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("", "sequence", "state"):
-            table.add_column(name, no_wrap=True)
-        for name in ("tokens", "of", "found cached", "preempted"):
-            table.add_column(name, justify="right", no_wrap=True)
-        listed = self.frame.sequences[:room]
-        for sequence in listed:
-            slot = self.slots[sequence.id]
-            table.add_row(
-                Text(_LETTERS[slot % len(_LETTERS)], style=_HUES[slot % len(_HUES)]),
-                str(sequence.id),
-                sequence.state,
-                format_count(sequence.computed),
-                format_count(sequence.max_tokens),
-                f"{format_count(sequence.cached)} of {format_count(sequence.prompt)}",
-                f"{sequence.preemptions}×" if sequence.preemptions else "",
-            )
-        more = len(self.frame.sequences) - len(listed) + self.frame.num_more
-        if more:
-            table.add_row("", f"and {format_count(more)} more")
+    def _entry(self, sequence: SequenceFrame) -> Text:
+        """A sequence, as long as ``_ENTRY_WIDTH``."""
+        slot = self.slots[sequence.id]
+        tokens = f"{format_count(sequence.computed)}/{format_count(sequence.max_tokens)}"
+        state = f"{sequence.state[:3]} {sequence.preemptions}×" if sequence.preemptions else ""
+        entry = Text(_LETTERS[slot % len(_LETTERS)], style=_HUES[slot % len(_HUES)])
+        entry.append(f" {sequence.id:<6}", style="default")
+        entry.append(f" {state or sequence.state:<9.9}", style="default")
+        entry.append(f" {tokens:>13} {format_count(sequence.cached):>6}", style="default")
+        return entry
+
+    def _listed(self, entries: list[Text], in_line: int, room: int) -> Iterator[Text]:
+        """As many as there is room for, and how many are left out."""
+        num_all = len(entries) + self.frame.num_more
+        if num_all > min(room, ceil_div(len(entries), in_line)) * in_line:
+            entries = entries[: max(1, room - 1) * in_line]
+        heading = f"{'  sequence state':<19}{'tokens of':>12} {'cached':>6}"
+        yield Text((heading + " " * _GAP) * min(in_line, max(1, len(entries))), style="dim")
+        for first in range(0, len(entries), in_line):
+            line = Text(" " * _GAP).join(entries[first : first + in_line])
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
+        if more := num_all - len(entries):
+            yield Text(f"  and {format_count(more)} more", style="dim")
         if self.frame.others_percent is not None:
-            table.add_row("", "others", f"hold about {self.frame.others_percent} %")
-        return table
+            yield Text(f"  others hold about {self.frame.others_percent} %", style="dim")
 
 
-def _thinned(cells: Cells, width: int) -> tuple[int, int]:
+def _thinned(cells: Cells, width: int, most: int) -> tuple[int, int]:
     """How many of the feed's cells are one sign, and how many signs are in a line."""
     if cells.row_cells:
         each = ceil_div(cells.row_cells, width)
         return each, ceil_div(cells.row_cells, each)
-    return max(1, ceil_div(len(cells.states), width * _MOST_LINES)), width
+    return max(1, ceil_div(len(cells.states), width * most)), width
 
 
 def _row(start: int, cells: Cells, each: int) -> range:

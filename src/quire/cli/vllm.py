@@ -3,6 +3,7 @@
 Nothing is dropped silently: each change is a note, to be logged when the server starts.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +14,14 @@ from typing import Any, TypeAlias
 import typer
 from typer.core import TyperCommand
 
+from quire.cli.config_file import Entry, read_entries
 from quire.cli.vllm_flags import DTYPE_WORDS, FOREIGN, STRATEGY_WORDS, Foreign
 from quire.errors import ConfigError
 
-NOTES = "quire.notes"  # where a context keeps them
+NOTES, PLACES = "quire.notes", "quire.places"  # where a context keeps them
+_SWITCHED: Mapping[str, bool] = MappingProxyType(
+    {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+)
 _GIB_NUMBER = re.compile(r"\d{1,4}(\.\d+)?")  # as vLLM writes sizes; in bytes it would be nothing
 _THOUSANDS = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 
@@ -37,13 +42,15 @@ class Translation:
         return list(now)
 
 
-def translate(arguments: list[str], own: Mapping[str, bool]) -> Translation:
-    """``own`` are Quire's flags, and whether each takes a value.
+def translate(
+    arguments: list[str], own: Mapping[str, bool], beside: frozenset[str] = frozenset()
+) -> Translation:
+    """``own`` are Quire's flags, and whether each takes a value; ``beside`` others are given.
 
-    Raises: ConfigError for a flag that nobody has, and for one that cannot be honoured.
+    Raises: ConfigError for a flag that neither has, and for one that cannot be honoured.
     """
     split = list(_split(arguments, own))
-    done = Translation(given=frozenset(flag for flag, _, _ in split if flag))
+    done = Translation(given=beside.union(flag for flag, _, _ in split if flag))
     for flag, value, words in split:
         if flag in REWRITES and value is not None:
             done.arguments += REWRITES[flag](value, done)
@@ -71,10 +78,7 @@ def _split(
         if re.fullmatch(r"-O\d", flag):
             flag, equals, value = "-O", "=", flag[2:]
         flag = flag if flag in own else _known(flag, own)
-        if flag in own:
-            takes = own[flag]
-        else:
-            takes = flag not in SWITCHES if flag in REWRITES else not _BY_FLAG[flag].switch
+        takes = _takes_value(flag, own)
         if equals:
             yield flag, value, [f"{flag}={value}"]
         elif takes:
@@ -201,22 +205,118 @@ _BY_FLAG: Mapping[str, Foreign] = MappingProxyType(
 
 
 class VllmCommand(TyperCommand):
-    """A command that also understands vLLM's flags; notes are in the context's ``meta``."""
+    """A command that also understands vLLM's flags, and a file of them.
+
+    Notes, and the places in the file, are in the context's ``meta``.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {
-            name: not getattr(parameter, "is_flag", False)
+        parameters = {
+            name: parameter
             for parameter in self.get_params(ctx)
             for name in (*parameter.opts, *parameter.secondary_opts)
             if name.startswith("-")
         }
+        own = {name: not getattr(each, "is_flag", False) for name, each in parameters.items()}
         try:
             done = translate(args, own)
+            said = list(_split(done.arguments, own))
+            given = {parameters[flag].name for flag, _, _ in said if flag in parameters}
+            given |= {parameters[word].name for _, _, [word, *_] in said if word in parameters}
+            if any(not flag and not words[0].startswith("-") for flag, _, words in said):
+                given.add("model")
+            file = next((value for flag, value, _ in said if flag == "--config"), None)
+            filed = Filed() if file is None else _filed(ctx, file, parameters, own, given)
         except ConfigError as error:
             ctx.fail(str(error))
-        ctx.meta[NOTES] = tuple(done.notes)
-        parsed: list[str] = super().parse_args(ctx, done.arguments)
+        ctx.meta[NOTES] = (*filed.notes, *done.notes)
+        ctx.meta[PLACES] = filed.places
+        parsed: list[str] = super().parse_args(ctx, filed.arguments + done.arguments)
         return parsed
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises: ConfigError with the place in the file, if it is about an option of that."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            for name, place in ctx.meta[PLACES].items():
+                if re.match(rf"(--)?{re.sub('[_-]', '[_-]', name)}\b", str(error)):
+                    raise ConfigError(f"{place}: {error}") from error
+            raise
+
+
+@dataclass(slots=True)
+class Filed:
+    """What a file of options comes to."""
+
+    arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)  # option → where the file has it
+
+
+def _filed(
+    ctx: Any, file: str, parameters: Mapping[str, Any], own: Mapping[str, bool], given: set[str]
+) -> Filed:
+    """A file's options that the command line does not have (``given``). Raises: ConfigError."""
+    filed, entries = Filed(), read_entries(file)
+    together = frozenset(entry.flag for entry in entries)
+    for entry in entries:
+        try:
+            done = translate(_spelled(entry, parameters, own), own, together)
+            for flag, value, words in _split(done.arguments, own):
+                parameter = parameters.get(flag or words[0])
+                name = "model" if parameter is None else parameter.name
+                if name in given:
+                    continue
+                if parameter is not None and flag:
+                    parameter.process_value(ctx, [value] if parameter.multiple else value)
+                filed.arguments += words
+                filed.places[name] = entry.place
+        except typer.BadParameter as error:
+            raise entry.wrong(f"{entry.value!r}: {error.message}") from error
+        except ConfigError as error:
+            raise entry.wrong(str(error)) from error
+        filed.notes += [f"{entry.place}: {note}" for note in done.notes]
+    return filed
+
+
+def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool]) -> list[str]:
+    """An entry as words of a command line. Raises: ConfigError."""
+    if entry.flag == "--config":
+        raise ConfigError("a file cannot name another one")
+    flag = "--model" if entry.flag == "--model" else _known(entry.flag, own)
+    values = entry.value if isinstance(entry.value, list) else [entry.value]
+    parameter = parameters.get(flag)
+    if not all(values):
+        raise ConfigError("it has no value")
+    if flag == "--model" and values[0].startswith("-"):
+        raise ConfigError(f"{values[0]!r} is no folder and no name")
+    if not _takes_value(flag, own):
+        turned = _SWITCHED.get(values[0].lower()) if entry.value == values[0] else None
+        if turned is None:
+            raise ConfigError(f"{entry.value!r} is neither true nor false")
+        return [flag] if turned else _turned_off(flag, parameter)
+    if flag in own and isinstance(entry.value, list) and not getattr(parameter, "multiple", False):
+        raise ConfigError("it takes one value, not a list")
+    if flag not in own and flag not in REWRITES and isinstance(entry.value, list):
+        return [flag, json.dumps(values)]  # as vLLM has lists on a command line
+    return [word for value in values for word in (flag, value)]
+
+
+def _takes_value(flag: str, own: Mapping[str, bool]) -> bool:
+    if flag in own or flag in REWRITES:
+        return own.get(flag, flag not in SWITCHES)
+    return not _BY_FLAG[flag].switch
+
+
+def _turned_off(flag: str, parameter: Any) -> list[str]:
+    """A switch that is false in a file. Raises: ConfigError for one that has no other side."""
+    if parameter is None:
+        return [] if flag in SWITCHES else [flag, "false"]
+    others = parameter.secondary_opts if flag in parameter.opts else parameter.opts
+    if not others:
+        raise ConfigError("it cannot be false: leave it out")
+    return [others[0]]
 
 
 def notes_of(context: typer.Context) -> tuple[str, ...]:

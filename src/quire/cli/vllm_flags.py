@@ -127,7 +127,7 @@ FOREIGN: tuple[Foreign, ...] = (
         here="swapped sequences lie in memory, or in a file at --swap-path",
     ),
     Foreign(flag="--kv-transfer-config", here="the cache is this process's own"),
-    Foreign(flag="--kv-events-config", here="blocks are announced to nobody outside"),
+    Foreign(flag="--kv-events-config", here="blocks are announced to no other process"),
     Foreign(
         flag="--enable-sleep-mode",
         switch=True,
@@ -266,7 +266,6 @@ FOREIGN: tuple[Foreign, ...] = (
         here="certificates are read at the start; let a proxy renew them",
     ),
     Foreign(flag="--disable-fastapi-docs", switch=True, harmless=ANY, here="FastAPI is not used"),
-    Foreign(flag="--config", here="write flags, or QUIRE_<OPTION> in the environment"),
 )
 
 # Ours, for a value of vLLM's flag that is a word of its own.

@@ -12,10 +12,12 @@ from quire.config.environment import (
     names_threads,
     wait_patiently,
 )
+from quire.config.options import ADVANCED
 from quire.config.server import LOOPBACK, ServerConfig
 from quire.config.speculative import SpeculativeConfig
 
 __all__ = [
+    "ADVANCED",
     "KV_CACHE_DTYPES",
     "LOOPBACK",
     "EngineConfig",

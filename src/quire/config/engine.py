@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.config.environment import Said, number, read, said
-from quire.config.options import in_range, one_of, option
+from quire.config.options import ADVANCED, in_range, one_of, option
 from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError
 from quire.memory.budget import BUDGETS
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -48,7 +49,9 @@ class EngineConfig:
         "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
     )
     quantization: str | None = option(
-        None, "int8 keeps the weights of linear layers in eight bits (needs quire[int8])."
+        None,
+        "int8 keeps the weights of linear layers in eight bits (needs quire[int8]).",
+        short=("-q",),
     )
     kv_cache_dtype: str = option(
         "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
@@ -58,6 +61,7 @@ class EngineConfig:
         "auto",
         "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
         "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
+        panel=ADVANCED,
     )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens, prompt included. Default: the model's own."
@@ -66,17 +70,21 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         512, "Tokens computed in one step, all sequences together."
     )
-    block_size: int = option(16, "Tokens in a block (paged, virtual).")
+    block_size: int = option(16, "Tokens in a block (paged, virtual).", panel=ADVANCED)
     enable_prefix_caching: bool = option(
         True,
         "Keep what has been computed, for prompts that begin alike (paged, virtual). Without, "
         "virtual has a layout that is read faster.",
     )
     prefix_caching_policy: str = option(
-        DEFAULT_POLICY, f"What of it goes first when room is needed: {', '.join(POLICIES)}."
+        DEFAULT_POLICY,
+        f"What of it goes first when room is needed: {', '.join(POLICIES)}.",
+        panel=ADVANCED,
     )
     watermark: float = option(
-        0.01, "Share of the KV memory that a newcomer leaves free while others run."
+        0.01,
+        "Share of the KV memory that a newcomer leaves free while others run.",
+        panel=ADVANCED,
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -91,7 +99,9 @@ class EngineConfig:
         parse=parse_bytes,
     )
     swap_path: str | None = option(
-        None, "A folder for a file of that size instead of memory. It has no name while it is used."
+        None,
+        "A folder for a file of that size instead of memory. It has no name while it is used.",
+        panel=ADVANCED,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -112,17 +122,25 @@ class EngineConfig:
         "Whether other programs need memory here too. What is left to them of the tightest limit: "
         "shared max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); half of what a "
         "budget in bytes leaves, if that is less.",
+        panel=ADVANCED,
     )
     residency: Literal["on-demand", "prefault", "lock"] = option(
         "on-demand",
         "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
+        panel=ADVANCED,
     )
     growth: Literal["uniform", "doubling", "staggered"] = option(
-        "uniform", "How buffers grow (growing)."
+        "uniform",
+        "How buffers grow (growing).",
+        panel=ADVANCED,
     )
-    growth_tokens: int = option(256, "Step, first size or base of that growth, in tokens.")
+    growth_tokens: int = option(
+        256, "Step, first size or base of that growth, in tokens.", panel=ADVANCED
+    )
     reserve: Literal["max_model_len", "request"] = option(
-        "max_model_len", "What a sequence reserves (contiguous): the longest, or its own maximum."
+        "max_model_len",
+        "What a sequence reserves (contiguous): the longest, or its own maximum.",
+        panel=ADVANCED,
     )
     speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - it makes a field
         None,
@@ -136,8 +154,9 @@ class EngineConfig:
         1,
         "Processes that have a part of each layer and of the KV memory (ranks; on CUDA one a "
         "device). Bytes are of each of them. Needs quire[tp].",
+        short=("--tp", "-tp"),
     )
-    seed: int = option(0, "Seed of requests that bring none.")
+    seed: int = option(0, "Seed of requests that bring none.", panel=ADVANCED)
 
     def __post_init__(self) -> None:
         speculative = SpeculativeConfig.parse(self.speculative_config)
@@ -166,6 +185,7 @@ class EngineConfig:
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         one_of("cache", self.cache, tuple(STRATEGIES))
+        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
         if not _DEVICE.fullmatch(self.device):

@@ -156,9 +156,14 @@ def _value(option: Any, value: Any) -> Any:
     parse = option.metadata.get("parse")
     if parse is None:
         return value
-    if isinstance(value, list):
-        return tuple(part for text in value for part in parse(text))
-    return parse(value) if isinstance(value, str) else value
+    try:
+        if isinstance(value, list):
+            return tuple(part for text in value for part in parse(text))
+        return parse(value) if isinstance(value, str) else value
+    except ConfigError as error:
+        if re.match(rf"{option.name}\b", str(error)):
+            raise
+        raise ConfigError(f"{option.name}: {error}") from error
 
 
 def _parse(option: Any, text: str) -> Any:

@@ -69,7 +69,8 @@ def _own_key(url: str) -> tuple[str, str]:
         "OPENAI_API_KEY": os.environ.get("OPENAI_BASE_URL") or _OPENAI_URL,
     }
     for variable, home in homes.items():
-        is_ours = variable == "QUIRE_API_KEY" and is_loopback(asked.hostname or "")
+        is_here = url.startswith("unix:") or is_loopback(asked.hostname or "")
+        is_ours = variable == "QUIRE_API_KEY" and is_here
         if os.environ.get(variable) and (is_ours or _origin(asked) == _origin(_parts(home))):
             return variable, os.environ[variable]
     return "", ""

@@ -13,12 +13,15 @@ from typing import Any
 
 from quire.errors import ConfigError
 
+ADVANCED = "Advanced"  # the panel of options that are rarely changed
+
 
 def option(default: Any, help: str, *, secret: bool = False, **extra: Any) -> Any:
     """A field and its description.
 
     ``flag_type`` is what a flag takes, if not the field's type; ``parse`` reads it then. ``panel``
-    is where the help has it. A ``secret`` is not shown by ``repr``.
+    is where the help has it, ``ADVANCED`` if it is rarely changed; ``short`` are other names of the
+    flag. A ``secret`` is not shown by ``repr``.
     """
     metadata = MappingProxyType({"help": help, **extra})
     return field(default=default, repr=not secret, metadata=metadata)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from quire.config.environment import Said, is_empty, read, said
 from quire.config.keys import IS_KEY, is_loopback, parse_keys
-from quire.config.options import in_range, one_of, option, seconds
+from quire.config.options import ADVANCED, in_range, one_of, option, seconds
 from quire.errors import ConfigError
 from quire.units import parse_bytes
 
@@ -74,7 +74,7 @@ class ServerConfig:
         None, "Its private key, if that is in a file of its own.", panel=_LISTENING
     )
     root_path: str = option(
-        "", "What a proxy in front cuts off the path, e.g. /llm.", panel=_LISTENING
+        "", "What a proxy in front cuts off the path, e.g. /llm.", panel=ADVANCED
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -135,35 +135,35 @@ class ServerConfig:
         "auto",
         "Sampling where a request says nothing: auto (the model's generation_config.json), vllm "
         "(none), or a folder with one.",
-        panel=_MODEL,
+        panel=ADVANCED,
     )
     max_num_queued_reqs: int = option(
         256, "Requests that may wait; then clients get 503.", panel=_LIMITS
     )
     max_num_queued_tokens: int | None = option(
-        None, "… and tokens in all of their prompts.", panel=_LIMITS
+        None, "… and tokens in all of their prompts.", panel=ADVANCED
     )
     max_request_bytes: int = option(
         16 * 2**20,
         "The longest body of a request.",
         flag_type=str,
         parse=parse_bytes,
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     max_logprobs: int = option(
-        20, "The most logprobs that a request may ask for a token.", panel=_LIMITS
+        20, "The most logprobs that a request may ask for a token.", panel=ADVANCED
     )
     max_stored_response_bytes: int = option(
         64 * 2**20,
         "Memory for responses that can be asked for again, or continued; 0 keeps none.",
         flag_type=str,
         parse=parse_bytes,
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     max_background_responses: int = option(
         32,
         "Responses that may be under way without a connection; then clients get 429.",
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     shutdown_timeout: float = option(
         30.0,
@@ -174,21 +174,21 @@ class ServerConfig:
         60.0,
         "Seconds that a client has to send a request's header, and each 64 KiB of its body, before "
         "it is cut off.",
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     body_timeout: float = option(
-        300.0, "Seconds that a client has to send all of a request's body.", panel=_LIMITS
+        300.0, "Seconds that a client has to send all of a request's body.", panel=ADVANCED
     )
     timeout_keep_alive: int = option(
         75,
         "Seconds that a connection stays open between two requests: longer than a proxy in front "
         "keeps it.",
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     send_timeout: float = option(
         60.0,
         "Seconds after which a client that reads nothing of its answer is cut off.",
-        panel=_LIMITS,
+        panel=ADVANCED,
     )
     otlp_traces_endpoint: str | None = option(
         None, "Where OpenTelemetry traces go, e.g. http://localhost:4318/v1/traces.", panel=_LOGS

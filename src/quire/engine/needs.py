@@ -55,13 +55,7 @@ def kv_needs(
 
     Raises: ConfigError for longer sequences than the model's.
     """
-    spec = stored_spec(config, spec)
-    longest = config.max_model_len or spec.max_model_len
-    if longest > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={format_count(longest)} is more than {name} was made for, "
-            f"{format_count(spec.max_model_len)}: lower it"
-        )
+    spec, longest = stored_spec(config, spec), longest_tokens(config, name, spec)
     whole = config.cache == "contiguous" and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
     one_state = sum(
@@ -144,6 +138,18 @@ def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
         for group in groups
     )
     return max(_SWAP_PIECE_BYTES, max(layers) + _ALIGNMENT_BYTES)
+
+
+def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
+    """Of one sequence. Raises: ConfigError for more than the model's own."""
+    most = stored_spec(config, spec).max_model_len
+    longest = config.max_model_len or most
+    if longest > most:
+        raise ConfigError(
+            f"max_model_len={format_count(longest)} is more than {name} was made for, "
+            f"{format_count(most)}: lower it"
+        )
+    return longest
 
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:

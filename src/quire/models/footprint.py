@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
-from quire.models.loader import DEMO_MODEL, auto_class, find_folder, read_config
+from quire.models.loader import auto_class, read_config
 from quire.models.placed import device_of
 from quire.spec import ModelSpec
+from quire.spec.files import called, find_folder
 
 
 def footprint(model: PreTrainedModel) -> Footprint:
@@ -68,9 +69,8 @@ def outline(
     with torch.device("meta"):
         made = auto_class(config)
         model = made.from_config(config, dtype=wanted, trust_remote_code=False)
-    named = DEMO_MODEL if name is None else source
     dtype_name = str(wanted).removeprefix("torch.")
-    return named, footprint(model), spec.computed_in(dtype_name)
+    return called(name), footprint(model), spec.computed_in(dtype_name)
 
 
 def _widest(weight: Tensor) -> int:

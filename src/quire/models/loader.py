@@ -4,22 +4,18 @@ A folder is checked before Transformers maps it: config.json is readable, every 
 whole. A name that is no folder is looked up on the Hugging Face hub. No remote code is ever run.
 """
 
-import json
 import logging
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     TorchAoConfig,
 )
@@ -30,13 +26,11 @@ from quire.errors import ConfigError, ModelNotLoadable, QuireError
 from quire.models.placed import device_map, device_of, move_to, weights_bytes
 from quire.models.weights import hold_in_memory
 from quire.spec import ModelSpec
+from quire.spec.files import called, check_weights, find_folder, first_line, hub_spec
 
 log = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 QUANTIZATIONS = ("int8",)
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +118,7 @@ def load(
     elif place is not None and copy_weights:
         hold_in_memory(model)
     return LoadedModel(
-        name=DEMO_MODEL if name is None else source,
+        name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(source),
         spec=spec.computed_in(_dtype_name(model)),
@@ -218,52 +212,10 @@ def _inside(model: Any) -> str:
     )
 
 
-def check_weights(folder: Path) -> None:
-    """Look for what is missing or cut short before anything is mapped.
-
-    Raises: ModelNotLoadable naming the file and the reason.
-    """
-    if not (folder / "config.json").is_file():
-        raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
-    for file in _weight_files(folder):
-        if not file.is_file():
-            raise ModelNotLoadable(f"{file} is missing, and {_INDEX} lists it: fetch it")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise ModelNotLoadable(
-                f"{file} is corrupt or cut short ({error}): fetch it again"
-            ) from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers will read; none where it reads *.bin."""
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        if not list(folder.glob("pytorch_model*.bin")):
-            raise ModelNotLoadable(
-                f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} nor pytorch_model.bin"
-            )
-        return []
-    try:
-        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-        return [folder / shard for shard in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelNotLoadable(
-            f"{folder / _INDEX} does not map tensors to files ({error!r}): fetch it again"
-        ) from error
-
-
 def read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
     """Transformers' reading of config.json and ours, which is the one of ``quire plan``."""
-    if folder is not None:
-        spec = ModelSpec.from_file(folder)
+    spec = hub_spec(source) if folder is None else ModelSpec.from_file(folder)
     try:
-        if folder is None:
-            raw, _ = PreTrainedConfig.get_config_dict(source)
-            spec = ModelSpec.from_config(raw, f"config.json of {source}")
         return AutoConfig.from_pretrained(source, trust_remote_code=False), spec
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
@@ -291,29 +243,11 @@ def _dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def find_folder(name: str | Path | None) -> Path | None:
-    """The local folder that a name means; None if it is to be looked up on the hub."""
-    if name is None:
-        return Path(str(files("quire") / "demo_model"))
-    try:
-        path = Path(name).expanduser()
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # too long a name; no such user
-        raise ModelNotLoadable(f"{str(name)[:80]!r} is no folder: {error}") from error
-    if is_folder:
-        return path
-    if is_file:
-        raise ModelNotLoadable(f"{path} is a file: give the folder that holds config.json")
-    if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
-        raise ModelNotLoadable(f"there is no folder {path}")
-    return None
-
-
 def _tokenizer(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # Transformers raises many kinds here
-        reason = _first_line(error)
+        reason = first_line(error)
         log.warning("%s comes without a usable tokenizer (%s): give token ids", source, reason)
         return None
 
@@ -321,14 +255,9 @@ def _tokenizer(source: str) -> Any:
 def _not_loadable(source: str, folder: Path | None, error: Exception) -> Exception:
     if isinstance(error, QuireError):
         return error
-    reason = _first_line(error)
+    reason = first_line(error)
     if folder is None:
         return ModelNotLoadable(
             f"{source!r} is no local folder, and the Hugging Face hub did not give it: {reason}"
         )
     return ModelNotLoadable(f"{folder} cannot be loaded: {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    """What it says, shortened to a line; its type where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")

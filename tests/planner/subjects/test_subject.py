@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 
 from quire.errors import ModelNotLoadable
-from quire.models.loader import find_folder
 from quire.planner.subjects.subject import find_subject
+from quire.spec.files import find_folder
 
 DEMO = find_folder(None)
 assert DEMO is not None
@@ -39,6 +39,11 @@ def test_codes_of_a_quantized_checkpoint_stay_as_they_are(tmp_path: Path) -> Non
     kept = find_subject(str(tmp_path), dtype="float32").own.weights_bytes
     assert kept == find_subject().own.weights_bytes
     assert find_subject(dtype="float32").own.weights_bytes == 2 * kept
+
+
+@pytest.fixture(autouse=True)
+def _hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda _: None)
 
 
 def test_the_hub_gives_a_config_and_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from quire.engine.parallel.team import Team
 from quire.errors import ConfigError
 from quire.memory.machine import Machine
 from quire.memory.residency import Residency
-from quire.models.loader import LoadedModel, find_folder, load, read_config
+from quire.models.loader import LoadedModel, load, read_config
 from quire.models.parts import part_spec
 from quire.spec import ModelSpec
+from quire.spec.files import find_folder
 from quire.strategies import CacheConfig
 
 log = logging.getLogger(__name__)

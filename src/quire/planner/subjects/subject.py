@@ -22,9 +22,8 @@ from quire.planner.subjects.published import Published, published_models
 from quire.planner.subjects.weight_files import Stored, footprint_of, stored_tensors
 from quire.spec import ModelSpec
 from quire.spec.config_json import load, text_section
+from quire.spec.files import DEMO_MODEL, cached_folder, first_line
 from quire.spec.layers import dtype_bytes
-
-DEMO_MODEL = "demo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +139,16 @@ def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     try:
-        file = Path(hf_hub_download(name, "config.json"))
+        folder = cached_folder(name)
+        file = hf_hub_download(name, "config.json") if folder is None else ""
     except Exception as error:  # many kinds: no network, no such model, no right to it
         hint = f"; the table has {near!r}" if near else ""
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelNotLoadable(
             f"{name!r} is no local folder and not in the table, and the Hugging Face hub did not "
-            f"give its config.json: {reason}{hint}"
+            f"give its config.json: {first_line(error)}{hint}"
         ) from error
+    if folder is not None:
+        return _of_folder(name, folder, dtype)
     config, _ = load(file)
     source = f"config.json of {name}, from the hub"
     try:

@@ -1,0 +1,139 @@
+"""The server's event loop: uvicorn around the app, until a signal or the engine's failure ends it.
+
+The process around it, its sockets and signals, are ``run``'s.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, final
+
+import uvicorn
+from starlette.applications import Starlette
+
+from quire.config import ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.server.app import make_app
+from quire.server.connections import UNIX_PEER, Connection, LoopErrors
+from quire.server.listen import Doors, refused
+from quire.server.log_stats import log_stats
+from quire.server.service import Service
+from quire.server.startup import StartUp, start_up
+from quire.server.stop import StopSignals
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.5  # between two looks at the engine
+_FLUSH_S = 5  # for what is on its way to clients after the last request has ended
+
+
+async def serve_in_loop(
+    config: ServerConfig,
+    llm: AsyncLLM,
+    doors: Doors,
+    signals: StopSignals,
+    announce: Callable[[StartUp], None],
+    last_words_s: float,
+) -> int:
+    """Serve until ``signals`` or the engine's failure end it. Returns: the exit code."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(LoopErrors())
+    signals.when_asked(partial(loop.call_soon_threadsafe, stop.set))
+    app = make_app(llm, config)
+    server = _Server(uvicorn_config(app, config))
+    serving = asyncio.create_task(server.serve(_listening(doors)))
+    asked, failed = asyncio.create_task(stop.wait()), asyncio.create_task(_failure(llm))
+    others = [] if config.disable_log_stats else [asyncio.create_task(log_stats(llm))]
+    try:
+        await _until_open(server, serving)
+        announce(start_up(llm, config, doors.url))
+        await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            await _drain(app.state.service, config.shutdown_timeout)
+        elif failed.done():
+            log.error(
+                "the engine has failed: /health says so for %g s, then this process ends",
+                last_words_s,
+            )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), last_words_s)
+        code = int(llm.failure is not None)
+        await llm.aclose()  # what is left ends with the finish_reason "abort"
+        server.should_exit = True
+        await serving
+        return code
+    finally:
+        for task in (serving, asked, failed, *others):
+            task.cancel()
+
+
+async def _drain(service: Service, timeout_s: float) -> None:
+    """Let no request in, and let what runs finish, for so long."""
+    log.info("told to stop: what runs has %g s to finish; a second signal ends at once", timeout_s)
+    if not await service.drain(timeout_s):
+        log.warning("after %g s (shutdown_timeout) what still runs is aborted", timeout_s)
+
+
+async def _failure(llm: AsyncLLM) -> Exception:
+    """What has ended the engine, as soon as something has."""
+    while (failure := llm.failure) is None:
+        await asyncio.sleep(_WATCH_S)
+    return failure
+
+
+def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
+    """For the event loop that is running, which is asyncio's own: uvloop lets in a third cheaper,
+    and without files left it drops each client that comes and says nothing.
+    """
+    own = uvicorn.Config(
+        app,
+        http=partial(  # type: ignore[arg-type]
+            Connection,
+            read_timeout_s=config.read_timeout,
+            send_timeout_s=config.send_timeout,
+        ),
+        ws="none",
+        workers=1,
+        log_config=None,  # it is set up already
+        server_header=False,
+        root_path=config.root_path,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        timeout_keep_alive=config.timeout_keep_alive,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+    # The file system has let in a peer at a Unix socket, so it is trusted as a proxy, as gunicorn
+    # does; with "*" each peer is.
+    if config.uds is not None and own.forwarded_allow_ips != "*":
+        own.forwarded_allow_ips = f"{own.forwarded_allow_ips},{UNIX_PEER}"
+    return own
+
+
+def _listening(doors: Doors) -> list[Any]:
+    """The sockets, with clients waiting at them. Raises: ConfigError."""
+    for each in doors.sockets:
+        try:
+            each.listen(2048)
+        except OSError as error:
+            raise refused(f"host={doors.config.host} port={doors.config.port}", error) from error
+    return list(doors.sockets)
+
+
+async def _until_open(server: "_Server", serving: "asyncio.Task[None]") -> None:
+    """Raises: what keeps it from opening."""
+    while not server.started:
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the server ended before it had begun")
+        await asyncio.sleep(0.01)
+
+
+@final
+class _Server(uvicorn.Server):
+    """uvicorn's, without signal handlers of its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
