@@ -135,6 +135,14 @@ class AsyncLLM:
         """As ``LLM.reset_prefix_cache``, between two steps."""
         return await asyncio.wrap_future(self._desk.call(self.llm.reset_prefix_cache))
 
+    async def sleep(self, level: int = 1) -> bool:
+        """As ``LLM.sleep``, between two steps."""
+        return await asyncio.wrap_future(self._desk.call(partial(self.llm.sleep, level)))
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``. What it raises leaves the LLM asleep."""
+        await asyncio.wrap_future(self._desk.call(self.llm.wake_up, fatal=False))
+
     @property
     def failure(self) -> Exception | None:
         """Why no request can run any more, as they will be told; None while they can."""

@@ -85,9 +85,9 @@ class Desk:
             tickets = [self._tickets[name] for name in names if name in self._tickets]
         return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
 
-    def call(self, function: Callable[[], T]) -> "Future[T]":
-        """What a function of the LLM gives between two steps."""
-        return self._stepper.call(function)
+    def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
+        """What a function of the LLM gives between two steps; ``fatal`` as ``Stepper.call``."""
+        return self._stepper.call(function, fatal=fatal)
 
     @property
     def failure(self) -> Exception | None:

@@ -70,28 +70,15 @@ class LLM:
         self.config = EngineConfig.from_options(**options)
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))
-        loaded = loaded_model(model, tokenizer, self.config)
-        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
-        self._ranks = None if isinstance(model, LoadedModel) else loaded.ranks
-        try:
-            parts = build(self.config, loaded, provider=provider, gauge=gauge)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+        self._provider, self._gauge = provider, gauge
+        loaded = self._build(self.config, model, tokenizer)
+        self._model_name = model if self._has_own_model else None
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         said = {
             name: getattr(loaded.model.generation_config, name, None) for name in SAMPLING_DEFAULTS
         }
         self.sampling_defaults = {name: value for name, value in said.items() if value is not None}
-        self.spec, self.ledger = parts.spec, parts.ledger
-        self.max_model_len = parts.max_model_len
-        self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
-        self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
-        self._resident, self._elastic = parts.resident, parts.elastic
-        self._most_bytes = parts.most_bytes
         self.vocab_size = loaded.vocab_size
-        self._source_prompts = parts.source_prompts
         self._grammars = Grammars(
             self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
@@ -99,9 +86,40 @@ class LLM:
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
+        self.sleep_level = 0  # 1: without KV memory; 2: and without the model
         self._closed, self._close_is_over = False, Event()
         self._closing = Lock()  # of two threads that close it, one does
         self.has_failed = False  # it was closed since it could not go on
+
+    def _build(
+        self, config: EngineConfig, model: Any, tokenizer: Any, *, again: bool = False
+    ) -> LoadedModel:
+        """Load the model and put an engine around it. Raises: as the constructor."""
+        loaded = loaded_model(model, tokenizer, config)
+        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
+        ranks = None if isinstance(model, LoadedModel) else loaded.ranks
+        try:
+            parts = build(
+                config,
+                loaded,
+                provider=self._provider,
+                gauge=self._gauge,
+                lock=self._elastic.lock if again else None,
+                statistics=self.statistics if again else None,
+            )
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+        self._ranks, self._settled = ranks, parts.settled
+        self.spec, self.ledger = parts.spec, parts.ledger
+        self.max_model_len = parts.max_model_len
+        self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
+        self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
+        self._resident, self._elastic = parts.resident, parts.elastic
+        self._most_bytes = parts.most_bytes
+        self._source_prompts = parts.source_prompts
+        return loaded
 
     def generate(
         self,
@@ -159,7 +177,7 @@ class LLM:
         try:
             for request in requests:
                 with self._elastic.lock:
-                    self._refuse_if_closed()
+                    self._refuse_if_out()
                     sequences = self._queue(request)
                     search = BeamSearch(self.engine, params, sequences, eos_token_ids)
                     self._listeners.update((s.seq_id, search) for s in sequences)
@@ -224,9 +242,10 @@ class LLM:
         What is only cached goes first; then sequences make room and compute again later, and one
         that is too long for it ends with its text so far.
 
-        Raises: ConfigError for more than the LLM was made with. RequestError after ``close``.
+        Raises: ConfigError for more than the LLM was made with. RequestError after ``close``, and
+        while it is asleep.
         """
-        self._refuse_if_closed()
+        self._refuse_if_out()
         wanted = kv_cache_memory_bytes
         wanted = parse_bytes(wanted) if isinstance(wanted, str) else wanted
         if not 0 < wanted <= self._most_bytes:
@@ -243,6 +262,61 @@ class LLM:
             done = self._kv.accounting.reset_prefix_cache()
             self._kv.carry_out()
         return done
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give memory back until ``wake_up``; False, and nothing is done, while a sequence runs.
+
+        Level 1 gives back all KV memory and what it cached, level 2 the model too, with all that
+        was made from it. Prompts are refused meanwhile.
+
+        Raises: RequestError for another level, after ``close``, and for level 2 where the model was
+        handed in, since it cannot be read again.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        with self._elastic.lock:
+            self._refuse_if_closed()
+            if level == 2 and not self._has_own_model:
+                raise RequestError(
+                    f"level=2 gives the model back, and {self.name} was handed in as an object, "
+                    f"which cannot be read again: use level=1, or load it by its folder or name"
+                )
+            if self.engine.scheduler.has_unfinished:
+                return False
+            if not self.sleep_level:
+                self._kv.accounting.reset_prefix_cache()
+                self._elastic.sleep()
+                self._note_usage()
+                self.sleep_level = 1
+            if level > self.sleep_level:
+                self._elastic.close()
+                self.sleep_level = 2
+                self._let_go(End("abort", "the LLM was put to sleep"))
+        return True
+
+    def wake_up(self) -> None:
+        """Run again, after ``sleep``. A model that was given back is read again, which takes as
+        long as the first time. It does nothing to an LLM that is awake.
+
+        Raises: as the constructor, RequestError after ``close``; the LLM is asleep then as before.
+        """
+        with self._elastic.lock:
+            self._refuse_if_closed()
+            if self.sleep_level == 2:
+                capacity_bytes, watch = self.elastic.capacity_bytes, self.engine.watch
+                self._build(self._settled, self._model_name, None, again=True)
+                self.engine.watch = watch
+                if capacity_bytes != self.elastic.capacity_bytes:
+                    self._elastic.resize(capacity_bytes)
+            elif self.sleep_level:
+                self._elastic.wake_up()
+            self.sleep_level = 0
+            self._note_usage()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it was put to sleep, and runs nothing."""
+        return self.sleep_level > 0
 
     def close(self) -> None:
         """End what still runs, and let go of the model and of all KV memory.
@@ -274,7 +348,7 @@ class LLM:
         keys: PrefixKeys = NO_KEYS,
     ) -> Request:
         """A prompt as a request that can run. Raises: RequestError."""
-        self._refuse_if_closed()
+        self._refuse_if_out()
         params = SamplingParams() if params is None else params
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
@@ -308,7 +382,7 @@ class LLM:
         its sequence with an error. Raises: RequestError after ``close``.
         """
         with self._elastic.lock:
-            self._refuse_if_closed()
+            self._refuse_if_out()
             sequences = self._queue(request, arrived_s)
             for sequence in sequences:
                 self._listeners[sequence.seq_id] = Listener(
@@ -334,6 +408,8 @@ class LLM:
         """
         try:
             with self._elastic.lock:
+                if self.is_sleeping:
+                    return False
                 if not (is_closed := self._closed):
                     self._elastic.settle()
                     outputs = self.engine.step() if self._elastic.may_step() else None
@@ -388,7 +464,7 @@ class LLM:
 
     def _note_usage(self) -> None:
         """For callers that do not wait."""
-        if not self._closed:
+        if not self._closed and self.sleep_level < 2:
             self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
 
     def _usage_now(self) -> Usage:
@@ -403,6 +479,12 @@ class LLM:
             parts.callback(self._close_is_over.set)
             self._elastic.close()
             parts.enter_context(self._elastic.lock)
+            if self.sleep_level < 2:
+                self._let_go(End(reason, detail))
+
+    def _let_go(self, end: End) -> None:
+        """Of the model, of all KV memory, and of what still runs."""
+        with ExitStack() as parts:
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
@@ -410,9 +492,9 @@ class LLM:
             parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
-            parts.callback(self._tell_the_end, End(reason, detail))
+            parts.callback(self._tell_the_end, end)
             self._noted_usage = Usage.nothing()
-            self.engine.close(reason, detail)
+            self.engine.close(end.reason, end.detail)
 
     def _tell_the_end(self, end: End) -> None:
         """Of the LLM, to all that still listen."""
@@ -426,7 +508,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[Request]:
         """Every prompt as a request that can run. Raises: RequestError."""
-        self._refuse_if_closed()
+        self._refuse_if_out()
         several = split(prompts)
         each = params_for_each(params, len(several))
         return [self.request(prompt, own) for prompt, own in zip(several, each, strict=True)]
@@ -434,6 +516,11 @@ class LLM:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise RequestError("this LLM is closed: make a new one")
+
+    def _refuse_if_out(self) -> None:
+        self._refuse_if_closed()
+        if self.is_sleeping:
+            raise RequestError(f"this LLM is asleep (level {self.sleep_level}): call wake_up()")
 
     def _run(
         self, requests: list[Request], observe: Observer | None, started: list[list[Sequence]]

@@ -69,10 +69,11 @@ class Scheduler:
         *,
         swap: SwapSpace | None = None,
         costs: Costs | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.limits = limits
         self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
-        self.statistics = Statistics(limits.max_model_len)
+        self.statistics = statistics or Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
         self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
