@@ -68,7 +68,8 @@ def test_each_level_gives_back_what_it_says(llm: LLM) -> None:
     assert llm.sleep(2)
     level_2 = resident_bytes()
     assert level_1 - level_2 > 50 * MIB
-    assert llm.sleep(1) and llm.sleep_level == 2  # asleep it stays as deep as it was
+    assert llm.sleep(1)
+    assert llm.sleep_level == 2  # as deep as it was
     llm.wake_up()
     assert (llm.max_model_len, llm.elastic.capacity_bytes, llm.ledger.require()) == sizes
     assert answers(llm) == expected
@@ -97,7 +98,7 @@ def test_what_is_taken_at_the_start_is_given_back_and_taken_again(folder: Path) 
         assert llm._resident.kept_bytes == 0
         llm.step()  # nothing is done, and nothing is taken
         llm._elastic.settle()
-        assert llm._resident.kept_bytes == 0 and llm.elastic.ceiling_bytes == 0
+        assert (llm._resident.kept_bytes, llm.elastic.ceiling_bytes) == (0, 0)
         llm.wake_up()
         assert llm._resident.kept_bytes == 64 * MIB
         with pytest.raises(RequestError, match=r"level=2 .* was handed in .* use level=1"):
@@ -112,10 +113,12 @@ def test_what_is_taken_at_the_start_is_given_back_and_taken_again(folder: Path) 
 def test_it_does_not_sleep_while_a_sequence_runs_nor_run_while_it_sleeps(llm: LLM) -> None:
     pieces = llm.stream([5, 6, 7], GREEDY)
     next(pieces)
-    assert not llm.sleep(2) and not llm.is_sleeping
+    assert not llm.sleep(2)
+    assert not llm.is_sleeping
     assert len(list(pieces)) == 7
     for level in (1, 2):
-        assert llm.sleep(level) and llm.is_sleeping
+        assert llm.sleep(level)
+        assert llm.is_sleeping
         for refused in (lambda: llm.generate([5]), lambda: llm.resize("8MiB")):
             with pytest.raises(RequestError, match=rf"asleep \(level {level}\): call wake_up"):
                 refused()
@@ -156,7 +159,7 @@ def test_an_async_llm_sleeps_between_steps_and_a_failed_wake_up_does_not_end_it(
                 patch.setattr(llm.llm._resident, "prefault", short)
                 with pytest.raises(MemoryUnavailable, match="no pages"):
                     await llm.wake_up()
-            assert llm.llm.is_sleeping and llm.failure is None
+            assert (llm.llm.is_sleeping, llm.failure) == (True, None)
             await llm.wake_up()
             assert (await llm.complete([5, 6], GREEDY)).token_ids == before.token_ids
 
@@ -166,4 +169,4 @@ def test_an_async_llm_sleeps_between_steps_and_a_failed_wake_up_does_not_end_it(
 def test_it_can_be_closed_asleep(folder: Path) -> None:
     with LLM(folder, **OPTIONS) as llm:
         llm.sleep(2)
-    assert llm.is_closed and llm.usage().reserved_bytes == 0
+    assert (llm.is_closed, llm.usage().reserved_bytes) == (True, 0)

@@ -115,12 +115,12 @@ class AsyncLLM:
         finally:
             self._desk.leave(ticket)
 
-    async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests; when it returns, what only they held is given back.
+    async def abort(self, request_ids: str | Iterable[str] | None) -> None:
+        """End these requests, or all (None); when it returns, what only they held is given back.
 
         Their readers get a last piece with the finish_reason "abort". Unknown ids are nothing.
         """
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
         await asyncio.wrap_future(self._desk.abort(names))
 
     async def usage(self) -> Usage:
@@ -131,9 +131,10 @@ class AsyncLLM:
         """As ``LLM.resize``, between two steps."""
         await asyncio.wrap_future(self._desk.call(partial(self.llm.resize, kv_cache_memory_bytes)))
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """As ``LLM.reset_prefix_cache``, between two steps."""
-        return await asyncio.wrap_future(self._desk.call(self.llm.reset_prefix_cache))
+        reset = partial(self.llm.reset_prefix_cache, reset_running_requests)
+        return await asyncio.wrap_future(self._desk.call(reset))
 
     async def sleep(self, level: int = 1) -> bool:
         """As ``LLM.sleep``, between two steps."""

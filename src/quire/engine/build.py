@@ -183,17 +183,27 @@ def _built(
     )
 
 
-def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+def loaded_model(
+    model: Any, tokenizer: Any, config: EngineConfig, *, show_progress: bool = False
+) -> LoadedModel:
     """What ``LLM`` was given, loaded if it is not. Raises: ConfigError, ModelNotLoadable."""
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
         if config.tensor_parallel_size > 1:
             return load_parts(
-                model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
+                model,
+                config.tensor_parallel_size,
+                device=config.device,
+                dtype=config.dtype,
+                show_progress=show_progress,
             )
         own = load(
-            model, device=config.device, dtype=config.dtype, quantization=config.quantization
+            model,
+            device=config.device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            show_progress=show_progress,
         )
         return replace(own, is_private=True)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)

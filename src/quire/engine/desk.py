@@ -79,10 +79,11 @@ class Desk:
             with suppress(Exception):  # after the end there is nothing to end
                 self._stepper.post(partial(self._abort, [ticket], "its reader has left"))
 
-    def abort(self, names: Iterable[str]) -> "Future[None]":
-        """End these requests before the next step; their readers are told."""
+    def abort(self, names: Iterable[str] | None) -> "Future[None]":
+        """End these requests, or all, before the next step; their readers are told."""
         with self._lock:
-            tickets = [self._tickets[name] for name in names if name in self._tickets]
+            several = list(self._tickets) if names is None else names
+            tickets = [self._tickets[name] for name in several if name in self._tickets]
         return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
 
     def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":

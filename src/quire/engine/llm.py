@@ -14,6 +14,7 @@ from quire.blocks import NO_KEYS, PrefixKeys
 from quire.config import EngineConfig
 from quire.engine.beam import BeamSearch, BeamSearchParams
 from quire.engine.build import build, loaded_model
+from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.outputs import Completion, Deliver, End, Listener, TextDelta, completion
 from quire.engine.parallel.part import refuse_options
@@ -21,6 +22,7 @@ from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
 from quire.engine.plan import TokenOutput
 from quire.engine.prompts import Prompt, encode, params_for_each, split
 from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.engine.statistics import Statistics
 from quire.engine.structured import Grammars
 from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
@@ -44,8 +46,9 @@ class LLM:
 
     ``model`` is a local folder, a hub name, a Transformers model in memory, what
     ``models.loader.load`` gave, or None for the demo model. Options are the fields of
-    ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
-    gives it back, and a model that was loaded for it. A model in memory stays as it was: its own
+    ``EngineConfig``. ``show_progress`` lets Transformers draw bars while it loads. ``memory``
+    counts what was taken from the system; leaving a ``with`` block gives it back, and a model that
+    was loaded for it. A model in memory stays as it was: its own
     ``generate`` works all the while.
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
@@ -65,13 +68,14 @@ class LLM:
         tokenizer: Any = None,
         provider: MemoryProvider | None = None,
         gauge: Gauge | None = None,
+        show_progress: bool = False,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))
         self._provider, self._gauge = provider, gauge
-        loaded = self._build(self.config, model, tokenizer)
+        loaded = self._build(self.config, model, tokenizer, show_progress=show_progress)
         self._model_name = model if self._has_own_model else None
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         said = {
@@ -92,10 +96,20 @@ class LLM:
         self.has_failed = False  # it was closed since it could not go on
 
     def _build(
-        self, config: EngineConfig, model: Any, tokenizer: Any, *, again: bool = False
+        self,
+        config: EngineConfig,
+        model: Any,
+        tokenizer: Any,
+        *,
+        show_progress: bool = False,
+        lock: CacheLock | None = None,
+        statistics: Statistics | None = None,
     ) -> LoadedModel:
-        """Load the model and put an engine around it. Raises: as the constructor."""
-        loaded = loaded_model(model, tokenizer, config)
+        """Load the model and put an engine around it, or anew with what it had.
+
+        Raises: as the constructor.
+        """
+        loaded = loaded_model(model, tokenizer, config, show_progress=show_progress)
         # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
         ranks = None if isinstance(model, LoadedModel) else loaded.ranks
         try:
@@ -104,8 +118,8 @@ class LLM:
                 loaded,
                 provider=self._provider,
                 gauge=self._gauge,
-                lock=self._elastic.lock if again else None,
-                statistics=self.statistics if again else None,
+                lock=lock,
+                statistics=statistics,
             )
         except BaseException:
             if ranks is not None:
@@ -256,9 +270,15 @@ class LLM:
             )
         self._elastic.resize(wanted)
 
-    def reset_prefix_cache(self) -> bool:
-        """Give back what is kept for later prompts; False, and nothing is done, while one runs."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Give back what is kept for later prompts; False, and nothing is done, while one runs.
+
+        With ``reset_running_requests`` those that run compute their tokens again.
+        """
         with self._elastic.lock:
+            if reset_running_requests:
+                while self.engine.scheduler.preempt_youngest(spare_oldest=False):
+                    pass
             done = self._kv.accounting.reset_prefix_cache()
             self._kv.carry_out()
         return done
@@ -304,7 +324,13 @@ class LLM:
             self._refuse_if_closed()
             if self.sleep_level == 2:
                 capacity_bytes, watch = self.elastic.capacity_bytes, self.engine.watch
-                self._build(self._settled, self._model_name, None, again=True)
+                self._build(
+                    self._settled,
+                    self._model_name,
+                    None,
+                    lock=self._elastic.lock,
+                    statistics=self.statistics,
+                )
                 self.engine.watch = watch
                 if capacity_bytes != self.elastic.capacity_bytes:
                     self._elastic.resize(capacity_bytes)

@@ -20,6 +20,13 @@ from quire.server.dashboard.endpoints import memory_feed, page_file
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED
+from quire.server.endpoints.administration import (
+    is_sleeping,
+    load,
+    reset_prefix_cache,
+    sleep,
+    wake_up,
+)
 from quire.server.endpoints.chat import chat_completions
 from quire.server.endpoints.completions import completions
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
@@ -99,6 +106,18 @@ def _operations(service: Service) -> list[Operation]:
             access="open" if service.config.unguarded_metrics else "all",
             media_type="text/plain",
         ),
+        Operation(
+            "/reset_prefix_cache",
+            reset_prefix_cache,
+            post,
+            access="admin",
+            queries=("reset_running_requests",),
+            refuses=(409,),
+        ),
+        Operation("/sleep", sleep, post, access="admin", queries=("level", "mode"), refuses=(503,)),
+        Operation("/wake_up", wake_up, post, access="admin", refuses=(503,)),
+        Operation("/is_sleeping", is_sleeping, get, access="admin"),
+        Operation("/load", load, get, access="admin"),
         Operation("/health", health, get, access="open", refuses=(503,)),
         Operation("/ping", health, ("GET", "POST"), access="open", refuses=(503,)),
         Operation(FEED, memory_feed(feed), get, media_type="text/event-stream"),

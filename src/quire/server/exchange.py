@@ -53,6 +53,24 @@ class Exchange:
         """The same request while no client waits for its answer: it lasts as long as ``stack``."""
         return replace(self, stack=stack)
 
+    def number(self, name: str, usual: int, least: int, most: int) -> int:
+        """What stands behind the path under this name. Raises: Refused."""
+        text = self.http.query_params.get(name, str(usual))
+        try:
+            number = int(text) if len(text) < 12 else most + 1
+        except ValueError:
+            number = most + 1
+        if not least <= number <= most:
+            raise Refused(400, f"{name}={text[:40]!r} must be from {least} to {most}", param=name)
+        return number
+
+    def one_of(self, name: str, words: tuple[str, ...]) -> str:
+        """The same; without it the first of the words. Raises: Refused."""
+        word = self.http.query_params.get(name, words[0])
+        if word not in words:
+            raise Refused(400, f"{name}={word[:40]!r} must be {' or '.join(words)}", param=name)
+        return word
+
     async def fields(self) -> dict[str, Any]:
         """The body, a JSON object. Raises: Refused; ClientDisconnect."""
         config = self.service.config

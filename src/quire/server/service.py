@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 
 from quire.config import ServerConfig
@@ -32,6 +32,7 @@ from quire.units import format_count
 
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest that there may be, in memory at once
+_POLL_S = 0.05
 
 
 class Service:
@@ -78,6 +79,7 @@ class Service:
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)
         self.text_threads = TextThreads()
+        self._changing_sleep = asyncio.Lock()
 
     @property
     def model_name(self) -> str:
@@ -199,6 +201,39 @@ class Service:
             if noted is not None:
                 noted.end()
 
+    # -- asleep ------------------------------------------------------------------------------------
+
+    async def idle(self, *, aborts: bool) -> None:
+        """When none is inside any more; with ``aborts`` all end now."""
+        while self.gate.num_under_way:
+            if aborts:
+                await self.llm.abort(None)
+            await asyncio.sleep(_POLL_S)
+
+    @asynccontextmanager
+    async def falling_asleep(self, level: int) -> AsyncGenerator[None, None]:
+        """Inside the block no request is let in. If nothing keeps it from its end, they are not
+        behind it either, and memory is given back.
+
+        Raises: RequestError for a level that the model cannot have.
+        """
+        async with self._changing_sleep:
+            self.gate.sleeping = True
+            try:
+                yield
+                while not await self.llm.sleep(level):  # what was left is about to end
+                    await asyncio.sleep(_POLL_S)
+            finally:
+                self.gate.sleeping = self.llm.llm.is_sleeping
+
+    async def wake_up(self) -> None:
+        """Let requests in again. Raises: what keeps the engine from it, and then it sleeps on."""
+        async with self._changing_sleep:
+            try:
+                await self.llm.wake_up()
+            finally:
+                self.gate.sleeping = self.llm.llm.is_sleeping
+
     # -- the end -----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
@@ -206,7 +241,7 @@ class Service:
         self.gate.draining = True
         until_s = time.monotonic() + timeout_s
         while self.gate.num_under_way and time.monotonic() < until_s:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_POLL_S)
         return not self.gate.num_under_way
 
     def close(self) -> None:
