@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.beam import BeamSearchParams
     from quire.engine.llm import LLM
-    from quire.engine.params import SamplingParams, StructuredOutputsParams
+    from quire.engine.params import PoolingParams, SamplingParams, StructuredOutputsParams
     from quire.models.drop_in import cache
     from quire.spec import ModelSpec
 
@@ -24,6 +24,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "ModelSpec",
+    "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -41,7 +42,7 @@ def __getattr__(name: str) -> Any:
             return import_module("quire.engine.llm").LLM
         case "ModelSpec":
             return import_module("quire.spec").ModelSpec
-        case "SamplingParams" | "StructuredOutputsParams":
+        case "PoolingParams" | "SamplingParams" | "StructuredOutputsParams":
             return getattr(import_module("quire.engine.params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache

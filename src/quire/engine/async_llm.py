@@ -11,7 +11,7 @@ from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
-from quire.engine.params import SamplingParams
+from quire.engine.params import PoolingParams, SamplingParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
@@ -55,6 +55,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
+        pooling: PoolingParams | None = None,
     ) -> Request:
         """A prompt tokenized and checked, as a request that ``generate`` and ``complete`` take.
 
@@ -63,7 +64,9 @@ class AsyncLLM:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
+        make = partial(
+            self.llm.request, prompt, params, priority=priority, keys=keys, pooling=pooling
+        )
         slow = params.structured_outputs is not None
         thread = self._compiling if slow else self._preparing
         return await asyncio.get_running_loop().run_in_executor(thread, make)

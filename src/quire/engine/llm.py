@@ -16,10 +16,19 @@ from quire.engine.beam import BeamSearch, BeamSearchParams
 from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
-from quire.engine.outputs import Completion, Deliver, End, Listener, TextDelta, completion
+from quire.engine.outputs import (
+    Completion,
+    Deliver,
+    End,
+    Listener,
+    TextDelta,
+    completion,
+    embedding_of,
+)
 from quire.engine.parallel.part import refuse_options
-from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
+from quire.engine.params import SAMPLING_DEFAULTS, PoolingParams, SamplingParams
 from quire.engine.plan import TokenOutput
+from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
 from quire.engine.prompts import Prompt, encode, params_for_each, split
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
@@ -133,6 +142,7 @@ class LLM:
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
         self._source_prompts = parts.source_prompts
+        self.embeddings = Poolable.of(loaded)
         return loaded
 
     def generate(
@@ -209,6 +219,43 @@ class LLM:
             )
             for request, (sequences, search) in zip(requests, searches, strict=True)
         ]
+
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingParams | None = None
+    ) -> list[PromptEmbedding]:
+        """The embedding of every prompt: its last token's hidden state, behind the last norm.
+
+        Prompts are computed with what else runs, chunk by chunk, and found in the prefix cache as
+        those of ``generate`` are.
+
+        Raises: RequestError for a prompt that cannot run, for a model that has none, and for one of
+        which none came.
+        """
+        asked = pooling_params or PoolingParams()
+        requests = [self.request(prompt, pooling=asked) for prompt in split(prompts)]
+        found: list[TextDelta] = sorted(self._run(requests, None, []), key=lambda end: end.index)
+        return [
+            PromptEmbedding(
+                prompt_token_ids=request.prompt_token_ids,
+                embedding=embedding_of(end),
+                num_cached_tokens=end.num_cached_tokens,
+            )
+            for request, end in zip(requests, found, strict=True)
+        ]
+
+    def score(
+        self, text_1: Prompt | Iterable[Prompt], text_2: Prompt | Iterable[Prompt]
+    ) -> list[float]:
+        """How alike texts are: the cosine of the embeddings of each pair, from -1 to 1.
+
+        One text is compared with each of several, or each of several with the one at its place.
+
+        Raises: as ``embed``, and RequestError for other numbers of texts.
+        """
+        first, second = split(text_1), split(text_2)
+        compared = pairs(len(first), len(second))
+        found = [each.embedding for each in self.embed([*first, *second])]
+        return scores(found, [(one, len(first) + other) for one, other in compared])
 
     def usage(self, *, wait: bool = True) -> Usage:
         """Bytes reserved, committed, used and wasted at this moment.
@@ -372,9 +419,15 @@ class LLM:
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
+        pooling: PoolingParams | None = None,
     ) -> Request:
-        """A prompt as a request that can run. Raises: RequestError."""
+        """A prompt as a request that can run; with ``pooling``, for its embedding.
+
+        Raises: RequestError.
+        """
         self._refuse_if_out()
+        if pooling is not None:
+            self.embeddings.check(pooling)
         params = SamplingParams() if params is None else params
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
@@ -388,6 +441,7 @@ class LLM:
             source=source,
             keys=keys,
             priority=priority,
+            pooling=pooling,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
             grammar=None if structured is None else self._grammars.compile(structured),
         )

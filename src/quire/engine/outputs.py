@@ -8,8 +8,16 @@ from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
-from quire.engine.sequence import Fault, FinishReason, Request, Sequence, TokenLogprobs
+from quire.engine.sequence import (
+    Embedding,
+    Fault,
+    FinishReason,
+    Request,
+    Sequence,
+    TokenLogprobs,
+)
 from quire.engine.statistics import Latencies
+from quire.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,7 @@ class TextDelta:
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
+    embedding: Embedding | None = field(default=None, compare=False)  # at the end, if asked for
 
     @property
     def token_id(self) -> int | None:
@@ -133,6 +142,7 @@ class Listener:
                 num_cached_tokens=sequence.num_cached_tokens,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
                 latencies=None if reason is None else Latencies.of(sequence),
+                embedding=sequence.embedding if reason == "stop" else None,
             )
         )
         self._is_first = False
@@ -172,6 +182,15 @@ class Listener:
         named = self._sequence.request.params.stop_token_ids
         ends = output.finish_reason == "stop" and not output.is_text
         return output.token_id if ends and output.token_id in named else None
+
+
+def embedding_of(end: TextDelta) -> Embedding:
+    """What a prompt was computed for. Raises: RequestError if it ended without."""
+    if end.embedding is None:
+        raise RequestError(
+            f"a prompt ended without an embedding: {end.detail or end.finish_reason}"
+        )
+    return end.embedding
 
 
 def completion(

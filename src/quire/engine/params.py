@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import RequestError
 
 _INFINITY = float("inf")
@@ -94,6 +97,36 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
         return "grammar", str(self.grammar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What is made of a prompt's last hidden state.
+
+    ``dimensions``: its first so many only, of a model that was trained for that. ``normalize``: to
+    the length 1.
+
+    Raises: RequestError naming the parameter, its value and its limit.
+    """
+
+    dimensions: int | None = None
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and not _is_int(self.dimensions, 1):
+            raise RequestError(f"dimensions={self.dimensions!r} must be a whole number from 1 on")
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize={self.normalize!r} must be True or False")
+
+    def pooled(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        """An embedding of a last hidden state f32[hidden size].
+
+        Source: for the length, torch.nn.functional.normalize.
+        """
+        found = np.array(state[: self.dimensions])
+        if self.normalize:
+            found /= max(float(np.linalg.norm(found)), 1e-12)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
