@@ -93,6 +93,14 @@ _LIKELY: Mapping[str, tuple[Mapping[str, SearchStrategy[Any]], Mapping[str, Any]
         {"stream": st.booleans(), "system": _TEXTS},
     ),
     "/v1/messages/count_tokens": ({"messages": _MESSAGES}, {}),
+    "/v1/embeddings": (
+        {"input": st.one_of(_TEXTS, _IDS, st.lists(_TEXTS, min_size=1, max_size=2))},
+        {"encoding_format": st.sampled_from(["float", "base64"]), "normalize": st.booleans()},
+    ),
+    "/v1/score": (
+        {"text_1": _TEXTS, "text_2": st.one_of(_TEXTS, st.lists(_TEXTS, min_size=1, max_size=2))},
+        {},
+    ),
     "/tokenize": ({"prompt": _TEXTS}, {"return_token_strs": st.booleans()}),
     "/detokenize": ({"tokens": _IDS}, {}),
 }

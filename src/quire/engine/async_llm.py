@@ -51,23 +51,20 @@ class AsyncLLM:
     async def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
-        pooling: PoolingParams | None = None,
     ) -> Request:
         """A prompt tokenized and checked, as a request that ``generate`` and ``complete`` take.
 
         Neither here nor in the stepping thread. Raises: RequestError; RequestTooLong.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | PoolingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        make = partial(
-            self.llm.request, prompt, params, priority=priority, keys=keys, pooling=pooling
-        )
-        slow = params.structured_outputs is not None
+        make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
+        slow = isinstance(params, SamplingParams) and params.structured_outputs is not None
         thread = self._compiling if slow else self._preparing
         return await asyncio.get_running_loop().run_in_executor(thread, make)
 

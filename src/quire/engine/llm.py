@@ -232,7 +232,7 @@ class LLM:
         which none came.
         """
         asked = pooling_params or PoolingParams()
-        requests = [self.request(prompt, pooling=asked) for prompt in split(prompts)]
+        requests = [self.request(prompt, asked) for prompt in split(prompts)]
         found: list[TextDelta] = sorted(self._run(requests, None, []), key=lambda end: end.index)
         return [
             PromptEmbedding(
@@ -415,20 +415,20 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
-        pooling: PoolingParams | None = None,
     ) -> Request:
-        """A prompt as a request that can run; with ``pooling``, for its embedding.
+        """A prompt as a request that can run: for text, or with ``PoolingParams`` its embedding.
 
         Raises: RequestError.
         """
         self._refuse_if_out()
+        pooling = params if isinstance(params, PoolingParams) else None
         if pooling is not None:
             self.embeddings.check(pooling)
-        params = SamplingParams() if params is None else params
+        params = params if isinstance(params, SamplingParams) else SamplingParams()
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
         refuse_unknown_ids(params.logit_bias or (), self.vocab_size, "logit_bias")

@@ -29,6 +29,7 @@ from quire.server.endpoints.administration import (
 )
 from quire.server.endpoints.chat import chat_completions
 from quire.server.endpoints.completions import completions
+from quire.server.endpoints.embeddings import embeddings, score
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
 from quire.server.endpoints.messages import count_tokens, messages
 from quire.server.endpoints.models import described, health, metrics, model, models, version
@@ -81,6 +82,8 @@ def _operations(service: Service) -> list[Operation]:
     all_of_them = [
         Operation("/v1/completions", completions, post),
         Operation("/v1/chat/completions", chat_completions, post),
+        Operation("/v1/embeddings", embeddings, post),
+        Operation("/v1/score", score, post),
         Operation("/v1/messages", messages, post, dialect="anthropic"),
         Operation("/v1/messages/count_tokens", count_tokens, post, dialect="anthropic"),
         Operation("/v1/responses", responses, post),

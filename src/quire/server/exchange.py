@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from quire.engine.sequence import Request
 from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
-from quire.server.schemas.fields import Asked
+from quire.server.schemas.fields import Addressed
 from quire.server.service import Service
 from quire.server.wire.body import (
     check,
@@ -110,7 +110,7 @@ class Exchange:
             partial(function, *args), self.caller, num_bytes=max(num_bytes, self.num_body_bytes)
         )
 
-    async def prompt_ids(self, prompt: str | list[int], asked: Asked) -> list[int]:
+    async def prompt_ids(self, prompt: str | list[int], asked: Addressed) -> list[int]:
         """A text's tokens, or those given; of more than are wanted, the last.
 
         Raises: RequestError.

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
-from quire.engine.params import SamplingParams, StructuredOutputsParams
+from quire.engine.params import PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
@@ -23,7 +23,7 @@ from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
 from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
-from quire.server.schemas.fields import Asked, Sampling
+from quire.server.schemas.fields import Addressed, Sampling
 from quire.server.token_texts import TokenTexts
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
@@ -147,7 +147,11 @@ class Service:
         return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     async def request(
-        self, caller: Caller, token_ids: list[int], params: SamplingParams, asked: Asked
+        self,
+        caller: Caller,
+        token_ids: list[int],
+        params: SamplingParams | PoolingParams,
+        asked: Addressed,
     ) -> Request:
         """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
         self.refuse_without_engine()

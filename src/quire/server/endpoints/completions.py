@@ -10,15 +10,13 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.logprobs import of_completion, of_prompt
-from quire.server.endpoints.work import Gathered, Work, one_by_one, stop_reason
+from quire.server.endpoints.work import Gathered, Work, one_by_one, prompts_of, stop_reason
 from quire.server.exchange import Exchange
 from quire.server.schemas.completions import (
-    MAX_PROMPTS,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    Prompt,
 )
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import EventStream
@@ -32,7 +30,7 @@ async def completions(
     """Continue a text, or several."""
     exchange.service.refuse_unknown_model(asked.model)
     _refuse_what_is_not_done(asked)
-    requests = [await _request(exchange, prompt, asked) for prompt in _prompts(asked.prompt)]
+    requests = [await _request(exchange, prompt, asked) for prompt in prompts_of(asked.prompt)]
     continuing = _Continuing(Work(exchange, requests, "text_completion"), asked)
     if asked.stream:
         return as_events(exchange, continuing.chunks())
@@ -142,26 +140,6 @@ def _gathered(delta: TextDelta) -> Gathered:
         finish_reason=delta.finish_reason,
         stop_reason=stop_reason(delta),
     )
-
-
-def _prompts(given: Prompt) -> list[str | list[int]]:
-    """One text, one list of token ids, or several of either. Raises: Refused."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]]
-    several = [item for item in given if isinstance(item, str | list)]
-    if not given or len(several) < len(given):
-        raise Refused(
-            400,
-            "prompt must be a text, a list of token ids, or a list of texts or of such lists",
-            param="prompt",
-        )
-    if len(several) > MAX_PROMPTS:
-        raise Refused(
-            400, f"prompt has {len(several):,} texts and may have {MAX_PROMPTS:,}", param="prompt"
-        )
-    return several
 
 
 def _refuse_what_is_not_done(asked: CompletionRequest) -> None:

@@ -47,8 +47,20 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """How tokens are chosen and when to end."""
+class Addressed(msgspec.Struct, kw_only=True):
+    """Which model is to read prompts, how, for whom, and when."""
+
+    model: Text | None = None
+    user: str | None = None  # for the client's own books: nothing is done with it
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    request_id: Text | None = None  # said again in the answer, and used for nothing
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class Sampling(Addressed, kw_only=True):
+    """… how tokens are chosen and when to end …"""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
@@ -78,17 +90,10 @@ class Sampling(msgspec.Struct, kw_only=True):
 
 
 class Asked(Sampling, kw_only=True):
-    """… and how the answer is to come, for whom, and when."""
+    """… and how the answer is to come."""
 
-    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the client's own books: nothing is done with it
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Salt | None = None
-    request_id: Text | None = None  # said again in the answer, and used for nothing
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs
 
