@@ -11,7 +11,7 @@ from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
-from quire.engine.params import PoolingParams, SamplingParams
+from quire.engine.params import Params, SamplingParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
@@ -51,7 +51,7 @@ class AsyncLLM:
     async def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -61,7 +61,7 @@ class AsyncLLM:
         Neither here nor in the stepping thread. Raises: RequestError; RequestTooLong.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams | PoolingParams):
+        if not isinstance(params, Params):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
         slow = isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -71,7 +71,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -100,7 +100,7 @@ class AsyncLLM:
     async def complete(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -178,7 +178,7 @@ class AsyncLLM:
     async def _request(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None,
+        params: Params | None,
         priority: int,
         keys: PrefixKeys,
     ) -> Request:
@@ -188,7 +188,7 @@ class AsyncLLM:
 
     async def _pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[TextDelta]:
         self._desk.start(ticket, request)
-        num_left = request.params.n
+        num_left = request.num_choices
         while num_left:
             for delta in await ticket.mailbox.take():
                 if delta.finish_reason is not None:

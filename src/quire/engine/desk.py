@@ -135,6 +135,8 @@ class Desk:
         ]
         self._llm.abandon([sequence for _, sequence in running])
         for ticket, sequence in running:
+            if sequence.request.beam is not None:  # the search has told it
+                continue
             delta = TextDelta(
                 index=0,
                 choice=sequence.index,

@@ -4,7 +4,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
 from quire.config import EngineConfig
-from quire.engine.beam import BeamSearch, BeamSearchParams
+from quire.engine.beam import BeamSearch
 from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
@@ -26,7 +25,13 @@ from quire.engine.outputs import (
     embedding_of,
 )
 from quire.engine.parallel.part import refuse_options
-from quire.engine.params import SAMPLING_DEFAULTS, PoolingParams, SamplingParams
+from quire.engine.params import (
+    SAMPLING_DEFAULTS,
+    BeamSearchParams,
+    Params,
+    PoolingParams,
+    SamplingParams,
+)
 from quire.engine.plan import TokenOutput
 from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
 from quire.engine.prompts import Prompt, encode, params_for_each, split
@@ -165,12 +170,7 @@ class LLM:
         Raises: RequestError for a prompt that cannot run, and then none has been started;
         MemoryUnavailable where it has not even addresses left, and then the LLM is closed.
         """
-        requests = self._requests(prompts, params)
-        sequences: list[list[Sequence]] = []
-        pieces: list[list[TextDelta]] = [[] for _ in requests]
-        for delta in self._run(requests, observe, sequences):
-            pieces[delta.index].append(delta)
-        return [completion(*each) for each in zip(requests, sequences, pieces, strict=True)]
+        return self._completions(self._requests(prompts, params), observe)
 
     def stream(
         self,
@@ -192,33 +192,8 @@ class LLM:
 
         Raises: as ``generate``.
         """
-        eos_token_ids = self.engine.scheduler.limits.eos_token_ids
-        sampling = params.sampling(eos_token_ids, self.vocab_size)
-        requests = [
-            replace(request, chosen_outside=True) for request in self._requests(prompts, sampling)
-        ]
-        searches: list[tuple[list[Sequence], BeamSearch]] = []
-        try:
-            for request in requests:
-                with self._elastic.lock:
-                    self._refuse_if_out()
-                    sequences = self._queue(request)
-                    search = BeamSearch(self.engine, params, sequences, eos_token_ids)
-                    self._listeners.update((s.seq_id, search) for s in sequences)
-                searches.append((sequences, search))
-            while not all(search.is_over for _, search in searches):
-                self.step()
-        finally:
-            for sequences, _ in searches:
-                self.abandon(sequences)
-        return [
-            Completion(
-                prompt_token_ids=request.prompt_token_ids,
-                choices=tuple(own.choice(self.tokenizer) for own in search.hypotheses),
-                num_cached_tokens=sequences[0].num_cached_tokens,
-            )
-            for request, (sequences, search) in zip(requests, searches, strict=True)
-        ]
+        self._refuse_if_out()
+        return self._completions([self.request(prompt, params) for prompt in split(prompts)], None)
 
     def embed(
         self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingParams | None = None
@@ -415,12 +390,12 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
     ) -> Request:
-        """A prompt as a request that can run: for text, or with ``PoolingParams`` its embedding.
+        """A prompt as a request that can run: for text, for that of a search, or its embedding.
 
         Raises: RequestError.
         """
@@ -428,10 +403,14 @@ class LLM:
         pooling = params if isinstance(params, PoolingParams) else None
         if pooling is not None:
             self.embeddings.check(pooling)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if beam is not None:
+            params = beam.sampling(self.engine.scheduler.limits.eos_token_ids, self.vocab_size)
         params = params if isinstance(params, SamplingParams) else SamplingParams()
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
-        refuse_unknown_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        for name in ("logit_bias", "allowed_token_ids"):
+            refuse_unknown_ids(getattr(params, name) or (), self.vocab_size, name)
         structured = params.structured_outputs
         source, token_ids = self._read(prompt)
         request = Request(
@@ -442,6 +421,7 @@ class LLM:
             keys=keys,
             priority=priority,
             pooling=pooling,
+            beam=beam,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
             grammar=None if structured is None else self._grammars.compile(structured),
         )
@@ -463,19 +443,34 @@ class LLM:
         """
         with self._elastic.lock:
             self._refuse_if_out()
-            sequences = self._queue(request, arrived_s)
-            for sequence in sequences:
-                self._listeners[sequence.seq_id] = Listener(
-                    sequence, self.tokenizer, index, deliver
+            self._elastic.watch()
+            self._resident.watch()
+            arrived_s = self.now_s() if arrived_s is None else arrived_s
+            sequences = self.engine.scheduler.add(request, arrived_s=arrived_s)
+            if request.beam is not None:
+                ends = self.engine.scheduler.limits.eos_token_ids
+                search = BeamSearch(
+                    self.engine, request.beam, sequences, ends, self.tokenizer, index, deliver
                 )
+                self._listeners.update((sequence.seq_id, search) for sequence in sequences)
+            else:
+                for sequence in sequences:
+                    self._listeners[sequence.seq_id] = Listener(
+                        sequence, self.tokenizer, index, deliver
+                    )
         return sequences
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """End what still runs of these, and give back what only they hold."""
+        """End what still runs of these, and give back what only they hold.
+
+        The reader of a search gets what it has found so far.
+        """
         with self._elastic.lock:
             for sequence in sequences:
+                listener = self._listeners.pop(sequence.seq_id, None)
+                if isinstance(listener, BeamSearch):
+                    listener.end(End("abort", "abandoned"))
                 self.engine.finish(sequence, "abort", "abandoned")
-                self._listeners.pop(sequence.seq_id, None)
             self._kv.carry_out()
 
     def step(self) -> bool:
@@ -527,7 +522,10 @@ class LLM:
             listener.end(end)
         if end is not None:
             self.engine.finish(sequence, end.reason, end.detail)
-        if end is not None or output.finish_reason is not None:
+        if isinstance(listener, BeamSearch):
+            for own in listener.sequences if listener.is_over else ():
+                self._listeners.pop(own.seq_id, None)
+        elif end is not None or output.finish_reason is not None:
             self._listeners.pop(sequence.seq_id, None)
 
     def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
@@ -535,12 +533,6 @@ class LLM:
         if self._source_prompts is not None:
             return self._source_prompts.read(prompt)
         return None, encode(prompt, self.tokenizer, self.vocab_size)
-
-    def _queue(self, request: Request, arrived_s: float | None = None) -> list[Sequence]:
-        self._elastic.watch()
-        self._resident.watch()
-        arrived_s = self.now_s() if arrived_s is None else arrived_s
-        return self.engine.scheduler.add(request, arrived_s=arrived_s)
 
     def _note_usage(self) -> None:
         """For callers that do not wait."""
@@ -601,6 +593,13 @@ class LLM:
         self._refuse_if_closed()
         if self.is_sleeping:
             raise RequestError(f"this LLM is asleep (level {self.sleep_level}): call wake_up()")
+
+    def _completions(self, requests: list[Request], observe: Observer | None) -> list[Completion]:
+        sequences: list[list[Sequence]] = []
+        pieces: list[list[TextDelta]] = [[] for _ in requests]
+        for delta in self._run(requests, observe, sequences):
+            pieces[delta.index].append(delta)
+        return [completion(*each) for each in zip(requests, sequences, pieces, strict=True)]
 
     def _run(
         self, requests: list[Request], observe: Observer | None, started: list[list[Sequence]]

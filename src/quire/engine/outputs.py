@@ -41,6 +41,7 @@ class TextDelta:
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
+    cumulative_logprob: float | None = None  # of all tokens, at the end of a search
     embedding: Embedding | None = field(default=None, compare=False)  # at the end, if asked for
 
     @property
@@ -203,7 +204,7 @@ def completion(
         pieces[delta.choice].append(delta)
     return Completion(
         prompt_token_ids=request.prompt_token_ids,
-        choices=tuple(_choice(own) for own in pieces),
+        choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,
         prompt_logprobs=tuple(several[0].prompt_logprobs),
     )
@@ -219,4 +220,5 @@ def _choice(deltas: list[TextDelta]) -> Choice:
         detail=deltas[-1].detail,
         stopped_by=deltas[-1].stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        cumulative_logprob=deltas[-1].cumulative_logprob,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.blocks import NO_KEYS, PrefixKeys
-from quire.engine.params import PoolingParams, SamplingParams
+from quire.engine.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.engine.structured import Grammar
 
 FinishReason = Literal["stop", "length", "capacity", "abort", "error"]
@@ -41,8 +41,18 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # the params' words, as token ids
     grammar: Grammar | None = None  # of the params' structured_outputs
     source: object = None  # what an encoder reads for it, as the runner knows it
-    chosen_outside: bool = False  # a search chooses its tokens, by their log-probabilities
+    beam: BeamSearchParams | None = None  # a search chooses its tokens, by their log-probabilities
     pooling: PoolingParams | None = None  # it ends with its prompt's embedding, and has no text
+
+    @property
+    def chosen_outside(self) -> bool:
+        """Its sequences do not choose their tokens themselves."""
+        return self.beam is not None
+
+    @property
+    def num_choices(self) -> int:
+        """How many continuations are given."""
+        return self.params.n if self.beam is None else self.beam.num_choices
 
     @property
     def max_tokens(self) -> int:
