@@ -10,7 +10,7 @@ from importlib.metadata import version
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
-from quire.engine.params import PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.engine.params import Params, SamplingParams, StructuredOutputsParams
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
@@ -23,7 +23,7 @@ from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
 from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
-from quire.server.schemas.fields import Addressed, Sampling
+from quire.server.schemas.fields import Addressed, Sampling, Searching
 from quire.server.token_texts import TokenTexts
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
@@ -110,9 +110,10 @@ class Service:
         form: StructuredOutputsParams | None = None,
     ) -> SamplingParams:
         """Raises: Refused; RequestError."""
+        searches = isinstance(asked, Searching) and asked.use_beam_search
         return sampling_params(
             asked,
-            defaults=self._sampling_defaults,
+            defaults={} if searches else self._sampling_defaults,
             max_tokens=max_tokens,
             logprobs=logprobs,
             max_logprobs=self.config.max_logprobs,
@@ -150,7 +151,7 @@ class Service:
         self,
         caller: Caller,
         token_ids: list[int],
-        params: SamplingParams | PoolingParams,
+        params: Params,
         asked: Addressed,
     ) -> Request:
         """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
@@ -197,7 +198,9 @@ class Service:
         noted = self.request_log.begin(request) if self.request_log is not None else None
         try:
             async for delta in self.llm.generate(request):
-                self.gate.note_piece(own, delta.choice)
+                # What a search begins with is a piece of all its beams.
+                for choice in (delta.choice,) if request.beam is None else range(own.num_sequences):
+                    self.gate.note_piece(own, choice)
                 if noted is not None:
                     noted.add(delta)
                 yield delta

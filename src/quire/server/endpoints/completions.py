@@ -12,6 +12,7 @@ from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.logprobs import of_completion, of_prompt
 from quire.server.endpoints.work import Gathered, Work, one_by_one, prompts_of, stop_reason
 from quire.server.exchange import Exchange
+from quire.server.sampling import searched
 from quire.server.schemas.completions import (
     Completion,
     CompletionChoice,
@@ -53,7 +54,7 @@ async def _request(
     )
     if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=asked.logprobs)
-    return await service.request(exchange.caller, token_ids, params, asked)
+    return await service.request(exchange.caller, token_ids, searched(asked, params), asked)
 
 
 class _Continuing:
@@ -146,7 +147,3 @@ def _refuse_what_is_not_done(asked: CompletionRequest) -> None:
     """Raises: Refused."""
     if asked.suffix:
         raise Refused(400, "suffix: this server only continues texts", param="suffix")
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise Refused(
-            400, f"best_of={asked.best_of}: only n choices are made, ask for n", param="best_of"
-        )

@@ -52,7 +52,7 @@ class Work:
         self._traces = Traces(exchange, requests, operation)
         self.service = service
         self.tally = Tally(requests)
-        self.num_choices = requests[0].params.n  # of each prompt
+        self.num_choices = requests[0].num_choices  # of each prompt
         self._passes: list[Pass] = exchange.admit(requests)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -144,6 +144,8 @@ def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
 
 def _num_logprobs(request: Request) -> int:
     params, number = request.params, 0
+    if request.beam is not None:  # those of the tokens that are chosen, at the end
+        return request.num_choices * params.max_tokens
     if params.logprobs is not None:
         number += params.n * params.max_tokens * (params.logprobs + 1)
     if params.prompt_logprobs is not None:

@@ -71,6 +71,7 @@ class Sampling(Addressed, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**18)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
@@ -96,6 +97,15 @@ class Asked(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs
+
+
+class Searching(Asked, kw_only=True):
+    """… or by a beam search, ``best_of`` wide, of which the ``n`` best are given."""
+
+    use_beam_search: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # n
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None  # 1
+    early_stopping: bool | Literal["never"] | None = None  # never
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):

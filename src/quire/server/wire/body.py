@@ -28,7 +28,6 @@ _MOST_IGNORED = 16  # names said in one answer
 # Fields of others' that would change the text, and the value with which they would not.
 NOT_DONE: Mapping[str, object] = MappingProxyType(
     {
-        "allowed_token_ids": None,
         "audio": None,
         "chat_template": None,
         "documents": None,
