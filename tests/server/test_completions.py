@@ -265,6 +265,7 @@ def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
         ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, 400, "allowed_token_ids[0]"),
         ({"allowed_token_ids": [4096]}, 400, None),
+        *(({name: "a"}, 400, name) for name in ("lora", "lora_path", "lora_request")),
         ({"best_of": 2}, 400, "best_of"),
         ({"length_penalty": 2}, 400, "length_penalty"),
         ({"early_stopping": True}, 400, "early_stopping"),
@@ -314,6 +315,19 @@ def test_every_field_has_bounds(fields: dict[str, Any], status: int, param: str 
         assert answer.error["param"] == param, answer.error
         assert answer.error["message"]
         assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_adapters_are_refused_with_the_reason() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                refused = await client.post(path, {"lora_name": "a", "lora_path": "/a"})
+                assert refused.status == 404
+                assert "merge the adapter into them" in refused.error["message"]
+            refused = await client.post("/v1/completions", {"prompt": "a", "lora_request": {}})
+            assert "merge the adapter into them" in refused.error["message"]
+
+    run(ask())
 
 
 def test_beams_are_the_engines_own() -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import itemgetter
 from typing import Any
 
 from quire.engine.engine import Engine
@@ -223,19 +224,20 @@ class BeamSearch:
     def _candidates(self) -> list[_Candidate]:
         """The best tokens of all beams, the best first."""
         num_ends = max(1, len(self._eos_token_ids))
-        return nlargest(
-            (1 + num_ends) * self._params.beam_width,
-            (
-                _Candidate(
-                    beam,
-                    TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank),
-                    beam.cumulative_logprob + logprob,
-                )
-                for beam in self._beams
-                for rank, (token_id, logprob) in enumerate(beam.top or (), 1)
-            ),
-            key=lambda candidate: candidate.cumulative_logprob,
+        totals = (  # plain numbers: of a wide search there are thousands a step
+            (beam.cumulative_logprob + logprob, place, rank)
+            for place, beam in enumerate(self._beams)
+            for rank, (_, logprob) in enumerate(beam.top or ())
         )
+        best = nlargest((1 + num_ends) * self._params.beam_width, totals, key=itemgetter(0))
+        return [self._candidate(*each) for each in best]
+
+    def _candidate(self, total: float, place: int, rank: int) -> _Candidate:
+        beam = self._beams[place]
+        assert beam.top is not None
+        token_id, logprob = beam.top[rank]
+        token = TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank + 1)
+        return _Candidate(beam, token, total)
 
     def _end_of(self, candidate: _Candidate, num_tokens: int) -> FinishReason | None:
         if candidate.token.token_id in self._eos_token_ids:

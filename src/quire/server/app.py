@@ -38,7 +38,10 @@ from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.entrance import Entrance, as_answer
 from quire.server.operations import Operation
 from quire.server.service import Service
+from quire.server.wire.body import NO_ADAPTERS
 from quire.server.wire.errors import Refused
+
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
@@ -138,7 +141,8 @@ def _operations(service: Service) -> list[Operation]:
 
 async def _not_found(request: Request, _: Exception) -> Response:
     path = request.url.path[:200]
-    return as_answer(Refused(404, f"there is nothing at {path!r}"), "openai", {})
+    why = f": {NO_ADAPTERS}" if path in _ADAPTERS else ""
+    return as_answer(Refused(404, f"there is nothing at {path!r}{why}"), "openai", {})
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:
