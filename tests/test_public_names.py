@@ -13,6 +13,7 @@ PUBLIC = [
     "BeamSearchParams",
     "LLM",
     "ModelSpec",
+    "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
-    from quire.engine.beam import BeamSearchParams
     from quire.engine.llm import LLM
-    from quire.engine.params import SamplingParams, StructuredOutputsParams
+    from quire.engine.params import (
+        BeamSearchParams,
+        PoolingParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from quire.models.drop_in import cache
     from quire.spec import ModelSpec
 
@@ -24,6 +28,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "ModelSpec",
+    "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -35,13 +40,11 @@ def __getattr__(name: str) -> Any:
     match name:
         case "AsyncLLM":
             return import_module("quire.engine.async_llm").AsyncLLM
-        case "BeamSearchParams":
-            return import_module("quire.engine.beam").BeamSearchParams
         case "LLM":
             return import_module("quire.engine.llm").LLM
         case "ModelSpec":
             return import_module("quire.spec").ModelSpec
-        case "SamplingParams" | "StructuredOutputsParams":
+        case "BeamSearchParams" | "PoolingParams" | "SamplingParams" | "StructuredOutputsParams":
             return getattr(import_module("quire.engine.params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache

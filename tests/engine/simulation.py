@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS
-from quire.engine.beam import BeamSearch, BeamSearchParams
+from quire.engine.beam import BeamSearch
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
-from quire.engine.params import SamplingParams
+from quire.engine.params import BeamSearchParams, SamplingParams
 from quire.engine.plan import Chunk, Save, StepPlan, TokenOutput
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Drafts, Limits, Scheduler
@@ -213,7 +213,9 @@ class Search:
 
     def __init__(self, engine: Engine, params: BeamSearchParams, sequences: list[Sequence]) -> None:
         self.params, self.sequences = params, sequences
-        self.found = BeamSearch(engine, params, sequences, frozenset([EOS]))
+        self.found = BeamSearch(
+            engine, params, sequences, frozenset([EOS]), None, 0, lambda _: None
+        )
 
     def hear(self, output: TokenOutput) -> None:
         if output.sequence in self.sequences:
@@ -334,7 +336,7 @@ class World:
             prompt_token_ids=tuple(prompt),
             params=beams.sampling([EOS], VOCAB) if is_search else params,
             priority=rng.randrange(3),
-            chosen_outside=is_search,
+            beam=beams if is_search else None,
         )
         try:
             sequences = self.scheduler.add(request, arrived_s=self.stage.time_s)

@@ -1,5 +1,6 @@
 """Beam search finds the best of all continuations, and what Transformers' own search finds."""
 
+import asyncio
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire import LLM, BeamSearchParams, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.engine.outputs import Completion
 from quire.errors import RequestError, RequestTooLong
 from quire.models.loader import LoadedModel, load
@@ -54,7 +55,10 @@ def params(length_penalty: float = 1.0, **changed: Any) -> BeamSearchParams:
 
 
 def searched_by_transformers(
-    model: PreTrainedModel, prompt: list[int], length_penalty: float
+    model: PreTrainedModel,
+    prompt: list[int],
+    length_penalty: float,
+    early_stopping: bool | str = "never",
 ) -> list[tuple[tuple[int, ...], float]]:
     """Token ids, without what fills up after the end, and scores."""
     found = model.generate(
@@ -64,7 +68,7 @@ def searched_by_transformers(
         max_new_tokens=LENGTH,
         do_sample=False,
         length_penalty=length_penalty,
-        early_stopping="never",
+        early_stopping=early_stopping,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
@@ -135,6 +139,26 @@ def test_it_finds_what_transformers_finds(
         found = llm.beam_search(prompts(), params(length_penalty))
         assert_found(found, wanted(name, ends, length_penalty), length_penalty)
         assert_all_is_given_back(llm)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False])
+@pytest.mark.parametrize("length_penalty", [1.0, 2.0, -1.0])
+def test_it_ends_early_as_transformers_does(early_stopping: bool, length_penalty: float) -> None:
+    model = model_of("llama", SOME_ENDS)
+    want = [
+        searched_by_transformers(model, prompt, length_penalty, early_stopping)
+        for prompt in prompts()
+    ]
+    with small() as llm:
+        asked = params(length_penalty, early_stopping=early_stopping)
+        assert_found(llm.beam_search(prompts(), asked), want, length_penalty)
+        assert_all_is_given_back(llm)
+
+
+def test_the_best_of_them_can_be_had_alone() -> None:
+    with small() as llm:
+        found = llm.beam_search(prompts(), params(n=2))
+        assert_found(found, [own[:2] for own in wanted("llama", SOME_ENDS, 1.0)])
 
 
 @cache
@@ -352,6 +376,30 @@ def test_beams_that_outgrow_the_cache_end_with_their_texts_so_far() -> None:
         assert not llm.engine.scheduler.has_unfinished
 
 
+def test_an_async_reader_gets_it_all_at_once_and_an_aborted_one_what_there_was() -> None:
+    async def run() -> None:
+        options: dict[str, Any] = dict(max_model_len=96, kv_cache_memory_bytes="64MB")
+        async with AsyncLLM(model_of("llama", SOME_ENDS), **options) as llm:
+            found = [await llm.complete(prompt, params()) for prompt in prompts()]
+            assert_found(found, wanted("llama", SOME_ENDS, 1.0))
+            pieces = [d async for d in llm.generate(prompts()[0], params(n=2))]
+            assert [d.choice for d in pieces if d.finish_reason] == [0, 1]
+            assert all(d.latencies for d in pieces if d.finish_reason)
+            endless = params(max_tokens=80, ignore_eos=True, n=2)
+            begun = llm.generate(prompts()[0], endless, request_id="one")
+            assert not (await anext(begun)).finish_reason
+            await llm.abort("one")
+            ends = [d async for d in begun]
+            assert [(d.choice, d.finish_reason) for d in ends] == [(0, "abort"), (1, "abort")]
+            left = llm.generate(prompts()[0], endless)
+            await anext(left)
+            await left.aclose()  # type: ignore[attr-defined]
+            assert not (await llm.usage()).num_sequences
+            assert not await llm.inspect(lambda inner, _: inner._listeners)
+
+    asyncio.run(run())
+
+
 def test_a_search_that_is_left_ends() -> None:
     with small() as llm:
         steps, left = llm.step, iter(range(5))
@@ -378,6 +426,9 @@ def test_a_search_that_is_left_ends() -> None:
         ({"temperature": 0.5}, r"temperature=0\.5 must be 0"),
         ({"length_penalty": math.nan}, "length_penalty=nan must be a number"),
         ({"length_penalty": "1"}, "length_penalty='1' must be a number"),
+        ({"early_stopping": "soon"}, "early_stopping='soon' must be True, False or 'never'"),
+        ({"n": 5}, "n=5 must be from 1 to beam_width=4"),
+        ({"n": 0}, "n=0 must be from 1"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

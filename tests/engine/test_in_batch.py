@@ -10,7 +10,7 @@ import pytest
 
 from engine.scheduler_machine import Watch
 from engine.test_progress import five, watch
-from quire.engine.params import SamplingParams
+from quire.engine.params import BeamSearchParams, SamplingParams
 from quire.engine.plan import Sampled, TokenLogprobs
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
@@ -316,7 +316,7 @@ def test_a_plan_in_which_very_many_give_way_is_made_without_recursion() -> None:
     count = 1050
     one = scheduler(count + 10, budget=10**6, max_num_seqs=count + 10, headroom=0.0)
     for n in range(count):
-        one.add(asked(n, range(40 * n, 40 * n + 10), 30, chosen_outside=True))
+        one.add(asked(n, range(40 * n, 40 * n + 10), 30, beam=BeamSearchParams(beam_width=1)))
     step(one)
     assert one.num_running == count
     (large,) = one.add(asked(count, range(10**6, 10**6 + 16 * 1040), 4))

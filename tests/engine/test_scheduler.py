@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
-from quire.engine.params import SamplingParams
+from quire.engine.params import BeamSearchParams, SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.costs import Costs, Prices
@@ -505,7 +505,7 @@ def test_what_is_found_cached_at_once_is_not_saved() -> None:
     costs = Costs(prices=Prices(step_s=1.0, token_s=1.0))
     accounting = PagedAccounting((FULL,), config)
     scheduler = Scheduler(accounting, limits, swap=SwapSpace(2**20), costs=costs)
-    search = replace(request(0, 8, 8), chosen_outside=True)
+    search = replace(request(0, 8, 8), beam=BeamSearchParams(beam_width=1))
     (undecided,) = scheduler.add(search)
     (sequence,) = scheduler.add(request(1, 7, 8, text=1))
     play_step(scheduler)

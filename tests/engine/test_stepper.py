@@ -127,10 +127,10 @@ def test_an_error_ends_everything_and_all_callers_hear_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("error", "fatal"), [(MemoryUnavailable("gone"), False), (KeyError("lost"), True)]
+    ("error", "fatal"), [(MemoryUnavailable("gone"), None), (KeyError("lost"), True)]
 )
 def test_what_a_call_raises_is_its_callers_unless_it_ends_the_engine(
-    error: Exception, fatal: bool
+    error: Exception, fatal: bool | None
 ) -> None:
     def fail(error: Exception) -> None:
         raise error

@@ -28,7 +28,7 @@ from transformers import (
 
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
-from quire.engine.beam import BeamSearchParams
+from quire.engine.params import BeamSearchParams
 from quire.engine.plan import StepPlan
 from quire.engine.runner import ModelRunner
 from quire.engine.scheduler import NO_DRAFTS, Drafts

@@ -40,6 +40,7 @@ FLAGS = (
 )
 MOST_TOKENS = 3
 ENDLESS = ("/memory/feed",)
+DISTURBING = ("/sleep",)  # all that comes after it
 
 _IDS = st.lists(st.integers(0, 4095), min_size=1, max_size=20)
 _TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
@@ -92,6 +93,14 @@ _LIKELY: Mapping[str, tuple[Mapping[str, SearchStrategy[Any]], Mapping[str, Any]
         {"stream": st.booleans(), "system": _TEXTS},
     ),
     "/v1/messages/count_tokens": ({"messages": _MESSAGES}, {}),
+    "/v1/embeddings": (
+        {"input": st.one_of(_TEXTS, _IDS, st.lists(_TEXTS, min_size=1, max_size=2))},
+        {"encoding_format": st.sampled_from(["float", "base64"]), "normalize": st.booleans()},
+    ),
+    "/v1/score": (
+        {"text_1": _TEXTS, "text_2": st.one_of(_TEXTS, st.lists(_TEXTS, min_size=1, max_size=2))},
+        {},
+    ),
     "/tokenize": ({"prompt": _TEXTS}, {"return_token_strs": st.booleans()}),
     "/detokenize": ({"tokens": _IDS}, {}),
 }
@@ -124,7 +133,9 @@ class Asker:
         self._url, self._session = url, requests.Session()
         schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
         self.operations = [
-            each.ok() for each in schema.get_all_operations() if each.ok().path not in ENDLESS
+            each.ok()
+            for each in schema.get_all_operations()
+            if each.ok().path not in (*ENDLESS, *DISTURBING)
         ]
 
     def ask(self, num_cases: int, random_seed: int) -> None:

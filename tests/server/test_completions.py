@@ -1,13 +1,14 @@
 """/v1/completions: the engine's own tokens, in OpenAI's form, whole and in pieces."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from engine.test_llm import demo
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine.outputs import Completion
-from server.asking import Answer, Client, run, serving
+from server.asking import Answer, Client, nothing_runs, run, serving
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -260,8 +261,45 @@ def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
         ({"cache_salt": ""}, 400, "cache_salt"),
         ({"cache_salt": "a" * 5000}, 400, "cache_salt"),
         ({"suffix": "x"}, 400, "suffix"),
-        ({"allowed_token_ids": [3]}, 400, "allowed_token_ids"),
-        ({"use_beam_search": True}, 400, "use_beam_search"),
+        ({"allowed_token_ids": [3]}, 200, None),
+        ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, 400, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [4096]}, 400, None),
+        *(({name: "a"}, 400, name) for name in ("lora", "lora_path", "lora_request")),
+        ({"best_of": 2}, 400, "best_of"),
+        ({"length_penalty": 2}, 400, "length_penalty"),
+        ({"early_stopping": True}, 400, "early_stopping"),
+        *(
+            ({"use_beam_search": True, name: value}, status, name if status == 400 else None)
+            for name, value, status in (
+                ("n", 4, 200),
+                ("temperature", 0, 200),
+                ("seed", 1, 200),
+                ("top_p", 1, 200),
+                ("stop", [], 200),
+                ("early_stopping", "never", 200),
+                ("temperature", 0.5, 400),
+                ("stream", True, 400),
+                ("top_p", 0.5, 400),
+                ("stop", ["a"], 400),
+                ("logprobs", 1, 400),
+                ("prompt_logprobs", 1, 400),
+                ("allowed_token_ids", [3], 400),
+                ("logit_bias", {"3": 1}, 400),
+                ("min_tokens", 1, 400),
+                ("skip_special_tokens", False, 400),
+                ("best_of", 129, 400),
+                ("best_of", 0, 400),
+                ("length_penalty", 1e9, 400),
+                ("early_stopping", "soon", 400),
+            )
+        ),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, 400, None),
+        (
+            {"use_beam_search": True, "structured_outputs": {"regex": "a"}},
+            400,
+            "structured_outputs",
+        ),
         ({"use_beam_search": False, "length_penalty": 1, "kv_transfer_params": None}, 200, None),
         ({"model": "gpt-9"}, 404, "model"),
         ({"priority": 2**40}, 400, "priority"),
@@ -277,6 +315,59 @@ def test_every_field_has_bounds(fields: dict[str, Any], status: int, param: str 
         assert answer.error["param"] == param, answer.error
         assert answer.error["message"]
         assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_adapters_are_refused_with_the_reason() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                refused = await client.post(path, {"lora_name": "a", "lora_path": "/a"})
+                assert refused.status == 404
+                assert "merge the adapter into them" in refused.error["message"]
+            refused = await client.post("/v1/completions", {"prompt": "a", "lora_request": {}})
+            assert "merge the adapter into them" in refused.error["message"]
+
+    run(ask())
+
+
+def test_beams_are_the_engines_own() -> None:
+    params = BeamSearchParams(beam_width=4, n=2, max_tokens=12, length_penalty=0.5)
+    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
+        (found,) = llm.beam_search(PROMPT, params)
+
+    async def ask() -> None:
+        searched = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5}
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **searched}
+        async with serving() as client:
+            answer = (await client.post("/v1/completions", {**body, "return_token_ids": True})).json
+            choices = answer["choices"]
+            assert [choice["text"] for choice in choices] == [c.text for c in found.choices]
+            assert [tuple(c["token_ids"]) for c in choices] == [c.token_ids for c in found.choices]
+            told = [choice["finish_reason"] for choice in choices]
+            assert told == [choice.finish_reason for choice in found.choices]
+            tokens = sum(len(choice.token_ids) for choice in found.choices)
+            assert answer["usage"]["completion_tokens"] == tokens
+            several = (await client.post("/v1/completions", {**body, "prompt": [PROMPT] * 2})).json
+            assert [c["text"] for c in several["choices"]] == [c.text for c in found.choices] * 2
+            chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **searched}
+            refused = await client.post("/v1/chat/completions", chat)
+            assert "chat_stop_strings" in refused.error["message"]
+            client.service.chat._stop = ()
+            said = await client.post("/v1/chat/completions", chat)
+            assert said.status == 200, said.body
+            texts = [choice["message"]["content"] for choice in said.json["choices"]]
+            assert len(set(texts)) == len(texts) == 2
+            refused = await client.post("/v1/messages", {**chat, "n": 1})
+            assert (refused.status, refused.json["type"]) == (400, "error")
+            call = client.call("/v1/completions", {**body, "max_tokens": 200, "ignore_eos": True})
+            async with asyncio.timeout(20):  # all of its beams have begun
+                while not client.service.gate.num_under_way or client.service.gate.num_queued:
+                    await asyncio.sleep(0.001)
+            call.leave()
+            await call.task
+            await nothing_runs(client)
+
+    run(ask())
 
 
 def test_what_can_never_fit_is_said_with_the_sum() -> None:

@@ -58,6 +58,10 @@ REFUSED: list[Any] = [
     {**BRIEF, "logit_bias": {str(number): 1 for number in range(2000)}},
     {**BRIEF, "logit_bias": {"4096": 1}},
     {**BRIEF, "logit_bias": {"-1": 1}},
+    {**BRIEF, "allowed_token_ids": [7] * 300_000},
+    {**BRIEF, "use_beam_search": True, "best_of": 10**6},
+    {**BRIEF, "use_beam_search": True, "prompt": ["a"] * 10, "best_of": 128},
+    {**BRIEF, "use_beam_search": True, "length_penalty": 1e300},
     # Texts that are none.
     *({**BRIEF, name: HALF} for name in ("prompt", "stop", "cache_salt", "user", "model", HALF)),
     *({**BRIEF, name: [HALF]} for name in ("prompt", "stop", "bad_words")),
@@ -90,6 +94,8 @@ ANSWERED: list[Any] = [
     {**BRIEF, "stop": ["é" * 1024] * 64},
     # A stop that is no token never comes; it must not be forbidden in anybody's logits either.
     {**BRIEF, "stop_token_ids": [4096, 2**31 - 1], "min_tokens": 1},
+    {**BRIEF, "use_beam_search": True, "best_of": 128, "length_penalty": -10},
+    {**BRIEF, "allowed_token_ids": [0] * 100_000},
     {**BRIEF, "cache_salt": "\0"},
     {**BRIEF, "cache_salt": "👩‍💻" * 100},
     {**BRIEF, "prompt": "\0" * 10},

@@ -11,8 +11,8 @@ from quire.server.openapi import document as make_document
 from quire.server.schemas.completions import Completion, CompletionRequest
 from server.asking import Client, run, serving
 
-NOTHING = {"/health", "/ping"}  # is what they give
-OPEN = NOTHING | set(FILES)
+NOTHING = {"/health", "/ping", "/reset_prefix_cache", "/sleep", "/wake_up"}  # is what they give
+OPEN = {"/health", "/ping"} | set(FILES)
 
 
 def described(config: ServerConfig | None = None, key: str | None = None) -> dict[str, Any]:

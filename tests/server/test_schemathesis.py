@@ -1,6 +1,7 @@
 """Random requests, right and wrong, to a server in a process of its own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -29,6 +30,30 @@ def test_answers_are_as_described(process: Process) -> None:
         path = f"{operation.method} {operation.path}"
         if "{" not in path:
             assert asker.tally.statuses[path, 200], str(asker.tally)
+
+
+def test_while_it_sleeps_the_system_has_the_model_and_the_cache_again(process: Process) -> None:
+    """The demo model: 13 MiB of weights, and as much and more that is made of them."""
+
+    def resident_bytes() -> int:
+        said = Path(f"/proc/{process.child.pid}/smaps_rollup").read_text()
+        return int(said.partition("Rss:")[2].split()[0]) * 1024
+
+    def ask() -> tuple[int, str]:
+        body = {"prompt": list(range(9, 100)), "max_tokens": 3, "temperature": 0}
+        answer = httpx.post(f"{process.url}/v1/completions", json=body)
+        return answer.status_code, answer.json().get("choices", [{}])[0].get("text", "")
+
+    assert httpx.post(f"{process.url}/reset_prefix_cache").status_code == 200
+    before = ask()
+    awake = resident_bytes()
+    assert httpx.post(f"{process.url}/sleep?level=2", timeout=60).status_code == 200
+    assert awake - resident_bytes() > 12 * 2**20
+    assert ask()[0] == 503
+    assert httpx.get(f"{process.url}/is_sleeping").json() == {"is_sleeping": True}
+    assert httpx.get(f"{process.url}/health").status_code == 200
+    assert httpx.post(f"{process.url}/wake_up", timeout=60).status_code == 200
+    assert ask() == before
 
 
 @pytest.mark.full

@@ -130,8 +130,7 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
     """A model, its tokenizer and its spec; what its config.json rules out is said before."""
-    longest_tokens(config, *find_spec(model))
-    _import_engine()
+    import_engine_for(model, config)
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     if (num_ranks := config.tensor_parallel_size) > 1:
@@ -156,12 +155,14 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
     )
 
 
-def _import_engine() -> None:
-    """Import what an engine is made of, all of which stays: garbage is not looked for in it.
+def import_engine_for(model: str | None, config: EngineConfig) -> None:
+    """Import what an engine is made of, once the model's config.json has been found to allow it.
 
-    That would take a sixth of a server's start: what is frozen is not looked through later, either.
-    At the end of the process it is thawed, or C++ bindings take their own modules for leaks.
+    All of that stays, so garbage is not looked for in it, now or later: that took a sixth of a
+    server's start. At the end of the process it is thawed, or C++ bindings take their own modules
+    for leaks. Raises: ConfigError, ModelNotLoadable.
     """
+    longest_tokens(config, *find_spec(model))
     if "torch" in sys.modules:
         return
     gc.disable()

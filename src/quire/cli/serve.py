@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire.cli.options import Model, engine_of, load_model, with_options
+from quire.cli.options import Model, import_engine_for, with_options
 from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
@@ -60,13 +60,15 @@ def serve(
         for note in notes_of(context):
             log.info("%s", note)
         _warn_if_open(config)
-        loaded = load_model(model, own, console)
         options = dict(engine)
         if num_gpu_blocks_override is not None:
-            options |= _blocks(num_gpu_blocks_override, loaded.spec, own)
+            options |= _blocks(num_gpu_blocks_override, model, own)
+        import_engine_for(model, own)
         from quire.engine.async_llm import AsyncLLM
 
-        return AsyncLLM(loaded, **engine_of(options))
+        console.print(f"loading {model or 'the demo model'} …", highlight=False)
+        # By its name, so that it can be given back while the server sleeps, and read again.
+        return AsyncLLM(model, show_progress=model is not None, **options)
 
     def announce(facts: Any) -> None:
         if log.isEnabledFor(logging.INFO):
@@ -77,9 +79,10 @@ def serve(
         raise typer.Exit(code)
 
 
-def _blocks(count: int, spec: Any, config: EngineConfig) -> dict[str, int]:
-    """Blocks in bytes. Raises: ConfigError."""
+def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, int]:
+    """Blocks in bytes. Raises: ConfigError, ModelNotLoadable."""
     from quire.engine.needs import stored_spec
+    from quire.models.loader import find_folder, read_config
 
     if count < 1:
         raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")
@@ -87,6 +90,10 @@ def _blocks(count: int, spec: Any, config: EngineConfig) -> dict[str, int]:
         raise ConfigError(
             f"num_gpu_blocks_override={count} and kv_cache_memory_bytes say the same: give one"
         )
+    folder = find_folder(model)
+    _, spec = read_config(str(folder or model), folder)
+    if config.dtype != "auto":
+        spec = spec.computed_in(config.dtype)
     block_bytes = config.block_size * stored_spec(config, spec).bytes_per_token
     log.info(
         "num_gpu_blocks_override: %s blocks of %s tokens and %s are kv_cache_memory_bytes=%s",

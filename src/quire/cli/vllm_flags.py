@@ -131,7 +131,9 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         flag="--enable-sleep-mode",
         switch=True,
-        here="an idle cache gives its memory back by itself",
+        harmless=ANY,
+        here="POST /sleep is there in any case, with an admin key; and an idle cache gives its "
+        "memory back by itself",
     ),
     # -- what is loaded
     Foreign(
@@ -150,10 +152,13 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(flag="--model-impl", harmless=("auto", "transformers"), here="Transformers' own code"),
     *(
-        Foreign(flag=flag, harmless=("auto", "generate"), here="models generate text")
-        for flag in ("--runner", "--task")
+        Foreign(flag=flag, harmless=harmless, here="models generate text, and decoders embed it")
+        for flag, harmless in (
+            ("--runner", ("auto", "generate", "pooling")),
+            ("--task", ("auto", "generate", "embed", "embedding")),
+            ("--convert", ("auto", "none", "embed")),
+        )
     ),
-    Foreign(flag="--convert", harmless=("auto", "none"), here="models generate text"),
     Foreign(flag="--config-format", harmless=("auto", "hf"), here="config.json is read"),
     Foreign(flag="--tokenizer-mode", harmless=("auto", "hf"), here="Transformers' tokenizer"),
     *(
@@ -240,7 +245,7 @@ FOREIGN: tuple[Foreign, ...] = (
         flag="--enable-server-load-tracking",
         switch=True,
         harmless=ANY,
-        here="/metrics has what runs and what waits",
+        here="GET /load is there in any case, with an admin key; /metrics has more",
     ),
     Foreign(flag="--show-hidden-metrics-for-version", harmless=ANY, here="no metric is hidden"),
     Foreign(flag="--collect-detailed-traces", here="traces are as detailed as they are"),

@@ -11,7 +11,7 @@ from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
-from quire.engine.params import SamplingParams
+from quire.engine.params import Params, SamplingParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
@@ -51,7 +51,7 @@ class AsyncLLM:
     async def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -61,17 +61,17 @@ class AsyncLLM:
         Neither here nor in the stepping thread. Raises: RequestError; RequestTooLong.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, Params):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
-        slow = params.structured_outputs is not None
+        slow = isinstance(params, SamplingParams) and params.structured_outputs is not None
         thread = self._compiling if slow else self._preparing
         return await asyncio.get_running_loop().run_in_executor(thread, make)
 
     async def generate(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -100,7 +100,7 @@ class AsyncLLM:
     async def complete(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
@@ -115,12 +115,12 @@ class AsyncLLM:
         finally:
             self._desk.leave(ticket)
 
-    async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests; when it returns, what only they held is given back.
+    async def abort(self, request_ids: str | Iterable[str] | None) -> None:
+        """End these requests, or all (None); when it returns, what only they held is given back.
 
         Their readers get a last piece with the finish_reason "abort". Unknown ids are nothing.
         """
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
         await asyncio.wrap_future(self._desk.abort(names))
 
     async def usage(self) -> Usage:
@@ -131,9 +131,18 @@ class AsyncLLM:
         """As ``LLM.resize``, between two steps."""
         await asyncio.wrap_future(self._desk.call(partial(self.llm.resize, kv_cache_memory_bytes)))
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """As ``LLM.reset_prefix_cache``, between two steps."""
-        return await asyncio.wrap_future(self._desk.call(self.llm.reset_prefix_cache))
+        reset = partial(self.llm.reset_prefix_cache, reset_running_requests)
+        return await asyncio.wrap_future(self._desk.call(reset))
+
+    async def sleep(self, level: int = 1) -> bool:
+        """As ``LLM.sleep``, between two steps."""
+        return await asyncio.wrap_future(self._desk.call(partial(self.llm.sleep, level)))
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``. What it raises leaves the LLM asleep."""
+        await asyncio.wrap_future(self._desk.call(self.llm.wake_up, fatal=False))
 
     @property
     def failure(self) -> Exception | None:
@@ -169,7 +178,7 @@ class AsyncLLM:
     async def _request(
         self,
         prompt: Prompt | Request,
-        params: SamplingParams | None,
+        params: Params | None,
         priority: int,
         keys: PrefixKeys,
     ) -> Request:
@@ -179,7 +188,7 @@ class AsyncLLM:
 
     async def _pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[TextDelta]:
         self._desk.start(ticket, request)
-        num_left = request.params.n
+        num_left = request.num_choices
         while num_left:
             for delta in await ticket.mailbox.take():
                 if delta.finish_reason is not None:

@@ -7,66 +7,21 @@ forked, so that prompt and common beginning are held once; one that does not giv
 
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import itemgetter
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.outputs import Choice, End
-from quire.engine.params import SamplingParams
+from quire.engine.outputs import Deliver, End, TextDelta
+from quire.engine.params import BeamSearchParams
 from quire.engine.plan import TokenOutput
 from quire.engine.sequence import FinishReason, Sequence, TokenLogprobs
-from quire.errors import RequestError
+from quire.engine.statistics import Latencies
 
 log = logging.getLogger(__name__)
 
 _DONE = End("stop")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """How wide to search and when to end; the names are vLLM's.
-
-    A continuation's score is the sum of its tokens' log-probabilities over the number of its tokens
-    to the power of ``length_penalty``: above 0 longer ones gain, 0 is the sum alone.
-
-    Raises: RequestError naming the parameter, its value and its limit.
-    """
-
-    beam_width: int
-    max_tokens: int = 16
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.temperature != 0:
-            raise RequestError(
-                f"temperature={self.temperature!r} must be 0: a beam search draws nothing"
-            )
-        penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or not math.isfinite(penalty):
-            raise RequestError(f"length_penalty={penalty!r} must be a number")
-
-    def sampling(self, eos_token_ids: Iterable[int], vocab_size: int) -> SamplingParams:
-        """What the beams' sequences are run with.
-
-        Enough of the likeliest tokens are asked for that, whatever ends there, ``beam_width`` go
-        on.
-        """
-        num_ends = 0 if self.ignore_eos else len(list(eos_token_ids))
-        return SamplingParams(
-            n=self.beam_width,
-            max_tokens=self.max_tokens,
-            temperature=0,
-            logprobs=min((1 + max(1, num_ends)) * self.beam_width, vocab_size),
-            ignore_eos=self.ignore_eos,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +35,8 @@ class Hypothesis:
     finish_reason: FinishReason
     detail: str = ""
 
-    def choice(self, tokenizer: Any) -> Choice:
+    def delta(self, tokenizer: Any, sequence: Sequence, index: int, choice: int) -> TextDelta:
+        """All of it as one piece; ``sequence`` is of the same search."""
         text, reason, detail = "", self.finish_reason, self.detail
         if tokenizer is not None:
             try:
@@ -88,12 +44,16 @@ class Hypothesis:
             except Exception as error:
                 log.exception("the text of a beam cannot be decoded")
                 reason, detail = "error", f"its text cannot be decoded: {error!r}"
-        return Choice(
-            token_ids=self.token_ids,
+        return TextDelta(
+            index=index,
+            choice=choice,
             text=text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
             finish_reason=reason,
             detail=detail,
-            logprobs=self.logprobs,
+            num_cached_tokens=sequence.num_cached_tokens,
+            latencies=Latencies.of(sequence),
             cumulative_logprob=self.cumulative_logprob,
         )
 
@@ -129,10 +89,11 @@ class _Candidate:
 class BeamSearch:
     """The search for one prompt, over the sequences that were started for it.
 
-    Ends where no beam can become better than the ``beam_width`` that have ended. One ends with an
-    end-of-text token only while it is among the ``beam_width`` best of its step.
+    One ends with an end-of-text token only while it is among the ``beam_width`` best of its step.
+    ``deliver`` gets a piece without text when the search has begun, and each continuation when it
+    is over; ``index`` is the prompt's.
 
-    Source: Transformers' ``generate(num_beams=…, early_stopping="never")``.
+    Source: Transformers' ``generate(num_beams=…)``.
     """
 
     def __init__(
@@ -141,8 +102,13 @@ class BeamSearch:
         params: BeamSearchParams,
         sequences: list[Sequence],
         eos_token_ids: frozenset[int],
+        tokenizer: Any,
+        index: int,
+        deliver: Deliver,
     ) -> None:
-        self._engine, self._params, self._sequences = engine, params, sequences
+        self._engine, self._params, self.sequences = engine, params, sequences
+        self._tokenizer, self._index, self._deliver = tokenizer, index, deliver
+        self._has_begun = self._is_told = False
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         first = sequences[0]
         longest = engine.scheduler.limits.longest(first.request)
@@ -154,7 +120,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self._sequences)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
@@ -172,13 +138,44 @@ class BeamSearch:
         except Exception as error:
             log.exception("a beam search fails: every sequence begins anew")
             self._engine.begin_anew()
-            self.end(End("error", f"its search failed: {error!r}"))
+            self._end_all(End("error", f"its search failed: {error!r}"))
+        if self.is_over:
+            self._tell()
+        elif not self._has_begun:
+            self._has_begun = True
+            self._deliver(TextDelta(index=self._index, text="", token_ids=(), finish_reason=None))
 
     def end(self, end: End) -> None:
-        """Every beam ends with its text so far, and so does every sequence."""
+        """Every beam ends with its text so far, and so does every sequence.
+
+        What keeps them from the reader is logged.
+        """
+        self._end_all(end)
+        try:
+            self._tell()
+        except Exception:
+            log.exception("the end of a beam search cannot be delivered")
+
+    def _end_all(self, end: End) -> None:
         self._lost += [beam.lost(end.reason, end.detail) for beam in self._beams]
         self._beams = []
         self._finish(end)
+
+    def _tell(self) -> None:
+        """Of each continuation that was asked for, once.
+
+        Where there are fewer than were asked for, the others are like the last, and have no text.
+        """
+        if self._is_told:
+            return
+        self._is_told, first = True, self.sequences[0]
+        found = self.hypotheses
+        missing = _Beam(first).lost(
+            found[-1].finish_reason if found else "abort", found[-1].detail if found else ""
+        )
+        for choice in range(self._params.num_choices):
+            own = found[choice] if choice < len(found) else missing
+            self._deliver(own.delta(self._tokenizer, first, self._index, choice))
 
     def _hear(self, output: TokenOutput) -> None:
         for beam in self._beams:
@@ -195,7 +192,7 @@ class BeamSearch:
         """Something outside has ended a beam. While all are alike, another one speaks for all."""
         self._beams.remove(beam)
         sequence = beam.sequence
-        others = [s for s in self._sequences if s.finish_reason is None]
+        others = [s for s in self.sequences if s.finish_reason is None]
         if not self._beams and not beam.logprobs and others:
             self._beams = [_Beam(others[0])]
             return
@@ -207,7 +204,7 @@ class BeamSearch:
         """Which beams go on with which tokens, and which have ended."""
         width = self._params.beam_width
         going_on: list[_Candidate] = []
-        places = [s for s in self._sequences if s.finish_reason is None]
+        places = [s for s in self.sequences if s.finish_reason is None]
         num_tokens = self._beams[0].sequence.num_output_tokens + 1
         for rank, candidate in enumerate(self._candidates()):
             reason = self._end_of(candidate, num_tokens)
@@ -217,7 +214,8 @@ class BeamSearch:
             elif rank < width:
                 self._end(candidate, num_tokens, reason)
         self._ended = sorted(self._ended, key=lambda own: own.score, reverse=True)[:width]
-        if going_on and self._can_improve(going_on[0], num_tokens):
+        is_done = self._params.early_stopping is True and len(self._ended) == width
+        if going_on and not is_done and self._can_improve(going_on[0], num_tokens):
             self._go_on(going_on, places)
         else:
             self._beams = []
@@ -226,19 +224,20 @@ class BeamSearch:
     def _candidates(self) -> list[_Candidate]:
         """The best tokens of all beams, the best first."""
         num_ends = max(1, len(self._eos_token_ids))
-        return nlargest(
-            (1 + num_ends) * self._params.beam_width,
-            (
-                _Candidate(
-                    beam,
-                    TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank),
-                    beam.cumulative_logprob + logprob,
-                )
-                for beam in self._beams
-                for rank, (token_id, logprob) in enumerate(beam.top or (), 1)
-            ),
-            key=lambda candidate: candidate.cumulative_logprob,
+        totals = (  # plain numbers: of a wide search there are thousands a step
+            (beam.cumulative_logprob + logprob, place, rank)
+            for place, beam in enumerate(self._beams)
+            for rank, (_, logprob) in enumerate(beam.top or ())
         )
+        best = nlargest((1 + num_ends) * self._params.beam_width, totals, key=itemgetter(0))
+        return [self._candidate(*each) for each in best]
+
+    def _candidate(self, total: float, place: int, rank: int) -> _Candidate:
+        beam = self._beams[place]
+        assert beam.top is not None
+        token_id, logprob = beam.top[rank]
+        token = TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank + 1)
+        return _Candidate(beam, token, total)
 
     def _end_of(self, candidate: _Candidate, num_tokens: int) -> FinishReason | None:
         if candidate.token.token_id in self._eos_token_ids:
@@ -260,11 +259,14 @@ class BeamSearch:
     def _can_improve(self, best: _Candidate, num_tokens: int) -> bool:
         """Whether the best that goes on could still be better than the worst that has ended.
 
-        Its sum only falls; where longer ones gain, it may fall slower than its length grows.
+        Its sum only falls; where longer ones gain, it may fall slower than its length grows. That
+        is waited for only if ``early_stopping`` is "never".
         """
-        if len(self._ended) < self._params.beam_width:
+        params, length = self._params, num_tokens
+        if len(self._ended) < params.beam_width:
             return True
-        length = self._most_tokens if self._params.length_penalty > 0 else num_tokens
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = self._most_tokens
         return self._score(best.cumulative_logprob, length) > self._ended[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
@@ -294,6 +296,6 @@ class BeamSearch:
         self._beams = beams
 
     def _finish(self, end: End = _DONE) -> None:
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             if sequence.finish_reason is None:
                 self._engine.finish(sequence, end.reason, end.detail)

@@ -30,6 +30,7 @@ from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sizing import cache_config, kv_ledger
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
+from quire.engine.statistics import Statistics
 from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
@@ -51,6 +52,7 @@ class Machinery:
 
     spec: ModelSpec  # with keys and values as they are kept
     ledger: Ledger
+    settled: EngineConfig  # with the sizes that came of it, for the same engine another time
     max_model_len: int
     most_bytes: int  # of KV memory, ever
     attention_backend: str
@@ -69,13 +71,17 @@ def build(
     *,
     provider: MemoryProvider | None = None,
     gauge: Gauge | None = None,
+    lock: CacheLock | None = None,
+    statistics: Statistics | None = None,
 ) -> Machinery:
     """Size the cache, take its addresses, and try the model out.
+
+    ``lock`` and ``statistics``: of an engine that this one takes the place of.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     with on_default_stream(loaded.device):  # where steps run too: its memory goes by that stream
-        return _built(config, loaded, provider, gauge)
+        return _built(config, loaded, provider, gauge, lock, statistics)
 
 
 def _built(
@@ -83,6 +89,8 @@ def _built(
     loaded: LoadedModel,
     provider: MemoryProvider | None,
     gauge: Gauge | None,
+    lock: CacheLock | None,
+    statistics: Statistics | None,
 ) -> Machinery:
     refuse_speculation(config, loaded)
     device = loaded.device
@@ -136,10 +144,22 @@ def _built(
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
     runner = AheadRunner(model.runner, resident) if resident.prepares else model.runner
-    scheduler = Scheduler(kv.accounting, limits, swap=SwapSpace(config.swap_space), costs=costs)
+    scheduler = Scheduler(
+        kv.accounting,
+        limits,
+        swap=SwapSpace(config.swap_space),
+        costs=costs,
+        statistics=statistics,
+    )
     return Machinery(
         spec=spec,
         ledger=ledger,
+        settled=replace(
+            config,
+            max_model_len=sizes.max_model_len,
+            kv_cache_memory_bytes=kv_bytes,
+            residency=residency,
+        ),
         max_model_len=sizes.max_model_len,
         most_bytes=sizes.most_bytes,
         attention_backend=model.backend.name,
@@ -156,24 +176,34 @@ def _built(
             scheduler,
             Governor(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
             _gauge(gauge, device, team),
-            CacheLock(partial(on_default_stream, device)),
+            lock or CacheLock(partial(on_default_stream, device)),
             _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
     )
 
 
-def loaded_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+def loaded_model(
+    model: Any, tokenizer: Any, config: EngineConfig, *, show_progress: bool = False
+) -> LoadedModel:
     """What ``LLM`` was given, loaded if it is not. Raises: ConfigError, ModelNotLoadable."""
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
         if config.tensor_parallel_size > 1:
             return load_parts(
-                model, config.tensor_parallel_size, device=config.device, dtype=config.dtype
+                model,
+                config.tensor_parallel_size,
+                device=config.device,
+                dtype=config.dtype,
+                show_progress=show_progress,
             )
         own = load(
-            model, device=config.device, dtype=config.dtype, quantization=config.quantization
+            model,
+            device=config.device,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            show_progress=show_progress,
         )
         return replace(own, is_private=True)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)

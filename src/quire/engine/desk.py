@@ -79,15 +79,16 @@ class Desk:
             with suppress(Exception):  # after the end there is nothing to end
                 self._stepper.post(partial(self._abort, [ticket], "its reader has left"))
 
-    def abort(self, names: Iterable[str]) -> "Future[None]":
-        """End these requests before the next step; their readers are told."""
+    def abort(self, names: Iterable[str] | None) -> "Future[None]":
+        """End these requests, or all, before the next step; their readers are told."""
         with self._lock:
-            tickets = [self._tickets[name] for name in names if name in self._tickets]
+            several = list(self._tickets) if names is None else names
+            tickets = [self._tickets[name] for name in several if name in self._tickets]
         return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
 
-    def call(self, function: Callable[[], T]) -> "Future[T]":
-        """What a function of the LLM gives between two steps."""
-        return self._stepper.call(function)
+    def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
+        """What a function of the LLM gives between two steps; ``fatal`` as ``Stepper.call``."""
+        return self._stepper.call(function, fatal=fatal)
 
     @property
     def failure(self) -> Exception | None:
@@ -134,6 +135,8 @@ class Desk:
         ]
         self._llm.abandon([sequence for _, sequence in running])
         for ticket, sequence in running:
+            if sequence.request.beam is not None:  # the search has told it
+                continue
             delta = TextDelta(
                 index=0,
                 choice=sequence.index,

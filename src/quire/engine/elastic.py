@@ -83,6 +83,7 @@ class Elastic:
         self._is_silent = False  # the machine, when it was last looked at
         self._busy_s = gauge.now_s()  # when there was something to do
         self._asked_bytes: int | None = None  # by an operator, and not done yet
+        self._is_asleep = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_shrinks = self._returned_bytes = self._num_preemptions = 0
@@ -111,7 +112,7 @@ class Elastic:
         if self._scheduler.has_unfinished:
             self._busy_s = now_s
         self._obey()
-        if now_s < self._due_s or self._stop.is_set():
+        if now_s < self._due_s or self._is_asleep or self._stop.is_set():
             return
         self._due_s = now_s + _INTERVAL_S
         memory = self._read()
@@ -162,6 +163,29 @@ class Elastic:
                     self._obey()
                 finally:
                     self.lock.release()
+
+    def sleep(self) -> None:
+        """Give all that is held and kept back until ``wake_up``. No sequence is unfinished."""
+        self._is_asleep = True
+        before = self._carried_out_bytes()
+        self._kv.accounting.resize(0, for_now=True)
+        self._count(before, "asleep")
+        self._resident.rest(short=False)
+
+    def wake_up(self) -> None:
+        """The ceiling is where the machine's memory lets it be.
+
+        Raises: MemoryUnavailable where there is none for what is taken at the start.
+        """
+        capacity_bytes = self._kv.accounting.ceiling.capacity_bytes
+        try:
+            self._resident.follow(capacity_bytes)
+            self._resident.prefault()
+        except MemoryUnavailable:
+            self._resident.follow(0)
+            raise
+        self._kv.accounting.resize(capacity_bytes, for_now=True)
+        self._is_asleep, self._due_s, self._reason = False, -math.inf, "woken up"
 
     def watch(self) -> None:
         """Look at the machine also while no thread steps, from now on."""

@@ -4,7 +4,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -12,15 +11,32 @@ from typing import Any, TypeAlias
 
 from quire.blocks import NO_KEYS, PrefixKeys
 from quire.config import EngineConfig
-from quire.engine.beam import BeamSearch, BeamSearchParams
+from quire.engine.beam import BeamSearch
 from quire.engine.build import build, loaded_model
+from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
-from quire.engine.outputs import Completion, Deliver, End, Listener, TextDelta, completion
+from quire.engine.outputs import (
+    Completion,
+    Deliver,
+    End,
+    Listener,
+    TextDelta,
+    completion,
+    embedding_of,
+)
 from quire.engine.parallel.part import refuse_options
-from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams
+from quire.engine.params import (
+    SAMPLING_DEFAULTS,
+    BeamSearchParams,
+    Params,
+    PoolingParams,
+    SamplingParams,
+)
 from quire.engine.plan import TokenOutput
+from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
 from quire.engine.prompts import Prompt, encode, params_for_each, split
 from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.engine.statistics import Statistics
 from quire.engine.structured import Grammars
 from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
@@ -44,8 +60,9 @@ class LLM:
 
     ``model`` is a local folder, a hub name, a Transformers model in memory, what
     ``models.loader.load`` gave, or None for the demo model. Options are the fields of
-    ``EngineConfig``. ``memory`` counts what was taken from the system; leaving a ``with`` block
-    gives it back, and a model that was loaded for it. A model in memory stays as it was: its own
+    ``EngineConfig``. ``show_progress`` lets Transformers draw bars while it loads. ``memory``
+    counts what was taken from the system; leaving a ``with`` block gives it back, and a model that
+    was loaded for it. A model in memory stays as it was: its own
     ``generate`` works all the while.
 
     From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
@@ -65,33 +82,21 @@ class LLM:
         tokenizer: Any = None,
         provider: MemoryProvider | None = None,
         gauge: Gauge | None = None,
+        show_progress: bool = False,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(**options)
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))
-        loaded = loaded_model(model, tokenizer, self.config)
-        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
-        self._ranks = None if isinstance(model, LoadedModel) else loaded.ranks
-        try:
-            parts = build(self.config, loaded, provider=provider, gauge=gauge)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+        self._provider, self._gauge = provider, gauge
+        loaded = self._build(self.config, model, tokenizer, show_progress=show_progress)
+        self._model_name = model if self._has_own_model else None
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         said = {
             name: getattr(loaded.model.generation_config, name, None) for name in SAMPLING_DEFAULTS
         }
         self.sampling_defaults = {name: value for name, value in said.items() if value is not None}
-        self.spec, self.ledger = parts.spec, parts.ledger
-        self.max_model_len = parts.max_model_len
-        self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
-        self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
-        self._resident, self._elastic = parts.resident, parts.elastic
-        self._most_bytes = parts.most_bytes
         self.vocab_size = loaded.vocab_size
-        self._source_prompts = parts.source_prompts
         self._grammars = Grammars(
             self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
         )
@@ -99,9 +104,51 @@ class LLM:
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
         self._ids = count(1)
+        self.sleep_level = 0  # 1: without KV memory; 2: and without the model
         self._closed, self._close_is_over = False, Event()
         self._closing = Lock()  # of two threads that close it, one does
         self.has_failed = False  # it was closed since it could not go on
+
+    def _build(
+        self,
+        config: EngineConfig,
+        model: Any,
+        tokenizer: Any,
+        *,
+        show_progress: bool = False,
+        lock: CacheLock | None = None,
+        statistics: Statistics | None = None,
+    ) -> LoadedModel:
+        """Load the model and put an engine around it, or anew with what it had.
+
+        Raises: as the constructor.
+        """
+        loaded = loaded_model(model, tokenizer, config, show_progress=show_progress)
+        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
+        ranks = None if isinstance(model, LoadedModel) else loaded.ranks
+        try:
+            parts = build(
+                config,
+                loaded,
+                provider=self._provider,
+                gauge=self._gauge,
+                lock=lock,
+                statistics=statistics,
+            )
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+        self._ranks, self._settled = ranks, parts.settled
+        self.spec, self.ledger = parts.spec, parts.ledger
+        self.max_model_len = parts.max_model_len
+        self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
+        self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
+        self._resident, self._elastic = parts.resident, parts.elastic
+        self._most_bytes = parts.most_bytes
+        self._source_prompts = parts.source_prompts
+        self.embeddings = Poolable.of(loaded)
+        return loaded
 
     def generate(
         self,
@@ -123,12 +170,7 @@ class LLM:
         Raises: RequestError for a prompt that cannot run, and then none has been started;
         MemoryUnavailable where it has not even addresses left, and then the LLM is closed.
         """
-        requests = self._requests(prompts, params)
-        sequences: list[list[Sequence]] = []
-        pieces: list[list[TextDelta]] = [[] for _ in requests]
-        for delta in self._run(requests, observe, sequences):
-            pieces[delta.index].append(delta)
-        return [completion(*each) for each in zip(requests, sequences, pieces, strict=True)]
+        return self._completions(self._requests(prompts, params), observe)
 
     def stream(
         self,
@@ -150,33 +192,45 @@ class LLM:
 
         Raises: as ``generate``.
         """
-        eos_token_ids = self.engine.scheduler.limits.eos_token_ids
-        sampling = params.sampling(eos_token_ids, self.vocab_size)
-        requests = [
-            replace(request, chosen_outside=True) for request in self._requests(prompts, sampling)
-        ]
-        searches: list[tuple[list[Sequence], BeamSearch]] = []
-        try:
-            for request in requests:
-                with self._elastic.lock:
-                    self._refuse_if_closed()
-                    sequences = self._queue(request)
-                    search = BeamSearch(self.engine, params, sequences, eos_token_ids)
-                    self._listeners.update((s.seq_id, search) for s in sequences)
-                searches.append((sequences, search))
-            while not all(search.is_over for _, search in searches):
-                self.step()
-        finally:
-            for sequences, _ in searches:
-                self.abandon(sequences)
+        self._refuse_if_out()
+        return self._completions([self.request(prompt, params) for prompt in split(prompts)], None)
+
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingParams | None = None
+    ) -> list[PromptEmbedding]:
+        """The embedding of every prompt: its last token's hidden state, behind the last norm.
+
+        Prompts are computed with what else runs, chunk by chunk, and found in the prefix cache as
+        those of ``generate`` are.
+
+        Raises: RequestError for a prompt that cannot run, for a model that has none, and for one of
+        which none came.
+        """
+        asked = pooling_params or PoolingParams()
+        requests = [self.request(prompt, asked) for prompt in split(prompts)]
+        found: list[TextDelta] = sorted(self._run(requests, None, []), key=lambda end: end.index)
         return [
-            Completion(
+            PromptEmbedding(
                 prompt_token_ids=request.prompt_token_ids,
-                choices=tuple(own.choice(self.tokenizer) for own in search.hypotheses),
-                num_cached_tokens=sequences[0].num_cached_tokens,
+                embedding=embedding_of(end),
+                num_cached_tokens=end.num_cached_tokens,
             )
-            for request, (sequences, search) in zip(requests, searches, strict=True)
+            for request, end in zip(requests, found, strict=True)
         ]
+
+    def score(
+        self, text_1: Prompt | Iterable[Prompt], text_2: Prompt | Iterable[Prompt]
+    ) -> list[float]:
+        """How alike texts are: the cosine of the embeddings of each pair, from -1 to 1.
+
+        One text is compared with each of several, or each of several with the one at its place.
+
+        Raises: as ``embed``, and RequestError for other numbers of texts.
+        """
+        first, second = split(text_1), split(text_2)
+        compared = pairs(len(first), len(second))
+        found = [each.embedding for each in self.embed([*first, *second])]
+        return scores(found, [(one, len(first) + other) for one, other in compared])
 
     def usage(self, *, wait: bool = True) -> Usage:
         """Bytes reserved, committed, used and wasted at this moment.
@@ -224,9 +278,10 @@ class LLM:
         What is only cached goes first; then sequences make room and compute again later, and one
         that is too long for it ends with its text so far.
 
-        Raises: ConfigError for more than the LLM was made with. RequestError after ``close``.
+        Raises: ConfigError for more than the LLM was made with. RequestError after ``close``, and
+        while it is asleep.
         """
-        self._refuse_if_closed()
+        self._refuse_if_out()
         wanted = kv_cache_memory_bytes
         wanted = parse_bytes(wanted) if isinstance(wanted, str) else wanted
         if not 0 < wanted <= self._most_bytes:
@@ -237,12 +292,79 @@ class LLM:
             )
         self._elastic.resize(wanted)
 
-    def reset_prefix_cache(self) -> bool:
-        """Give back what is kept for later prompts; False, and nothing is done, while one runs."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Give back what is kept for later prompts; False, and nothing is done, while one runs.
+
+        With ``reset_running_requests`` those that run compute their tokens again.
+        """
         with self._elastic.lock:
+            if reset_running_requests:
+                while self.engine.scheduler.preempt_youngest(spare_oldest=False):
+                    pass
             done = self._kv.accounting.reset_prefix_cache()
             self._kv.carry_out()
         return done
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give memory back until ``wake_up``; False, and nothing is done, while a sequence runs.
+
+        Level 1 gives back all KV memory and what it cached, level 2 the model too, with all that
+        was made from it. Prompts are refused meanwhile.
+
+        Raises: RequestError for another level, after ``close``, and for level 2 where the model was
+        handed in, since it cannot be read again.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        with self._elastic.lock:
+            self._refuse_if_closed()
+            if level == 2 and not self._has_own_model:
+                raise RequestError(
+                    f"level=2 gives the model back, and {self.name} was handed in as an object, "
+                    f"which cannot be read again: use level=1, or load it by its folder or name"
+                )
+            if self.engine.scheduler.has_unfinished:
+                return False
+            if not self.sleep_level:
+                self._kv.accounting.reset_prefix_cache()
+                self._elastic.sleep()
+                self._note_usage()
+                self.sleep_level = 1
+            if level > self.sleep_level:
+                self._elastic.close()
+                self.sleep_level = 2
+                self._let_go(End("abort", "the LLM was put to sleep"))
+        return True
+
+    def wake_up(self) -> None:
+        """Run again, after ``sleep``. A model that was given back is read again, which takes as
+        long as the first time. It does nothing to an LLM that is awake.
+
+        Raises: as the constructor, RequestError after ``close``; the LLM is asleep then as before.
+        """
+        with self._elastic.lock:
+            self._refuse_if_closed()
+            if self.sleep_level == 2:
+                capacity_bytes, watch = self.elastic.capacity_bytes, self.engine.watch
+                self._build(
+                    self._settled,
+                    self._model_name,
+                    None,
+                    lock=self._elastic.lock,
+                    statistics=self.statistics,
+                )
+                self.engine.watch = watch
+                if capacity_bytes != self.elastic.capacity_bytes:
+                    self._elastic.resize(capacity_bytes)
+            elif self.sleep_level:
+                self._elastic.wake_up()
+            self.sleep_level = 0
+            self._note_usage()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it was put to sleep, and runs nothing."""
+        return self.sleep_level > 0
 
     def close(self) -> None:
         """End what still runs, and let go of the model and of all KV memory.
@@ -268,17 +390,27 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
     ) -> Request:
-        """A prompt as a request that can run. Raises: RequestError."""
-        self._refuse_if_closed()
-        params = SamplingParams() if params is None else params
+        """A prompt as a request that can run: for text, for that of a search, or its embedding.
+
+        Raises: RequestError.
+        """
+        self._refuse_if_out()
+        pooling = params if isinstance(params, PoolingParams) else None
+        if pooling is not None:
+            self.embeddings.check(pooling)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if beam is not None:
+            params = beam.sampling(self.engine.scheduler.limits.eos_token_ids, self.vocab_size)
+        params = params if isinstance(params, SamplingParams) else SamplingParams()
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
-        refuse_unknown_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        for name in ("logit_bias", "allowed_token_ids"):
+            refuse_unknown_ids(getattr(params, name) or (), self.vocab_size, name)
         structured = params.structured_outputs
         source, token_ids = self._read(prompt)
         request = Request(
@@ -288,6 +420,8 @@ class LLM:
             source=source,
             keys=keys,
             priority=priority,
+            pooling=pooling,
+            beam=beam,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
             grammar=None if structured is None else self._grammars.compile(structured),
         )
@@ -308,20 +442,35 @@ class LLM:
         its sequence with an error. Raises: RequestError after ``close``.
         """
         with self._elastic.lock:
-            self._refuse_if_closed()
-            sequences = self._queue(request, arrived_s)
-            for sequence in sequences:
-                self._listeners[sequence.seq_id] = Listener(
-                    sequence, self.tokenizer, index, deliver
+            self._refuse_if_out()
+            self._elastic.watch()
+            self._resident.watch()
+            arrived_s = self.now_s() if arrived_s is None else arrived_s
+            sequences = self.engine.scheduler.add(request, arrived_s=arrived_s)
+            if request.beam is not None:
+                ends = self.engine.scheduler.limits.eos_token_ids
+                search = BeamSearch(
+                    self.engine, request.beam, sequences, ends, self.tokenizer, index, deliver
                 )
+                self._listeners.update((sequence.seq_id, search) for sequence in sequences)
+            else:
+                for sequence in sequences:
+                    self._listeners[sequence.seq_id] = Listener(
+                        sequence, self.tokenizer, index, deliver
+                    )
         return sequences
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """End what still runs of these, and give back what only they hold."""
+        """End what still runs of these, and give back what only they hold.
+
+        The reader of a search gets what it has found so far.
+        """
         with self._elastic.lock:
             for sequence in sequences:
+                listener = self._listeners.pop(sequence.seq_id, None)
+                if isinstance(listener, BeamSearch):
+                    listener.end(End("abort", "abandoned"))
                 self.engine.finish(sequence, "abort", "abandoned")
-                self._listeners.pop(sequence.seq_id, None)
             self._kv.carry_out()
 
     def step(self) -> bool:
@@ -334,6 +483,8 @@ class LLM:
         """
         try:
             with self._elastic.lock:
+                if self.is_sleeping:
+                    return False
                 if not (is_closed := self._closed):
                     self._elastic.settle()
                     outputs = self.engine.step() if self._elastic.may_step() else None
@@ -371,7 +522,10 @@ class LLM:
             listener.end(end)
         if end is not None:
             self.engine.finish(sequence, end.reason, end.detail)
-        if end is not None or output.finish_reason is not None:
+        if isinstance(listener, BeamSearch):
+            for own in listener.sequences if listener.is_over else ():
+                self._listeners.pop(own.seq_id, None)
+        elif end is not None or output.finish_reason is not None:
             self._listeners.pop(sequence.seq_id, None)
 
     def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
@@ -380,15 +534,9 @@ class LLM:
             return self._source_prompts.read(prompt)
         return None, encode(prompt, self.tokenizer, self.vocab_size)
 
-    def _queue(self, request: Request, arrived_s: float | None = None) -> list[Sequence]:
-        self._elastic.watch()
-        self._resident.watch()
-        arrived_s = self.now_s() if arrived_s is None else arrived_s
-        return self.engine.scheduler.add(request, arrived_s=arrived_s)
-
     def _note_usage(self) -> None:
         """For callers that do not wait."""
-        if not self._closed:
+        if not self._closed and self.sleep_level < 2:
             self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
 
     def _usage_now(self) -> Usage:
@@ -403,6 +551,12 @@ class LLM:
             parts.callback(self._close_is_over.set)
             self._elastic.close()
             parts.enter_context(self._elastic.lock)
+            if self.sleep_level < 2:
+                self._let_go(End(reason, detail))
+
+    def _let_go(self, end: End) -> None:
+        """Of the model, of all KV memory, and of what still runs."""
+        with ExitStack() as parts:
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
@@ -410,9 +564,9 @@ class LLM:
             parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
-            parts.callback(self._tell_the_end, End(reason, detail))
+            parts.callback(self._tell_the_end, end)
             self._noted_usage = Usage.nothing()
-            self.engine.close(reason, detail)
+            self.engine.close(end.reason, end.detail)
 
     def _tell_the_end(self, end: End) -> None:
         """Of the LLM, to all that still listen."""
@@ -426,7 +580,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[Request]:
         """Every prompt as a request that can run. Raises: RequestError."""
-        self._refuse_if_closed()
+        self._refuse_if_out()
         several = split(prompts)
         each = params_for_each(params, len(several))
         return [self.request(prompt, own) for prompt, own in zip(several, each, strict=True)]
@@ -434,6 +588,18 @@ class LLM:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise RequestError("this LLM is closed: make a new one")
+
+    def _refuse_if_out(self) -> None:
+        self._refuse_if_closed()
+        if self.is_sleeping:
+            raise RequestError(f"this LLM is asleep (level {self.sleep_level}): call wake_up()")
+
+    def _completions(self, requests: list[Request], observe: Observer | None) -> list[Completion]:
+        sequences: list[list[Sequence]] = []
+        pieces: list[list[TextDelta]] = [[] for _ in requests]
+        for delta in self._run(requests, observe, sequences):
+            pieces[delta.index].append(delta)
+        return [completion(*each) for each in zip(requests, sequences, pieces, strict=True)]
 
     def _run(
         self, requests: list[Request], observe: Observer | None, started: list[list[Sequence]]

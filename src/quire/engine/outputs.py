@@ -8,8 +8,16 @@ from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
-from quire.engine.sequence import Fault, FinishReason, Request, Sequence, TokenLogprobs
+from quire.engine.sequence import (
+    Embedding,
+    Fault,
+    FinishReason,
+    Request,
+    Sequence,
+    TokenLogprobs,
+)
 from quire.engine.statistics import Latencies
+from quire.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,8 @@ class TextDelta:
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
+    cumulative_logprob: float | None = None  # of all tokens, at the end of a search
+    embedding: Embedding | None = field(default=None, compare=False)  # at the end, if asked for
 
     @property
     def token_id(self) -> int | None:
@@ -133,6 +143,7 @@ class Listener:
                 num_cached_tokens=sequence.num_cached_tokens,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
                 latencies=None if reason is None else Latencies.of(sequence),
+                embedding=sequence.embedding if reason == "stop" else None,
             )
         )
         self._is_first = False
@@ -174,6 +185,15 @@ class Listener:
         return output.token_id if ends and output.token_id in named else None
 
 
+def embedding_of(end: TextDelta) -> Embedding:
+    """What a prompt was computed for. Raises: RequestError if it ended without."""
+    if end.embedding is None:
+        raise RequestError(
+            f"a prompt ended without an embedding: {end.detail or end.finish_reason}"
+        )
+    return end.embedding
+
+
 def completion(
     request: Request, sequences: Iterable[Sequence], deltas: Iterable[TextDelta]
 ) -> Completion:
@@ -184,7 +204,7 @@ def completion(
         pieces[delta.choice].append(delta)
     return Completion(
         prompt_token_ids=request.prompt_token_ids,
-        choices=tuple(_choice(own) for own in pieces),
+        choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,
         prompt_logprobs=tuple(several[0].prompt_logprobs),
     )
@@ -200,4 +220,5 @@ def _choice(deltas: list[TextDelta]) -> Choice:
         detail=deltas[-1].detail,
         stopped_by=deltas[-1].stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        cumulative_logprob=deltas[-1].cumulative_logprob,
     )

@@ -1,10 +1,14 @@
 """How tokens are to be chosen. The names and defaults are vLLM's."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import RequestError
 
@@ -99,6 +103,36 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What is made of a prompt's last hidden state.
+
+    ``dimensions``: its first so many only, of a model that was trained for that. ``normalize``: to
+    the length 1.
+
+    Raises: RequestError naming the parameter, its value and its limit.
+    """
+
+    dimensions: int | None = None
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and not _is_int(self.dimensions, 1):
+            raise RequestError(f"dimensions={self.dimensions!r} must be a whole number from 1 on")
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize={self.normalize!r} must be True or False")
+
+    def pooled(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        """An embedding of a last hidden state f32[hidden size].
+
+        Source: for the length, torch.nn.functional.normalize.
+        """
+        found = np.array(state[: self.dimensions])
+        if self.normalize:
+            found /= max(float(np.linalg.norm(found)), 1e-12)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens, and when to end.
 
@@ -108,7 +142,8 @@ class SamplingParams:
     ``prompt_logprobs`` ask for that many of the likeliest tokens beside the chosen one, -1 for all.
     With a ``seed`` a request gives the same text whatever else is in the batch. ``stop`` strings
     end the text and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never
-    appear. Before ``min_tokens`` nothing ends it.
+    appear. With ``allowed_token_ids`` no other token comes, not even one that would end the text.
+    Before ``min_tokens`` nothing ends it.
 
     Raises: RequestError naming the parameter, its value and its limit.
     """
@@ -124,6 +159,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -144,6 +180,8 @@ class SamplingParams:
             several = (given,) if isinstance(given, str) else tuple(given)
             object.__setattr__(self, name, several)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
@@ -179,12 +217,81 @@ class SamplingParams:
             "seed": (self.seed is None or _is_int(self.seed), "a whole number, or None"),
             "stop": (_are_strings(self.stop), strings),
             "stop_token_ids": (_are_ids(self.stop_token_ids), "token ids"),
+            "allowed_token_ids": (
+                self.allowed_token_ids is None
+                or (_are_ids(self.allowed_token_ids) and len(self.allowed_token_ids) > 0),
+                "token ids, at least one, or None",
+            ),
             "bad_words": (_are_strings(self.bad_words), strings),
             "structured_outputs": (
                 isinstance(self.structured_outputs, StructuredOutputsParams | None),
                 "StructuredOutputsParams, or None",
             ),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How wide to search and when to end; the names are vLLM's.
+
+    A continuation's score is the sum of its tokens' log-probabilities over the number of its tokens
+    to the power of ``length_penalty``: above 0 longer ones gain, 0 is the sum alone. ``n``: how
+    many of the ``beam_width`` best are given, all if it is None. ``early_stopping`` is that of
+    Transformers: the search ends when no beam can become better than those that have ended
+    ("never"), when none would be at its present length (False), or as soon as ``beam_width`` have
+    ended (True).
+
+    Raises: RequestError naming the parameter, its value and its limit.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = "never"
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if not _is_int(value, 1):
+                raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.temperature != 0:
+            raise RequestError(
+                f"temperature={self.temperature!r} must be 0: a beam search draws nothing"
+            )
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise RequestError(f"length_penalty={penalty!r} must be a number")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(
+                f"early_stopping={self.early_stopping!r} must be True, False or 'never'"
+            )
+        if self.n is not None and not (_is_int(self.n, 1) and self.n <= self.beam_width):
+            raise RequestError(f"n={self.n!r} must be from 1 to beam_width={self.beam_width}")
+
+    @property
+    def num_choices(self) -> int:
+        return self.beam_width if self.n is None else self.n
+
+    def sampling(self, eos_token_ids: Iterable[int], vocab_size: int) -> SamplingParams:
+        """What the beams' sequences are run with.
+
+        Enough of the likeliest tokens are asked for that, whatever ends there, ``beam_width`` go
+        on.
+        """
+        num_ends = 0 if self.ignore_eos else len(list(eos_token_ids))
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=0,
+            logprobs=min((1 + max(1, num_ends)) * self.beam_width, vocab_size),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+Params: TypeAlias = SamplingParams | PoolingParams | BeamSearchParams
 
 
 def _schema(given: Any) -> str:

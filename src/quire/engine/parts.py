@@ -23,6 +23,8 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> Any:
         """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order.
 
+        The sequence of a chunk that ``pools`` gets its ``embedding``.
+
         Raises: ModelChanged, once for each change; nothing has been computed then.
         """
         ...

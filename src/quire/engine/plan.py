@@ -35,8 +35,15 @@ class Chunk:
         return self.sequence.token_ids[self.start - self.num_restored : self.start] + self.token_ids
 
     @property
+    def pools(self) -> bool:
+        """Its last token's hidden state is what its sequence is for."""
+        return self.samples and self.sequence.request.pooling is not None
+
+    @property
     def logits_from(self) -> int:
         """The first token whose logits are wanted, up to ``stop``."""
+        if self.sequence.request.pooling is not None:
+            return self.stop
         if self.sequence.lacks_prompt_logprobs:
             return self.start
         return self.stop - 1 - len(self.drafts) if self.samples else self.stop
@@ -101,7 +108,7 @@ class StepPlan:
                     sequence=sequence, row=row, start=chunk.start, num_rows=last - chunk.start
                 )
                 prompt_rows.append(rows)
-            if chunk.samples:
+            if chunk.samples and not chunk.pools:
                 first = end - 1 - len(chunk.drafts)
                 draws.append(Draw(sequence=sequence, row=first, drafts=chunk.drafts))
                 if sequence.siblings:

@@ -108,11 +108,20 @@ class ModelRunner:
         ]
         token_ids: list[int] = []
         wanted: list[int] = []  # the packed tokens whose logits are
+        pooled: list[int] = []  # … and those whose hidden states are
         for chunk in plan.chunks:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
             token_ids += chunk.token_ids
             wanted += range(len(token_ids) - (chunk.stop - chunk.logits_from), len(token_ids))
-        logits, _ = self._forward(chunks, token_ids, wanted, sources)
+            if chunk.pools:
+                pooled.append(len(token_ids) - 1)
+        hidden: list[Tensor] | None = [] if pooled else None
+        logits, _ = self._forward(chunks, token_ids, wanted, sources, hidden)
+        if hidden is not None:
+            rows = torch.cat([each[0] for each in hidden])[pooled].float().cpu().numpy()
+            for chunk, row in zip((c for c in plan.chunks if c.pools), rows, strict=True):
+                assert chunk.sequence.request.pooling is not None
+                chunk.sequence.embedding = chunk.sequence.request.pooling.pooled(row)
         return logits
 
     def close(self) -> None:
@@ -358,6 +367,7 @@ class ModelRunner:
         token_ids: list[int],
         logits_at: list[int],
         sources: Several[Source] = (),  # of the chunks, or none at all
+        hidden: list[Tensor] | None = None,  # is to get the last hidden states [1, T, hidden]
     ) -> tuple[Tensor, list[int]]:
         """Logits at some of the packed tokens, and the layers that did not report."""
         accounting, storage = self._kv.accounting, self._kv.storage
@@ -374,14 +384,14 @@ class ModelRunner:
                 replayed = self._captured.replay(storage, batches, given)
             if replayed is not None:
                 return replayed, []
-        if self._ranks is not None:
-            return self._ranks.compute(batches, given, partial(self.compute, batches, given))
 
         def complete(step: Step) -> None:
+            step.hidden = hidden
             if sources:
                 step.sources = kept_sources(accounting, storage, chunks, sources)
 
-        return self.compute(batches, given, complete)
+        own = partial(self.compute, batches, given, complete)
+        return own() if self._ranks is None else self._ranks.compute(batches, given, own)
 
     def _run(self, step: Step, inputs: Inputs) -> Tensor:
         assert self._model is not None, "no way to run the model has been taken"

@@ -18,7 +18,13 @@ from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.outcome import append, kept_drafts, mark_computed
+from quire.engine.scheduling.outcome import (
+    append,
+    is_embedding,
+    kept_drafts,
+    mark_computed,
+    pooled,
+)
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues, WaitingReason
@@ -69,10 +75,11 @@ class Scheduler:
         *,
         swap: SwapSpace | None = None,
         costs: Costs | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.limits = limits
         self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
-        self.statistics = Statistics(limits.max_model_len)
+        self.statistics = statistics or Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
         self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
@@ -181,6 +188,10 @@ class Scheduler:
             if result.error:
                 draw.sequence.fault = result.fault
                 self.fail(draw.sequence, result.error)
+        for chunk in plan.chunks:
+            if chunk.pools and not is_embedding(chunk.sequence.embedding):
+                chunk.sequence.fault = "model"
+                self.fail(chunk.sequence, "the model's hidden state is not all finite numbers")
         mark_computed(self._room, self._preemption, plan.chunks, num_kept)
         for leader in [draw.sequence for draw, _ in draws if draw.sequence.siblings]:
             self._part(leader)
@@ -189,6 +200,7 @@ class Scheduler:
             for ended in self._ended
         ]
         self._ended.clear()
+        self._outputs += pooled(plan.chunks)
         for draw, result in draws:
             if draw.sequence.finish_reason is None:
                 self._outputs += append(draw.sequence, result, self.limits)
@@ -222,7 +234,7 @@ class Scheduler:
             return
         sequence.finish_reason, sequence.finish_detail = reason, detail
         self.statistics.note_end(sequence, reason)
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and sequence.request.pooling is None:
             self._admission.note_ended(sequence.num_output_tokens, reason)
         if not self._queues.end(sequence):
             return

@@ -6,11 +6,15 @@ Nothing here knows about memory; ``num_computed_tokens`` says how many tokens th
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.blocks import NO_KEYS, PrefixKeys
-from quire.engine.params import SamplingParams
+from quire.engine.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.engine.structured import Grammar
 
 FinishReason = Literal["stop", "length", "capacity", "abort", "error"]
+Embedding: TypeAlias = NDArray[np.float32]  # [hidden size], or as many dimensions as were asked for
 # The model's: logits that are no numbers. The request's: rules that leave no token.
 Fault: TypeAlias = Literal["model", "request"] | None
 
@@ -37,11 +41,24 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # the params' words, as token ids
     grammar: Grammar | None = None  # of the params' structured_outputs
     source: object = None  # what an encoder reads for it, as the runner knows it
-    chosen_outside: bool = False  # a search chooses its tokens, by their log-probabilities
+    beam: BeamSearchParams | None = None  # a search chooses its tokens, by their log-probabilities
+    pooling: PoolingParams | None = None  # it ends with its prompt's embedding, and has no text
+
+    @property
+    def chosen_outside(self) -> bool:
+        """Its sequences do not choose their tokens themselves."""
+        return self.beam is not None
+
+    @property
+    def num_choices(self) -> int:
+        """How many continuations are given."""
+        return self.params.n if self.beam is None else self.beam.num_choices
 
     @property
     def max_tokens(self) -> int:
         """The longest it can become, prompt included. The last token's entry is never needed."""
+        if self.pooling is not None:
+            return len(self.prompt_token_ids)
         return len(self.prompt_token_ids) + self.params.max_tokens
 
 
@@ -71,6 +88,7 @@ class Sequence:
     most_found_tokens: int = -1  # of its prefix, when it last waited for others to compute more …
     num_waits_in_vain: int = 0  # … and how often it has since, and found none
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
+    embedding: Embedding | None = None  # if it was asked for, as soon as it is there
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
     fault: Fault = None  # whose it is that no token could be sampled
@@ -103,8 +121,9 @@ class Sequence:
 
     @property
     def goes_its_own_way(self) -> bool:
-        """No sibling waits for it, and no search chooses for it."""
-        return not self.siblings and not self.request.chosen_outside
+        """No sibling waits for it, no search chooses for it, and it is to have tokens at all."""
+        request = self.request
+        return not self.siblings and not request.chosen_outside and request.pooling is None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

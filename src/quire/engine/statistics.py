@@ -115,7 +115,7 @@ class Statistics:
 
     def __init__(self, max_model_len: int) -> None:
         self.now_s = 0.0
-        self.num_prompt_tokens = 0  # of prompts whose first token has come
+        self.num_prompt_tokens = 0  # of prompts whose first token, or embedding, has come
         self.num_cached_prompt_tokens = 0  # … of them found computed
         self.num_generation_tokens = 0
         self.prefix_query_tokens = 0  # of prompts that were looked up
@@ -194,10 +194,12 @@ class Statistics:
         gaps: dict[float, int] = {}
         previous: Sequence | None = None
         for output in outputs:
+            sequence = output.sequence
             if output.token_id is None and output.finish_reason is not None:
+                if sequence.embedding is not None:
+                    self._note_prompt(sequence)
                 continue  # an end alone; where a search chooses, there is neither
             count += 1
-            sequence = output.sequence
             if sequence is previous:
                 continue
             previous, last_s = sequence, sequence.last_token_s
@@ -214,8 +216,11 @@ class Statistics:
         sequence.first_token_s = self.now_s
         self.first_token_s.observe(self.now_s - sequence.arrived_s)
         if not sequence.shares_prompt:
-            self.num_prompt_tokens += sequence.num_prompt_tokens
-            self.num_cached_prompt_tokens += sequence.num_cached_tokens
+            self._note_prompt(sequence)
+
+    def _note_prompt(self, sequence: Sequence) -> None:
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_prompt_tokens += sequence.num_cached_tokens
 
     # -- an end ----------------------------------------------------------------------------------
 

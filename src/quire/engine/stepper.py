@@ -43,10 +43,10 @@ class Stepper:
         """
         self._take(job, None)
 
-    def call(self, function: Callable[[], T], *, fatal: bool = False) -> "Future[T]":
+    def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
         """What a function gives or raises between two steps.
 
-        ``fatal``: what it raises ends everything too, as MemoryUnavailable always does.
+        ``fatal``: whether what it raises ends everything too; MemoryUnavailable does if not told.
 
         Raises: as ``refuse_if_over``.
         """
@@ -59,7 +59,7 @@ class Stepper:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if fatal or isinstance(error, MemoryUnavailable):
+                if isinstance(error, MemoryUnavailable) if fatal is None else fatal:
                     raise
 
         self._take(job, future)

@@ -20,8 +20,16 @@ from quire.server.dashboard.endpoints import memory_feed, page_file
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED
+from quire.server.endpoints.administration import (
+    is_sleeping,
+    load,
+    reset_prefix_cache,
+    sleep,
+    wake_up,
+)
 from quire.server.endpoints.chat import chat_completions
 from quire.server.endpoints.completions import completions
+from quire.server.endpoints.embeddings import embeddings, score
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
 from quire.server.endpoints.messages import count_tokens, messages
 from quire.server.endpoints.models import described, health, metrics, model, models, version
@@ -30,7 +38,10 @@ from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.entrance import Entrance, as_answer
 from quire.server.operations import Operation
 from quire.server.service import Service
+from quire.server.wire.body import NO_ADAPTERS
 from quire.server.wire.errors import Refused
+
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
@@ -74,6 +85,8 @@ def _operations(service: Service) -> list[Operation]:
     all_of_them = [
         Operation("/v1/completions", completions, post),
         Operation("/v1/chat/completions", chat_completions, post),
+        Operation("/v1/embeddings", embeddings, post),
+        Operation("/v1/score", score, post),
         Operation("/v1/messages", messages, post, dialect="anthropic"),
         Operation("/v1/messages/count_tokens", count_tokens, post, dialect="anthropic"),
         Operation("/v1/responses", responses, post),
@@ -99,6 +112,18 @@ def _operations(service: Service) -> list[Operation]:
             access="open" if service.config.unguarded_metrics else "all",
             media_type="text/plain",
         ),
+        Operation(
+            "/reset_prefix_cache",
+            reset_prefix_cache,
+            post,
+            access="admin",
+            queries=("reset_running_requests",),
+            refuses=(409,),
+        ),
+        Operation("/sleep", sleep, post, access="admin", queries=("level", "mode"), refuses=(503,)),
+        Operation("/wake_up", wake_up, post, access="admin", refuses=(503,)),
+        Operation("/is_sleeping", is_sleeping, get, access="admin"),
+        Operation("/load", load, get, access="admin"),
         Operation("/health", health, get, access="open", refuses=(503,)),
         Operation("/ping", health, ("GET", "POST"), access="open", refuses=(503,)),
         Operation(FEED, memory_feed(feed), get, media_type="text/event-stream"),
@@ -116,7 +141,8 @@ def _operations(service: Service) -> list[Operation]:
 
 async def _not_found(request: Request, _: Exception) -> Response:
     path = request.url.path[:200]
-    return as_answer(Refused(404, f"there is nothing at {path!r}"), "openai", {})
+    why = f": {NO_ADAPTERS}" if path in _ADAPTERS else ""
+    return as_answer(Refused(404, f"there is nothing at {path!r}{why}"), "openai", {})
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

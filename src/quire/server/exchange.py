@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from quire.engine.sequence import Request
 from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
-from quire.server.schemas.fields import Asked
+from quire.server.schemas.fields import Addressed
 from quire.server.service import Service
 from quire.server.wire.body import (
     check,
@@ -52,6 +52,24 @@ class Exchange:
     def apart(self, stack: ExitStack) -> "Exchange":
         """The same request while no client waits for its answer: it lasts as long as ``stack``."""
         return replace(self, stack=stack)
+
+    def number(self, name: str, usual: int, least: int, most: int) -> int:
+        """What stands behind the path under this name. Raises: Refused."""
+        text = self.http.query_params.get(name, str(usual))
+        try:
+            number = int(text) if len(text) < 12 else most + 1
+        except ValueError:
+            number = most + 1
+        if not least <= number <= most:
+            raise Refused(400, f"{name}={text[:40]!r} must be from {least} to {most}", param=name)
+        return number
+
+    def one_of(self, name: str, words: tuple[str, ...]) -> str:
+        """The same; without it the first of the words. Raises: Refused."""
+        word = self.http.query_params.get(name, words[0])
+        if word not in words:
+            raise Refused(400, f"{name}={word[:40]!r} must be {' or '.join(words)}", param=name)
+        return word
 
     async def fields(self) -> dict[str, Any]:
         """The body, a JSON object. Raises: Refused; ClientDisconnect."""
@@ -92,7 +110,7 @@ class Exchange:
             partial(function, *args), self.caller, num_bytes=max(num_bytes, self.num_body_bytes)
         )
 
-    async def prompt_ids(self, prompt: str | list[int], asked: Asked) -> list[int]:
+    async def prompt_ids(self, prompt: str | list[int], asked: Addressed) -> list[int]:
         """A text's tokens, or those given; of more than are wanted, the last.
 
         Raises: RequestError.

@@ -37,7 +37,7 @@ class RequestWriter:
         at_s = time.monotonic() - self._begun_s
         numbers = [
             self._log.begin(at_s, request.prompt_token_ids, apart=repr(request.keys))
-            for _ in range(request.params.n)
+            for _ in range(request.num_choices)
         ]
         return Noted(self._log, numbers)
 

@@ -2,13 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from quire.engine.params import SAMPLING_DEFAULTS, SamplingParams, StructuredOutputsParams
+from quire.engine.params import (
+    SAMPLING_DEFAULTS,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.errors import ConfigError
 from quire.server.chat.json_schemas import closed
-from quire.server.schemas.fields import ResponseFormat, Sampling, StructuredOutputs
+from quire.server.schemas.fields import ResponseFormat, Sampling, Searching, StructuredOutputs
 from quire.server.wire.errors import Refused
 
 MAX_BIASES = 1024
@@ -17,8 +23,10 @@ MAX_BIASES = 1024
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
-    *("skip_special_tokens", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids"),
 )
+# Those that a beam search has too, or that do nothing to it.
+_OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")
 
 
 def sampling_defaults(generation_config: str, *, own: Mapping[str, float]) -> dict[str, float]:
@@ -62,6 +70,53 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         structured_outputs=_form(asked, form),
+    )
+
+
+def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamSearchParams:
+    """The same, or a beam search if one is asked for.
+
+    Raises: Refused for what only a search can do, or what it cannot; RequestError.
+    """
+    width = asked.best_of or asked.n or 1
+    if not asked.use_beam_search:
+        if width != (asked.n or 1):
+            raise Refused(
+                400,
+                f"best_of={width}: only n choices are made, ask for n, or for use_beam_search",
+                param="best_of",
+            )
+        for name, harmless in (("length_penalty", 1), ("early_stopping", False)):
+            if getattr(asked, name) not in (None, harmless):
+                raise Refused(400, f"{name} needs use_beam_search", param=name)
+        return params
+    if asked.stream:
+        raise Refused(
+            400,
+            "stream: what a beam search finds is known at its end: leave out stream, or "
+            "use_beam_search",
+            param="stream",
+        )
+    if asked.temperature:
+        raise Refused(
+            400,
+            f"temperature={asked.temperature}: a beam search draws nothing, leave it out or give 0",
+            param="temperature",
+        )
+    plain = SamplingParams()
+    for each in fields(params):
+        name = each.name
+        if name not in _OF_A_SEARCH and getattr(params, name) != getattr(plain, name):
+            raise Refused(
+                400, f"{name} cannot be done with use_beam_search: leave it out", param=name
+            )
+    return BeamSearchParams(
+        beam_width=width,
+        n=params.n,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=1 if asked.length_penalty is None else asked.length_penalty,
+        early_stopping="never" if asked.early_stopping is None else asked.early_stopping,
     )
 
 

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
-from quire.engine.params import SamplingParams, StructuredOutputsParams
+from quire.engine.params import Params, SamplingParams, StructuredOutputsParams
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
@@ -23,7 +23,7 @@ from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
 from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
-from quire.server.schemas.fields import Asked, Sampling
+from quire.server.schemas.fields import Addressed, Sampling, Searching
 from quire.server.token_texts import TokenTexts
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
@@ -32,6 +32,7 @@ from quire.units import format_count
 
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest that there may be, in memory at once
+_POLL_S = 0.05
 
 
 class Service:
@@ -78,6 +79,7 @@ class Service:
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)
         self.text_threads = TextThreads()
+        self._changing_sleep = asyncio.Lock()
 
     @property
     def model_name(self) -> str:
@@ -108,9 +110,10 @@ class Service:
         form: StructuredOutputsParams | None = None,
     ) -> SamplingParams:
         """Raises: Refused; RequestError."""
+        searches = isinstance(asked, Searching) and asked.use_beam_search
         return sampling_params(
             asked,
-            defaults=self._sampling_defaults,
+            defaults={} if searches else self._sampling_defaults,
             max_tokens=max_tokens,
             logprobs=logprobs,
             max_logprobs=self.config.max_logprobs,
@@ -145,7 +148,11 @@ class Service:
         return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     async def request(
-        self, caller: Caller, token_ids: list[int], params: SamplingParams, asked: Asked
+        self,
+        caller: Caller,
+        token_ids: list[int],
+        params: Params,
+        asked: Addressed,
     ) -> Request:
         """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
         self.refuse_without_engine()
@@ -191,13 +198,48 @@ class Service:
         noted = self.request_log.begin(request) if self.request_log is not None else None
         try:
             async for delta in self.llm.generate(request):
-                self.gate.note_piece(own, delta.choice)
+                # What a search begins with is a piece of all its beams.
+                for choice in (delta.choice,) if request.beam is None else range(own.num_sequences):
+                    self.gate.note_piece(own, choice)
                 if noted is not None:
                     noted.add(delta)
                 yield delta
         finally:
             if noted is not None:
                 noted.end()
+
+    # -- asleep ------------------------------------------------------------------------------------
+
+    async def idle(self, *, aborts: bool) -> None:
+        """When none is inside any more; with ``aborts`` all end now."""
+        while self.gate.num_under_way:
+            if aborts:
+                await self.llm.abort(None)
+            await asyncio.sleep(_POLL_S)
+
+    @asynccontextmanager
+    async def falling_asleep(self, level: int) -> AsyncGenerator[None, None]:
+        """Inside the block no request is let in. If nothing keeps it from its end, they are not
+        behind it either, and memory is given back.
+
+        Raises: RequestError for a level that the model cannot have.
+        """
+        async with self._changing_sleep:
+            self.gate.sleeping = True
+            try:
+                yield
+                while not await self.llm.sleep(level):  # what was left is about to end
+                    await asyncio.sleep(_POLL_S)
+            finally:
+                self.gate.sleeping = self.llm.llm.is_sleeping
+
+    async def wake_up(self) -> None:
+        """Let requests in again. Raises: what keeps the engine from it, and then it sleeps on."""
+        async with self._changing_sleep:
+            try:
+                await self.llm.wake_up()
+            finally:
+                self.gate.sleeping = self.llm.llm.is_sleeping
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -206,7 +248,7 @@ class Service:
         self.gate.draining = True
         until_s = time.monotonic() + timeout_s
         while self.gate.num_under_way and time.monotonic() < until_s:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_POLL_S)
         return not self.gate.num_under_way
 
     def close(self) -> None:

@@ -87,6 +87,7 @@ def any_params(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
         "presence_penalty": st.floats(-2, 2),
         "frequency_penalty": st.floats(-2, 2),
         "logit_bias": st.dictionaries(token, st.floats(-20, 20), max_size=4),
+        "allowed_token_ids": st.lists(token, min_size=1, max_size=20),
         "min_tokens": st.integers(0, 6),
         "stop_token_ids": st.lists(st.integers(0, vocab + 5), max_size=2),
         "ignore_eos": st.booleans(),

@@ -45,6 +45,9 @@ class Row:
     def edited(self) -> list[float]:
         """After what is barred, biases and penalties."""
         params, logits = self.params, list(self.logits)
+        if params.allowed_token_ids is not None:
+            for token in set(range(len(logits))) - set(params.allowed_token_ids):
+                logits[token] = -math.inf
         for word in self.bad_words:
             *before, last = word
             first = len(self.output) - len(before)

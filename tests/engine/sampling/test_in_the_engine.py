@@ -1,6 +1,7 @@
 """An engine whose sampler works as on a device says what it says with numpy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -10,13 +11,15 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import build
 from quire.engine.params import StructuredOutputsParams
 from quire.engine.sampling import Sampler
+from quire.errors import RequestError
 from quire.models.loader import LoadedModel, load
 
-PROMPTS = ["class Stack:\n", "def add(a, b):\n    return", "# A poem\n", "import os\n"]
+PROMPTS = ["class Stack:\n", "def add(a, b):\n    return", "# A poem\n", "import os\n", "x = "]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.8, "seed": 1, "top_p": 0.9},
     {"seed": 2, "top_k": 20, "top_p": 0.95, "logprobs": 0, "n": 3},
+    {"seed": 5, "allowed_token_ids": (5, 6, 7, 300), "repetition_penalty": 1.1},
     {"seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "bad_words": (" the",)},
 ]
 
@@ -78,9 +81,40 @@ def test_a_prescribed_form() -> None:
 
     def say() -> Any:
         with small() as llm:
-            return [told(completion) for completion in llm.generate(PROMPTS[:2], params)]
+            done = llm.generate(PROMPTS[:2], params)
+            barred = done[0].token_ids[0]  # the form would have it, and so would the model
+            allowed = [token for token in range(llm.vocab_size) if token != barred]
+            done += llm.generate(PROMPTS[0], replace(params[0], allowed_token_ids=allowed))
+            assert barred not in done[2].token_ids
+            return [told(completion) for completion in done]
 
     same_both_ways(say)
+
+
+def test_no_other_tokens_come_than_those_that_are_allowed() -> None:
+    allowed = (7, 300, 40)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 1, "n": 2},
+        {"seed": 2, "logit_bias": {9: 100}},
+    ]
+    with small(speculative_config={"method": "ngram"}) as llm:
+        params = [SamplingParams(max_tokens=30, allowed_token_ids=allowed, **k) for k in kinds]
+        for completion in llm.generate(PROMPTS[:3], params):
+            for choice in completion.choices:
+                assert set(choice.token_ids) <= set(allowed)
+                assert (len(choice.token_ids), choice.finish_reason) == (30, "length")
+        end = min(llm.engine.scheduler.limits.eos_token_ids)
+        (ended,) = llm.generate("a", SamplingParams(allowed_token_ids=(end,)))
+        assert (ended.finish_reason, ended.text) == ("stop", "")
+        (none,) = llm.generate("a", SamplingParams(allowed_token_ids=(end,), min_tokens=1))
+        assert none.finish_reason == "error"
+        assert "allowed_token_ids" in none.detail
+        with pytest.raises(RequestError, match=r"allowed_token_ids: token id 4096 is not in the"):
+            llm.generate("a", SamplingParams(allowed_token_ids=(5, 4096)))
+    for wrong in ((), (-1,), ("a",)):
+        with pytest.raises(RequestError, match="allowed_token_ids="):
+            SamplingParams(allowed_token_ids=wrong)  # type: ignore[arg-type]
 
 
 def test_prompt_logprobs() -> None:

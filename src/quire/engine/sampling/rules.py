@@ -4,10 +4,18 @@ All that is kept here follows from the sequence, and catches up with it: a step 
 twice, and a sequence that was preempted or is new here gives the same.
 """
 
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.engine.sampling.bans import BadWords, ends_of
 from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.tally import Tally
 from quire.engine.sequence import Sequence
+from quire.units import ceil_div
+
+Bits: TypeAlias = NDArray[np.uint8]
 
 
 class Rules:
@@ -30,8 +38,14 @@ class Rules:
             self._tally = Tally(sequence, with_prompt=repeats)
         self._num_counted = sequence.num_prompt_tokens
         self.edits_logits = bool(
-            self.matcher or self._tally or self._bad_words or self._ends or params.logit_bias
+            self.matcher
+            or self._tally
+            or self._bad_words
+            or self._ends
+            or params.logit_bias
+            or params.allowed_token_ids
         )
+        self._allowed: Bits | None = None  # made when the first row is there
 
     def follows(self, sequence: Sequence) -> bool:
         """Whether it is still the text that is known here, with more at its end at most."""
@@ -40,9 +54,13 @@ class Rules:
     def write(self, edits: Edits, row: int, drafts: tuple[int, ...]) -> None:
         """What has to change in row ``row``, and for each draft in one more, if it is reached."""
         self._catch_up()
+        allowed = self._allowed_of(edits.vocab_size)
         if self.matcher is not None:
             for place, bits in enumerate(self.matcher.masks(drafts)):
-                edits.allow(row + place, bits)
+                edits.allow(row + place, bits if allowed is None else bits & allowed)
+        elif allowed is not None:
+            for place in range(len(drafts) + 1):
+                edits.allow(row + place, allowed)
         for place in range(len(drafts) + 1):
             self._write_one(edits, row + place, drafts[:place])
             if self._tally is not None and place < len(drafts):
@@ -64,6 +82,14 @@ class Rules:
             edits.bias(row, self.params.logit_bias)
         if self._tally is not None:
             edits.penalise(row, self._tally, self.params)
+
+    def _allowed_of(self, vocab_size: int) -> Bits | None:
+        """As ``Edits.allow`` takes them, and as many as a grammar's; None: all may come."""
+        if self.params.allowed_token_ids is not None and self._allowed is None:
+            is_allowed = np.zeros(32 * ceil_div(vocab_size, 32), np.bool)
+            is_allowed[list(self.params.allowed_token_ids)] = True
+            self._allowed = np.packbits(is_allowed, bitorder="little")
+        return self._allowed
 
     def _catch_up(self) -> None:
         sequence = self._sequence

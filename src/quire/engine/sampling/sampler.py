@@ -135,8 +135,8 @@ def _cause(peak: float, rules: Rules) -> str:
     if rules.matcher is not None and rules.matcher.error:
         return f"structured_outputs: {rules.matcher.error}"
     return (
-        "no token is allowed here: structured_outputs, bad_words and min_tokens together "
-        "exclude them all"
+        "no token is allowed here: structured_outputs, allowed_token_ids, bad_words and min_tokens "
+        "together exclude them all"
     )
 
 

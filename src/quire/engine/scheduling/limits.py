@@ -30,14 +30,16 @@ class Limits:
     def check_request(self, request: Request, accounting: Accounting) -> None:
         """Raises: RequestTooLong for a prompt that can never run.
 
-        It leaves no room for a token in max_model_len, or an empty cache could not hold it.
+        It leaves no room for a token in max_model_len, if it is to have one, or an empty cache
+        could not hold it.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens >= self.max_model_len:
+        generates = request.pooling is None
+        if num_prompt_tokens + generates > self.max_model_len:
             raise RequestTooLong(
                 f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
-                f"{format_count(self.max_model_len)}, with at least one to generate: "
-                f"shorten the prompt or raise max_model_len"
+                f"{format_count(self.max_model_len)}{', with at least one to generate' * generates}"
+                f": shorten the prompt or raise max_model_len"
             )
         verdict = accounting.could_hold(num_prompt_tokens, max_tokens=self.longest(request))
         if isinstance(verdict, Never):

@@ -8,7 +8,7 @@ from quire.engine.plan import Chunk, Draw, Sampled, TokenOutput
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.room import Room
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Embedding, Sequence
 
 
 def kept_drafts(draws: Iterable[tuple[Draw, Sampled]]) -> dict[int, int]:
@@ -54,6 +54,20 @@ def mark_computed(
         np.array(tokens, np.int32),
     )
     room.snapshots.keep(accounting, going_on)
+
+
+def is_embedding(found: Embedding | None) -> bool:
+    """Whether it is one, all of finite numbers."""
+    return found is not None and bool(np.isfinite(found).all())
+
+
+def pooled(chunks: Iterable[Chunk]) -> list[TokenOutput]:
+    """What ends with the embedding that it now has."""
+    return [
+        TokenOutput(sequence=chunk.sequence, token_id=None, finish_reason="stop")
+        for chunk in chunks
+        if chunk.pools and chunk.sequence.finish_reason is None
+    ]
 
 
 def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOutput]:

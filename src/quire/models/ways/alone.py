@@ -23,7 +23,7 @@ from quire.attention.gather import read_sequence
 from quire.models.stand_ins import StandIns
 from quire.models.unkept import UnkeptLayer
 from quire.models.watched import ModelWatch
-from quire.models.ways.hooks import Step
+from quire.models.ways.hooks import Step, hearing_hidden
 from quire.models.ways.source import SourceLayer, forward
 from quire.spec import ChunkedAttention, SlidingWindow
 
@@ -83,7 +83,7 @@ class LoneModel:
         keeps = "logits_to_keep" in self._takes
         if keeps:
             given["logits_to_keep"] = wanted
-        with step.in_states(number):
+        with step.in_states(number), hearing_hidden(self._model, step):
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
                 past_key_values=cache,

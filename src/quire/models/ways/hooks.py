@@ -53,6 +53,8 @@ class Step:
     written: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     latest: int = -1  # the layer that was written last
+    # Gets what the model's layers end with, [1, T, hidden] of each pass, if it is there.
+    hidden: list[Tensor] | None = None
 
     def in_states(self, number: int | None = None) -> AbstractContextManager[None]:
         """Recurrent layers go on from their states: for a pass over the step, or one chunk."""
@@ -135,6 +137,26 @@ def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation({name: what for name, what in own.items() if what})
         for name in (name for name, what in own.items() if name and not what):
             getattr(config, name)._attn_implementation_internal = None  # it never had one
+
+
+@contextmanager
+def hearing_hidden(model: PreTrainedModel, step: Step) -> Iterator[None]:
+    """While it lasts the step gets the last hidden states of a pass, if it is to have them."""
+    heard = step.hidden
+    if heard is None:
+        yield
+        return
+
+    def hear(_: torch.nn.Module, __: Any, out: Any) -> None:
+        heard.append(out[0])
+
+    hook = model.base_model.register_forward_hook(hear)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not heard:
+        raise RuntimeError("the model's layers were not called as one module: no hidden states")
 
 
 def make_step(

@@ -11,7 +11,13 @@ from quire.errors import UnsupportedModel
 from quire.models.recorded import Recordings
 from quire.models.stand_ins import StandIns
 from quire.models.watched import ModelWatch
-from quire.models.ways.hooks import ATTENTION_NAME, EngineCache, Step, reading_through_attend
+from quire.models.ways.hooks import (
+    ATTENTION_NAME,
+    EngineCache,
+    Step,
+    hearing_hidden,
+    reading_through_attend,
+)
 from quire.models.ways.latent import LatentLayers
 from quire.spec import LatentAttention
 
@@ -59,7 +65,7 @@ class PackedModel:
         """One packed forward pass: logits [S, vocabulary]."""
         with torch.inference_mode():
             recording = None
-            if self._recordings is not None and self._latents.unchanged:
+            if self._recordings is not None and self._latents.unchanged and step.hidden is None:
                 recording = self._recordings.find(step, len(token_ids))
             if recording is None:
                 return self._run(step, token_ids, positions, logits_at)
@@ -80,6 +86,7 @@ class PackedModel:
             self._latents.in_place() as absorbed,
             exchanged,
             step.in_states(),
+            hearing_hidden(self._model, step),
         ):
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)

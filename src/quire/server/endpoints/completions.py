@@ -10,15 +10,14 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.logprobs import of_completion, of_prompt
-from quire.server.endpoints.work import Gathered, Work, one_by_one, stop_reason
+from quire.server.endpoints.work import Gathered, Work, one_by_one, prompts_of, stop_reason
 from quire.server.exchange import Exchange
+from quire.server.sampling import searched
 from quire.server.schemas.completions import (
-    MAX_PROMPTS,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    Prompt,
 )
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import EventStream
@@ -32,7 +31,7 @@ async def completions(
     """Continue a text, or several."""
     exchange.service.refuse_unknown_model(asked.model)
     _refuse_what_is_not_done(asked)
-    requests = [await _request(exchange, prompt, asked) for prompt in _prompts(asked.prompt)]
+    requests = [await _request(exchange, prompt, asked) for prompt in prompts_of(asked.prompt)]
     continuing = _Continuing(Work(exchange, requests, "text_completion"), asked)
     if asked.stream:
         return as_events(exchange, continuing.chunks())
@@ -55,7 +54,7 @@ async def _request(
     )
     if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=asked.logprobs)
-    return await service.request(exchange.caller, token_ids, params, asked)
+    return await service.request(exchange.caller, token_ids, searched(asked, params), asked)
 
 
 class _Continuing:
@@ -144,31 +143,7 @@ def _gathered(delta: TextDelta) -> Gathered:
     )
 
 
-def _prompts(given: Prompt) -> list[str | list[int]]:
-    """One text, one list of token ids, or several of either. Raises: Refused."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]]
-    several = [item for item in given if isinstance(item, str | list)]
-    if not given or len(several) < len(given):
-        raise Refused(
-            400,
-            "prompt must be a text, a list of token ids, or a list of texts or of such lists",
-            param="prompt",
-        )
-    if len(several) > MAX_PROMPTS:
-        raise Refused(
-            400, f"prompt has {len(several):,} texts and may have {MAX_PROMPTS:,}", param="prompt"
-        )
-    return several
-
-
 def _refuse_what_is_not_done(asked: CompletionRequest) -> None:
     """Raises: Refused."""
     if asked.suffix:
         raise Refused(400, "suffix: this server only continues texts", param="suffix")
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise Refused(
-            400, f"best_of={asked.best_of}: only n choices are made, ask for n", param="best_of"
-        )

@@ -19,7 +19,7 @@ async def response(exchange: Exchange) -> Json[Response] | EventStream[ResponseE
     run, kept = _found(exchange)
     query = exchange.http.query_params
     if query.get("stream", "").lower() in ("true", "1"):
-        after = _number(query.get("starting_after", "-1"), "starting_after", -1, 2**31)
+        after = exchange.number("starting_after", -1, -1, 2**31)
         if run is not None and run.keeps_events:
             return as_written(exchange, run.follow(after))
         if kept is not None and kept.events:
@@ -64,16 +64,13 @@ async def cancel(exchange: Exchange) -> Json[Response]:
 async def input_items(exchange: Exchange) -> Json[ItemList]:
     """All items that a response answered, earlier responses' among them; the last ones first."""
     run, kept = _found(exchange)
-    query = exchange.http.query_params
-    limit = _number(query.get("limit", str(_USUAL_ITEMS)), "limit", 1, _MOST_ITEMS)
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise Refused(400, f"order={order[:40]!r} must be asc or desc", param="order")
+    limit = exchange.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
+    order = exchange.one_of("order", ("desc", "asc"))
     before = run.before if run is not None else kept.before if kept is not None else ()
     items: Items = await exchange.in_text_thread(list, decoded(before))
     if order == "desc":
         items.reverse()
-    after = query.get("after")
+    after = exchange.http.query_params.get("after")
     if after is not None:
         places = [place for place, item in enumerate(items) if item.get("id") == after]
         if not places:
@@ -118,14 +115,3 @@ def _as_it_is(exchange: Exchange, data: bytes) -> Json[Response]:
 async def _again(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
     for event in events:
         yield event
-
-
-def _number(text: str, name: str, least: int, most: int) -> int:
-    """Raises: Refused."""
-    try:
-        number = int(text) if len(text) < 12 else most + 1
-    except ValueError:
-        number = most + 1
-    if not least <= number <= most:
-        raise Refused(400, f"{name}={text[:40]!r} must be from {least} to {most}", param=name)
-    return number

@@ -28,7 +28,10 @@ class Traces:
         if delta.finish_reason is None:
             return
         self._ends[index].append(delta)
-        if len(self._ends[index]) == self._requests[index].params.n and delta.latencies is not None:
+        if (
+            len(self._ends[index]) == self._requests[index].num_choices
+            and delta.latencies is not None
+        ):
             self._tracer.note(self._record(index))
 
     def _record(self, index: int) -> RequestRecord:
@@ -45,7 +48,7 @@ class Traces:
             num_cached_tokens=ends[-1].num_cached_tokens,
             num_generation_tokens=self._num_tokens[index],
             finish_reasons=tuple(str(end.finish_reason) for end in ends),
-            n=request.params.n,
+            n=request.num_choices,
             max_tokens=request.params.max_tokens,
             temperature=request.params.temperature,
             top_p=request.params.top_p,

@@ -12,7 +12,8 @@ from quire.server.chat.chat import ChatPrompt, ChatRequest, Reader
 from quire.server.chat.events import Event, ReasoningDelta
 from quire.server.endpoints.work import Work
 from quire.server.exchange import Exchange
-from quire.server.schemas.fields import Asked, Usage
+from quire.server.sampling import searched
+from quire.server.schemas.fields import Asked, Searching, Usage
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import while_connected
 
@@ -134,11 +135,19 @@ async def take_turn(
     if params.structured_outputs is not None:
         form = replace(params.structured_outputs, reasoning=prompt.reasoning)
         params = replace(params, structured_outputs=form)
+    if prompt.stop and isinstance(asked, Searching) and asked.use_beam_search:
+        raise Refused(
+            400,
+            f"use_beam_search: answers of this model end at a text ({prompt.stop[0][:40]!r}, of "
+            "chat_stop_strings in its tokenizer_config.json), and a search looks for none",
+            param="use_beam_search",
+        )
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
-    request = await service.request(exchange.caller, token_ids, params, asked)
+    chosen = searched(asked, params) if isinstance(asked, Searching) else params
+    request = await service.request(exchange.caller, token_ids, chosen, asked)
     return Turn(Work(exchange, [request], "chat"), prompt, own_stops)
 
 

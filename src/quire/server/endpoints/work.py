@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from quire.engine.outputs import TextDelta
-from quire.engine.sequence import Request, TokenLogprobs
+from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.server.endpoints.traces import Traces
 from quire.server.endpoints.usage import Tally
 from quire.server.exchange import Exchange
 from quire.server.guard.gate import Pass
+from quire.server.schemas.completions import MAX_PROMPTS, Prompt
 from quire.server.wire.errors import Refused, broken_off
 from quire.server.wire.streams import while_connected
 from quire.units import format_count
@@ -33,6 +34,7 @@ class Gathered:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    embedding: Embedding | None = None
 
 
 class Work:
@@ -50,7 +52,7 @@ class Work:
         self._traces = Traces(exchange, requests, operation)
         self.service = service
         self.tally = Tally(requests)
-        self.num_choices = requests[0].params.n  # of each prompt
+        self.num_choices = requests[0].num_choices  # of each prompt
         self._passes: list[Pass] = exchange.admit(requests)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -84,9 +86,30 @@ class Work:
                 own.logprobs += delta.logprobs
                 own.prompt_logprobs = own.prompt_logprobs or delta.prompt_logprobs
                 own.finish_reason, own.stop_reason = delta.finish_reason, stop_reason(delta)
+                own.embedding = delta.embedding
         for own, parts in zip(choices, texts, strict=True):
             own.text = "".join(parts)
         return choices
+
+
+def prompts_of(given: Prompt, name: str = "prompt") -> list[str | list[int]]:
+    """One text, one list of token ids, or several of either. Raises: Refused."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    several = [item for item in given if isinstance(item, str | list)]
+    if not given or len(several) < len(given):
+        raise Refused(
+            400,
+            f"{name} must be a text, a list of token ids, or a list of texts or of such lists",
+            param=name,
+        )
+    if len(several) > MAX_PROMPTS:
+        raise Refused(
+            400, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}", param=name
+        )
+    return several
 
 
 async def one_by_one(make: Callable[[int, T], R], several: Iterable[T]) -> list[R]:
@@ -121,6 +144,8 @@ def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
 
 def _num_logprobs(request: Request) -> int:
     params, number = request.params, 0
+    if request.beam is not None:  # those of the tokens that are chosen, at the end
+        return request.num_choices * params.max_tokens
     if params.logprobs is not None:
         number += params.n * params.max_tokens * (params.logprobs + 1)
     if params.prompt_logprobs is not None:

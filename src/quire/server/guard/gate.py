@@ -1,7 +1,7 @@
 """The queue's bounds: who may join it, and when it is worth asking again.
 
     429  this key has as many requests under way as one may have
-    503  as many sequences wait as may, or as many tokens, or the server is going down
+    503  as many sequences wait as may, or as many tokens, or the server is going down, or sleeps
 
 The engine never refuses for want of memory, it lets requests wait; so a wait that is longer than a
 client would sit out is refused here at once, with the time that it would take as ``Retry-After``.
@@ -51,7 +51,7 @@ class Gate:
     """Counts what has been let in. One event loop's own; ``clock`` gives seconds."""
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
-        self.draining = False
+        self.draining = self.sleeping = False
         self.num_under_way = 0  # requests
         self._bounds, self._clock = bounds, clock
         self._num_at_door = 0  # requests that are prepared, and have been read
@@ -129,6 +129,13 @@ class Gate:
         bounds, wait_s = self._bounds, self.drain_s()
         if reason == "draining":
             return Refused(503, "the server is going down", code=reason, retry_after_s=5)
+        if reason == "sleeping":
+            return Refused(
+                503,
+                "the server sleeps, or is about to: POST /wake_up lets requests in again",
+                code=reason,
+                retry_after_s=5,
+            )
         if reason == "max_num_reqs_per_key":
             return Refused(
                 429,
@@ -171,6 +178,8 @@ class Gate:
         bounds = self._bounds
         if self.draining:
             return "draining"
+        if self.sleeping:
+            return "sleeping"
         if caller is not None and _reached(self._by_key[caller.number], bounds.num_reqs_per_key):
             return "max_num_reqs_per_key"
         if _reached(num_queued, bounds.num_queued_reqs):

@@ -13,6 +13,7 @@ Rejection = Literal[
     "max_num_queued_tokens",
     "max_num_reqs_per_key",
     "draining",  # the server is being shut down
+    "sleeping",  # an operator has put it to sleep
 ]
 REJECTIONS: tuple[str, ...] = get_args(Rejection)
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")

@@ -3,6 +3,8 @@
 from quire.server.metrics.family import Family, each, one
 from quire.server.metrics.reading import Reading
 
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
+
 
 def _waiting(reading: Reading) -> dict[str, float]:
     """vLLM's two reasons: for capacity; or for something else than room."""
@@ -120,6 +122,15 @@ GAUGES = (
         "bytes",
         "Entries of preempted requests that are kept in swap space.",
         lambda r: r.swap_used_bytes,
+    ),
+    each(
+        "gauge",
+        "vllm:engine_sleep_state",
+        "1",
+        "sleep_state",
+        "1 for what is so: awake; weights_offloaded, asleep without KV memory; discard_all, and "
+        "without the model.",
+        lambda r: {name: r.sleep_level == level for level, name in enumerate(_SLEEP_STATES)},
     ),
     one(
         "gauge",

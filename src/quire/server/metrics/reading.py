@@ -22,6 +22,7 @@ class Reading:
     waiting: Mapping[str, int]  # by reason
     swap_used_bytes: int
     is_up: bool
+    sleep_level: int
     cache_config: Mapping[str, str]
     counts: Counts
 
@@ -42,6 +43,7 @@ def read(llm: LLM, counts: Counts) -> Reading:
         waiting=scheduler.waiting_by_reason,
         swap_used_bytes=scheduler.swap.used_bytes,
         is_up=not llm.is_closed,
+        sleep_level=llm.sleep_level,
         cache_config=_cache_config(llm),
         counts=counts,
     )

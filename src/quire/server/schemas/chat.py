@@ -6,10 +6,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.fields import (
-    Asked,
     Count,
     NumLogprobs,
     PromptLogprobs,
+    Searching,
     Text,
     Usage,
 )
@@ -18,7 +18,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 
 
-class ChatRequest(Asked, kw_only=True):
+class ChatRequest(Searching, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None  # what the context leaves
     max_tokens: Count | None = None  # its former name

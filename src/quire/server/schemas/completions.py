@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import Asked, NumLogprobs, PromptLogprobs, Usage
+from quire.server.schemas.fields import NumLogprobs, PromptLogprobs, Searching, Usage
 
 MAX_PROMPTS = 1024
 
@@ -13,12 +13,11 @@ Ids: TypeAlias = list[int]
 Prompt: TypeAlias = str | list[str | int | Ids]
 
 
-class CompletionRequest(Asked, kw_only=True):
+class CompletionRequest(Searching, kw_only=True):
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 16
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    best_of: int | None = None
     suffix: str | None = None
 
 

@@ -47,8 +47,20 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """How tokens are chosen and when to end."""
+class Addressed(msgspec.Struct, kw_only=True):
+    """Which model is to read prompts, how, for whom, and when."""
+
+    model: Text | None = None
+    user: str | None = None  # for the client's own books: nothing is done with it
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    request_id: Text | None = None  # said again in the answer, and used for nothing
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class Sampling(Addressed, kw_only=True):
+    """… how tokens are chosen and when to end …"""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
@@ -59,6 +71,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**18)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
@@ -78,19 +91,21 @@ class Sampling(msgspec.Struct, kw_only=True):
 
 
 class Asked(Sampling, kw_only=True):
-    """… and how the answer is to come, for whom, and when."""
+    """… and how the answer is to come."""
 
-    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the client's own books: nothing is done with it
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Salt | None = None
-    request_id: Text | None = None  # said again in the answer, and used for nothing
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs
+
+
+class Searching(Asked, kw_only=True):
+    """… or by a beam search, ``best_of`` wide, of which the ``n`` best are given."""
+
+    use_beam_search: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # n
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None  # 1
+    early_stopping: bool | Literal["never"] | None = None  # never
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):

@@ -28,7 +28,6 @@ _MOST_IGNORED = 16  # names said in one answer
 # Fields of others' that would change the text, and the value with which they would not.
 NOT_DONE: Mapping[str, object] = MappingProxyType(
     {
-        "allowed_token_ids": None,
         "audio": None,
         "chat_template": None,
         "documents": None,
@@ -39,6 +38,9 @@ NOT_DONE: Mapping[str, object] = MappingProxyType(
         "kv_transfer_params": None,
         "length_penalty": 1.0,
         "logits_processors": None,
+        "lora": None,
+        "lora_path": None,
+        "lora_request": None,
         "prompt_embeds": None,
         "structural_tag": None,
         "thinking_token_budget": None,
@@ -46,11 +48,13 @@ NOT_DONE: Mapping[str, object] = MappingProxyType(
     }
 )
 
+NO_ADAPTERS = "a server has one set of weights: merge the adapter into them, and serve the result"
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "echo": "only /v1/completions says the prompt again, leave it out",
         "function_call": "give tools, and tool_choice",
         "functions": "give tools, each with the type function",
+        **dict.fromkeys(("lora", "lora_path", "lora_request"), NO_ADAPTERS),
     }
 )
 

@@ -4,7 +4,8 @@
 401  no key, or an unknown one                 415  the body is packed
 403  a web page that may not ask               429  this key has too many requests under way
 404  an unknown path or model                  500  the engine could not compute it
-408  the body has not come in time             503  no room in the queue, or going down
+408  the body has not come in time             503  no room in the queue, asleep, or going down
+409  not while sequences run
 """
 
 from collections.abc import Mapping

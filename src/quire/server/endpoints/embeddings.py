@@ -1,0 +1,118 @@
+"""``POST /v1/embeddings`` and ``POST /v1/score``: what a decoder makes of texts, and how alike."""
+
+import base64
+from collections.abc import Sequence
+
+from quire.engine.params import PoolingParams
+from quire.engine.pooling import pairs, scores
+from quire.engine.sequence import Embedding as Vector
+from quire.server.endpoints.answers import Json, as_json
+from quire.server.endpoints.work import Work, one_by_one, prompts_of
+from quire.server.exchange import Exchange
+from quire.server.schemas.embeddings import (
+    Embedding,
+    EmbeddingRequest,
+    Embeddings,
+    Score,
+    ScoreRequest,
+    Scores,
+    Texts,
+)
+from quire.server.schemas.fields import Addressed, Usage
+from quire.server.wire.errors import Refused
+from quire.units import format_count
+
+# Numbers of an answer. As JSON each takes some ten times as long to write, and the loop waits.
+_MOST_FLOATS, _MOST_IN_BASE64 = 2**20, 2**22
+
+
+async def embeddings(exchange: Exchange, asked: EmbeddingRequest) -> Json[Embeddings]:
+    """The embedding of a text, or of several."""
+    packed = asked.encoding_format == "base64"
+    pooling = PoolingParams(dimensions=asked.dimensions, normalize=asked.normalize is not False)
+    prompts = prompts_of(asked.input, "input")
+    size = asked.dimensions or exchange.service.llm.llm.embeddings.hidden_size
+    _refuse_too_much(len(prompts) * size, packed=packed)
+    vectors, usage = await _vectors(exchange, prompts, asked, pooling)
+
+    def answer(index: int, vector: Vector) -> Embedding:
+        as_text = base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else None
+        return Embedding(index=index, embedding=as_text or vector.tolist())
+
+    return as_json(
+        exchange,
+        Embeddings(
+            id=f"embd-{exchange.id}",
+            created=exchange.created,
+            model=asked.model or exchange.service.model_name,
+            data=await one_by_one(answer, vectors),
+            usage=usage,
+        ),
+    )
+
+
+async def score(exchange: Exchange, asked: ScoreRequest) -> Json[Scores]:
+    """How alike texts are: the cosine of their embeddings."""
+    first = _texts(asked.text_1, asked.queries, "text_1", "queries")
+    second = _texts(asked.text_2, asked.documents, "text_2", "documents")
+    compared = [(one, len(first) + other) for one, other in pairs(len(first), len(second))]
+    vectors, usage = await _vectors(exchange, [*first, *second], asked, PoolingParams())
+    found = scores(vectors, compared)
+    return as_json(
+        exchange,
+        Scores(
+            id=f"score-{exchange.id}",
+            created=exchange.created,
+            model=asked.model or exchange.service.model_name,
+            data=[Score(index=index, score=each) for index, each in enumerate(found)],
+            usage=usage,
+        ),
+    )
+
+
+async def _vectors(
+    exchange: Exchange,
+    prompts: Sequence[str | list[int]],
+    asked: Addressed,
+    pooling: PoolingParams,
+) -> tuple[list[Vector], Usage]:
+    """Raises: Refused; RequestError; ClientGone."""
+    service = exchange.service
+    service.refuse_unknown_model(asked.model)
+    service.llm.llm.embeddings.check(pooling)  # before a text is tokenized
+    requests = [
+        await service.request(
+            exchange.caller, await exchange.prompt_ids(prompt, asked), pooling, asked
+        )
+        for prompt in prompts
+    ]
+    work = Work(exchange, requests, "embeddings")
+    vectors = []
+    for own in await work.gather():
+        if own.embedding is None:
+            why = own.stop_reason or own.finish_reason
+            raise Refused(
+                503, f"a text ended before its embedding: {why}", code="engine_unavailable"
+            )
+        vectors.append(own.embedding)
+    return vectors, work.tally.usage()
+
+
+def _texts(given: Texts | None, other: Texts | None, name: str, other_name: str) -> list[str]:
+    """What came under one of two names. Raises: Refused."""
+    if (given is None) == (other is None):
+        raise Refused(400, f"give either {name} or {other_name}", param=name)
+    texts = other if given is None else given
+    return [texts] if isinstance(texts, str) else list(texts or ())
+
+
+def _refuse_too_much(num_floats: int, *, packed: bool) -> None:
+    """Raises: Refused."""
+    if num_floats > (_MOST_IN_BASE64 if packed else _MOST_FLOATS):
+        raise Refused(
+            400,
+            f"{format_count(num_floats)} numbers are asked for, and an answer may have "
+            f"{format_count(_MOST_FLOATS)}, or {format_count(_MOST_IN_BASE64)} with "
+            f"encoding_format=base64: ask in several",
+            param="input",
+        )

@@ -1,0 +1,180 @@
+"""What an operator does with a running server: it forgets, sleeps, wakes up, and says its load."""
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from quire.config import ServerConfig
+from quire.errors import MemoryUnavailable
+from server.asking import Answer, Client, nothing_runs, run, serving
+
+PROMPT = list(range(20, 84))
+KEYED = ServerConfig(api_key=("client",), admin_api_key=("operator",))
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+
+
+async def cached_tokens(client: Client) -> int:
+    answer = await client.post("/v1/completions", body())
+    assert answer.status == 200, answer.body
+    number: int = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+async def is_sleeping(client: Client) -> bool:
+    said: bool = (await client.get("/is_sleeping")).json["is_sleeping"]
+    return said
+
+
+async def asked(client: Client, path: str, query: str = "") -> Answer:
+    return await client.call(path, query=query).whole()
+
+
+def test_the_prefix_cache_is_forgotten_also_while_requests_run_if_they_may_begin_anew() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            assert [await cached_tokens(client) for _ in range(2)] == [0, 63]
+            assert (await asked(client, "/reset_prefix_cache")).status == 200
+            assert await cached_tokens(client) == 0
+            whole = client.call("/v1/completions", body(max_tokens=60, stream=True))
+            await whole.until(2)
+            refused = await asked(client, "/reset_prefix_cache")
+            assert (refused.status, refused.error["param"]) == (409, "reset_running_requests")
+            done = await asked(client, "/reset_prefix_cache", "reset_running_requests=true")
+            assert done.status == 200
+            events = (await whole.whole()).events[:-1]
+            text = "".join(event["choices"][0]["text"] for event in events)
+            alone = await client.post("/v1/completions", body(max_tokens=60))
+            assert alone.json["choices"][0]["text"] == text
+            wrong = await asked(client, "/reset_prefix_cache", "reset_running_requests=maybe")
+            assert wrong.status == 400
+
+    run(ask())
+
+
+def test_asleep_it_refuses_what_generates_and_awake_it_answers_as_before() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            before = (await client.post("/v1/completions", body())).json["choices"]
+            assert not await is_sleeping(client)
+            assert (await asked(client, "/sleep")).status == 200
+            assert await is_sleeping(client)
+            assert (await client.service.llm.usage()).committed_bytes == 0
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+                refused = await client.post(path, b"{ is not read")
+                assert (refused.status, refused.error["code"]) == (503, "sleeping")
+                assert refused.headers["retry-after"] == "5"
+            assert (await client.get("/health")).status == 200
+            metrics = (await client.get("/metrics")).body.decode()
+            assert 'sleep_state="weights_offloaded"} 1' in metrics
+            assert re.search(r'rejections_total{[^}]*reason="sleeping"[^}]*} 3', metrics)
+            assert (await asked(client, "/sleep")).status == 200  # as it does
+            assert (await asked(client, "/wake_up")).status == 200
+            assert (await client.post("/v1/completions", body())).json["choices"] == before
+            assert (await asked(client, "/wake_up")).status == 200
+
+    run(ask())
+
+
+def test_what_runs_ends_first_and_nothing_comes_in_meanwhile() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            running = client.call("/v1/completions", body(max_tokens=60, stream=True))
+            await running.until(2)
+            assert (await client.get("/load")).json == {"server_load": 1}
+            sleeping = client.call("/sleep")
+            while not client.service.gate.sleeping:
+                await asyncio.sleep(0)
+            assert (await client.post("/v1/completions", body())).status == 503
+            assert not await is_sleeping(client)
+            assert (await sleeping.whole()).status == 200
+            *_, last, _ = (await running.whole()).events
+            assert last["choices"][0]["finish_reason"] == "length"
+            assert await is_sleeping(client)
+            assert (await client.get("/load")).json == {"server_load": 0}
+
+    run(ask())
+
+
+def test_what_runs_ends_at_once_if_it_is_told_so() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            running = client.call("/v1/completions", body(max_tokens=180, stream=True, n=2))
+            await running.until(2)
+            assert (await asked(client, "/sleep", "mode=abort")).status == 200
+            *_, last, _ = (await running.whole()).events
+            assert last["choices"][0]["finish_reason"] == "abort"
+
+    run(ask())
+
+
+def test_an_operator_who_leaves_before_it_sleeps_has_changed_nothing() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            running = client.call("/v1/completions", body(max_tokens=180, stream=True))
+            await running.until(2)
+            sleeping = client.call("/sleep")
+            while not client.service.gate.sleeping:
+                await asyncio.sleep(0)
+            sleeping.leave()
+            await sleeping.task
+            assert not client.service.gate.sleeping
+            assert (await client.post("/v1/completions", body())).status == 200
+            running.leave()
+            await nothing_runs(client)
+            assert not await is_sleeping(client)
+
+    run(ask())
+
+
+def test_one_that_cannot_wake_up_says_why_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short() -> None:
+        raise MemoryUnavailable("there are no pages")
+
+    async def ask() -> None:
+        async with serving() as client:
+            await asked(client, "/sleep")
+            with monkeypatch.context() as patch:
+                patch.setattr(client.service.llm.llm._resident, "prefault", short)
+                refused = await asked(client, "/wake_up")
+            assert (refused.status, refused.error["message"]) == (503, "there are no pages")
+            assert (await client.post("/v1/completions", body())).error["code"] == "sleeping"
+            assert (await asked(client, "/wake_up")).status == 200
+            assert (await client.post("/v1/completions", body())).status == 200
+
+    run(ask())
+
+
+def test_what_it_cannot_do_is_refused_and_nothing_is_done() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            levels = ("0", "3", "9" * 4000, "%F0%9F%92%A4", "1.0", "2")  # 2: it was handed in
+            for query in (*(f"level={level}" for level in levels), "mode=keep", "mode="):
+                refused = await asked(client, "/sleep", query)
+                assert refused.status == 400, query
+                assert query.partition("=")[0] in refused.error["message"]
+                assert not client.service.gate.sleeping
+            assert (await client.post("/v1/completions", body())).status == 200
+
+    run(ask())
+
+
+def test_a_clients_key_administers_nothing() -> None:
+    async def ask() -> None:
+        async with serving(KEYED) as client:
+            theirs, ours = client.with_key("client"), client.with_key("operator")
+            for path in ("/sleep", "/wake_up", "/reset_prefix_cache"):
+                assert (await asked(client, path)).status == 401
+                assert (await asked(theirs, path)).error["code"] == "admin_key_needed"
+                assert (await asked(ours, path)).status == 200
+            for path in ("/is_sleeping", "/load"):
+                assert (await theirs.get(path)).status == 403
+                assert (await ours.get(path)).status == 200
+
+    run(ask())
