@@ -82,7 +82,8 @@ def serve(
 def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, int]:
     """Blocks in bytes. Raises: ConfigError, ModelNotLoadable."""
     from quire.engine.needs import stored_spec
-    from quire.models.loader import find_folder, read_config
+    from quire.models.loader import read_config
+    from quire.spec.files import find_folder
 
     if count < 1:
         raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")
