@@ -143,7 +143,7 @@ class _Answering:
         return message
 
     async def events(self) -> AsyncGenerator[MessageEvent, None]:
-        """It begins with the first piece: until then nobody knows what was cached."""
+        """It begins with the first piece: until then it is not known what was cached."""
         has_begun = False
         async with aclosing(self._turn.pieces()) as pieces:
             async for piece in pieces:
@@ -197,7 +197,7 @@ class _Answering:
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
     def _end(self, last: Piece) -> tuple[list[Change], Stop]:
-        """Raises: Refused for an answer that nobody ended but the server."""
+        """Raises: Refused for an answer that only the server has ended."""
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")
         if reason == "length":

@@ -107,7 +107,7 @@ class Responding:
             self._unsaid.clear()  # they were of thoughts, or of a call
 
     def _of_end(self, last: Piece) -> Iterator[ResponseEvent]:
-        """Raises: Refused for an answer that nobody ended but the server."""
+        """Raises: Refused for an answer that only the server has ended."""
         reason = last.finish_reason
         for change in self._blocks.end(is_whole=reason != "length"):
             yield from self._events(change)
@@ -235,7 +235,7 @@ class Responding:
         num_thought = await self._turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
             input_tokens=tally.prompt_tokens,
-            # Nobody asks for a prompt to be written into the cache, or pays for it.
+            # No client asks for a prompt to be written into the cache, or pays for it.
             input_tokens_details={"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
             output_tokens=tally.completion_tokens,
             output_tokens_details={"reasoning_tokens": num_thought},

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: answer a conversation, alone, in pieces, or with nobody connected."""
+"""``POST /v1/responses``: answer a conversation, whole, in pieces, or without a connection."""
 
 from bisect import bisect_left
 from collections.abc import AsyncGenerator
@@ -46,7 +46,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 async def responses(
     exchange: Exchange, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Answer a conversation, alone, in pieces, or with nobody connected."""
+    """Answer a conversation, whole, in pieces, or while no client is connected."""
     exchange.service.refuse_unknown_model(asked.model)
     _refuse_what_is_not_done(asked)
     _say_what_is_ignored(exchange, asked)

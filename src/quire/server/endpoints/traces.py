@@ -1,4 +1,4 @@
-"""A span for each prompt that has come to its end, if somebody collects them."""
+"""A span for each prompt that has come to its end, if a collector is named."""
 
 from collections.abc import Sequence
 from typing import final

@@ -1,8 +1,8 @@
 """Responses that can be asked for again, in a bounded part of this process's memory.
 
-Each caller has its own: nobody finds another's, whatever names are tried. When there is no room,
+Each caller has its own: none finds another's, whatever names it tries. When there is no room,
 the caller with the most bytes loses what it has not used for longest, so that one who keeps much
-pushes out nobody else. Nothing is written to a disk or a log.
+pushes out no other caller's. Nothing is written to a disk or a log.
 """
 
 from collections import OrderedDict

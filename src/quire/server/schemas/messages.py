@@ -61,7 +61,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """Nobody here signs thoughts, and none that come back are checked."""
+    """This server signs no thoughts, and checks none that come back."""
 
     thinking: str
     signature: str = ""
@@ -80,7 +80,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     """Tokens. All of a prompt's are ``input_tokens`` and ``cache_read_input_tokens`` together."""
 
     input_tokens: int
-    cache_creation_input_tokens: int | None = None  # here nobody asks or pays for that
+    cache_creation_input_tokens: int | None = None  # no client asks or pays for that here
     cache_read_input_tokens: int
     output_tokens: int
 

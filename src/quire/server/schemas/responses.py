@@ -87,7 +87,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought, as it did: nobody here sums it up."""
+    """What the model thought, as it did: this server does not sum it up."""
 
     id: str
     status: str

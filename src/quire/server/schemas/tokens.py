@@ -40,7 +40,7 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """For whoever would have loaded the tokenizer; ``chat_template`` is what this server uses."""
+    """For a client that would have loaded the tokenizer; ``chat_template`` is this server's."""
 
     tokenizer_class: str
     bos_token: str | None
