@@ -26,7 +26,7 @@ from quire.strategies import (
     build_accounting,
 )
 
-SETTINGS = settings(max_examples=12, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=6, stateful_step_count=30, deadline=None)
 
 
 def store(accounting: Accounting, config: CacheConfig) -> SlotStore:

@@ -25,9 +25,9 @@ from quire.strategies.windows import Windows
 
 # make test-all goes through 50,000 steps and more of these machines, of those of test_accounting.py
 # and of tests/blocks; make fuzz goes through as many as there is time for.
-SETTINGS = settings(max_examples=16, stateful_step_count=60, deadline=None)
-MORE = settings(SETTINGS, max_examples=58)
-FEWER = settings(SETTINGS, max_examples=10)
+SETTINGS = settings(max_examples=8, stateful_step_count=60, deadline=None)
+MORE = settings(SETTINGS, max_examples=72)
+FEWER = settings(SETTINGS, max_examples=5)
 
 
 # Their layers are in "hybrid" too, or in "recurrent+2".

@@ -45,7 +45,7 @@ from quire.strategies import (
 from quire.strategies.layout import attention_spec
 from quire.strategies.quantized import dequantize, quantize
 
-SETTINGS = settings(max_examples=6, stateful_step_count=25, deadline=None)
+SETTINGS = settings(max_examples=3, stateful_step_count=25, deadline=None)
 DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
 
 

@@ -57,7 +57,10 @@ def texts(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
     return [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, "falcon_h1", "bamba", "qwen3_5", "nemotron_h"))
+@pytest.mark.parametrize(
+    "name",
+    sampled(MODELS, "falcon_h1", "bamba", "qwen3_5", "nemotron_h", "granitemoehybrid", "jamba"),
+)
 def test_in_any_company_a_sequence_says_what_it_says_alone(
     name: str, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:

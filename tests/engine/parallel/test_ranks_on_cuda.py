@@ -6,6 +6,7 @@ What is exchanged goes by gloo. So this says that all is in its place, and nothi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,15 +15,14 @@ import torch
 
 from engine.parallel.ranks import (
     CACHES,
-    GREEDY,
     OPTIONS,
-    PROMPTS,
     Folder,
     Watch,
     generated,
     of_generate,
     texts,
 )
+from engine.parallel.ranks import PROMPTS as ALL_PROMPTS
 from pretend import Gpu, ranks
 from quire.engine.llm import LLM
 from quire.engine.parallel.crew import Crew
@@ -49,6 +49,11 @@ def folder(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folde
     crew.close()
 
 
+# Two of the prompts, and few tokens: every operation is one of Python's here.
+PROMPTS = ALL_PROMPTS[:2]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
 def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) -> Any:
     """Of one process, on the CPU."""
     with folder.alone(name, device="cpu", **options) as llm:
@@ -69,32 +74,32 @@ def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
     want = expected(folder, "llama", **CACHES[cache])
     llm = folder.ranked("llama", **CACHES[cache])
     assert llm.attention_backend == "pretend"
-    assert generated(llm) == want
+    assert generated(llm, PROMPTS, GREEDY) == want
     if cache == "paged":
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder.of("llama"))
-        assert want == [[of_generate(model, prompt, 16)] for prompt in PROMPTS]
+        assert want == [[of_generate(model, prompt, 8)] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
     "name", ["gemma3", "deepseek_v3", pytest.param("mixtral", marks=pytest.mark.full)]
 )
 def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
-    assert generated(folder.ranked(name)) == expected(folder, name)
+    assert generated(folder.ranked(name), PROMPTS, GREEDY) == expected(folder, name)
 
 
 def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
-    params = SamplingParams(temperature=0.8, seed=7, n=3, max_tokens=12, logprobs=2)
+    params = SamplingParams(temperature=0.8, seed=7, n=2, max_tokens=6, logprobs=2)
     want = expected(folder, "llama", params)
-    assert generated(folder.ranked("llama"), params=params) == want
+    assert generated(folder.ranked("llama"), PROMPTS, params) == want
 
 
 def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     want = expected(folder, "llama", params)
-    # A token is 512 bytes in each rank: 6 blocks are too few for all.
-    with folder.ranked("llama", kv_cache_memory_bytes=48 * 1024, swap_space="1MiB") as llm:
+    # A token is 512 bytes in each rank: 5 blocks are too few for both.
+    with folder.ranked("llama", kv_cache_memory_bytes=40 * 1024, swap_space="1MiB") as llm:
         llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
         assert texts(llm.generate(PROMPTS, params, observe=Watch(llm))) == want
         assert llm.engine.scheduler.stats.num_swaps > 0
@@ -107,7 +112,7 @@ def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:
         def note(_: Usage) -> None:
             watch.append((len(gpu.waits), gpu.num_uploads))
 
-        llm.generate(PROMPTS, GREEDY, observe=note)
+        llm.generate(PROMPTS, replace(GREEDY, max_tokens=12), observe=note)
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(watch)]
     assert len(steps) > 8
     assert set(steps) == {(1, 1)}
