@@ -14,6 +14,7 @@ from quire.attention import choose_backend
 from quire.attention.triton import gpu
 from quire.errors import ConfigError
 from quire.spec import FullAttention, LatentAttention
+from tiny import CONFIGS, random_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -118,12 +119,15 @@ def test_queries_that_do_not_fit_are_refused() -> None:
 
 
 def test_an_engine_gives_the_same_tokens() -> None:
-    options = {"max_model_len": 64, "kv_cache_memory_bytes": "16MB"}
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 2
+    model = random_model(config)
+    options = {"max_model_len": 24, "max_num_seqs": 2, "kv_cache_memory_bytes": "16MB"}
     params = quire.SamplingParams(max_tokens=2, temperature=0.0)
     found = []
     for name in ("cpu", "triton"):
-        with quire.LLM(attention_backend=name, **options) as llm:
+        with quire.LLM(model, attention_backend=name, **options) as llm:
             assert llm.attention_backend == name
-            outputs = llm.generate(["The keys", "One"], params)
+            outputs = llm.generate([[3, 5, 7], [11]], params)
             found.append([output.token_ids for output in outputs])
     assert found[0] == found[1]
