@@ -49,6 +49,21 @@ def by_pairs(**factors: Sequence[Any]) -> list[Any]:
     ]
 
 
+def in_turn(rows: Iterable[Any], columns: Sequence[Any], *, each: int = 1) -> list[Any]:
+    """Pairs, for ``parametrize``: a row runs with ``each`` of the columns, the next row with those
+    that follow; the others are ``full``.
+    """
+    return [
+        pytest.param(
+            row,
+            column,
+            marks=[] if (turn - each * number) % len(columns) < each else pytest.mark.full,
+        )
+        for number, row in enumerate(rows)
+        for turn, column in enumerate(columns)
+    ]
+
+
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:
     return {
         ((a, x), (b, y))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from conformance.covering import in_turn
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from quire.errors import ConfigError
@@ -27,23 +28,26 @@ from quire.strategies import (
 )
 
 SETTINGS = settings(max_examples=6, stateful_step_count=30, deadline=None)
+MORE = settings(SETTINGS, max_examples=18)
 
 
 def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
     return SlotStore(accounting, config.capacity_bytes)
 
 
-@pytest.mark.parametrize(
-    ("option", "page_bytes"),
-    [
-        pytest.param(option, size, marks=[] if (number + turn) % 2 else pytest.mark.full)
-        for number, option in enumerate(OPTIONS)
-        for turn, size in enumerate((128, 2048))
-    ],
-)
+@pytest.mark.parametrize(("option", "page_bytes"), in_turn(OPTIONS, (128, 2048)))
 def test_random_use(option: str, page_bytes: int) -> None:
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=page_bytes), settings=SETTINGS
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page_bytes", [128, 2048])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_more_random_use(option: str, page_bytes: int) -> None:
+    run_state_machine_as_test(
+        lambda: StrategyMachine(option, store, page_bytes=page_bytes), settings=MORE
     )
 
 

@@ -46,6 +46,7 @@ from quire.strategies.layout import attention_spec
 from quire.strategies.quantized import dequantize, quantize
 
 SETTINGS = settings(max_examples=3, stateful_step_count=25, deadline=None)
+MORE = settings(SETTINGS, max_examples=9)
 DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
 
 
@@ -203,8 +204,17 @@ class TensorStore:
         return (k * size).bfloat16(), (v * size / 3).bfloat16()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_random_use(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "asked"),
+    [
+        *(pytest.param(option, SETTINGS, id=option) for option in OPTIONS),
+        *(
+            pytest.param(option, MORE, id=f"{option}-more", marks=pytest.mark.full)
+            for option in OPTIONS
+        ),
+    ],
+)
+def test_random_use(option: str, asked: settings) -> None:
     strategy, _ = OPTIONS[option]
     page_bytes = HostMemory().page_bytes
     run_state_machine_as_test(
@@ -215,7 +225,7 @@ def test_random_use(option: str) -> None:
             dtypes=DTYPES,
             wide=True,
         ),
-        settings=SETTINGS,
+        settings=asked,
     )
 
 

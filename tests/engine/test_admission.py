@@ -8,6 +8,7 @@ from bench_admission import FIXED, TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import in_turn
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.virtual import prices_of
@@ -22,8 +23,7 @@ def best_s(load: Load, prices: StepCosts) -> float:
     return min(play(load, prices, headroom=share).seconds for share in FIXED.values())
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize(("number", "table"), in_turn(range(10), [*TABLES]))
 def test_on_ten_loads_costs_decide_as_well_as_the_best_of_three(number: int, table: str) -> None:
     load, prices = ten_loads(1, SCALES[number])[number], TABLES[table]
     goal_s = AS_GOOD * best_s(load, prices)

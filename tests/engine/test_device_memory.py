@@ -178,7 +178,14 @@ def test_what_others_take_of_the_device_is_given_up() -> None:
         assert llm.elastic.memory.available_bytes < neighbour.read().available_bytes
 
 
-@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "growing",
+        "virtual-shared",
+        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "paged", "virtual")),
+    ],
+)
 def test_tokens_are_those_of_generate_on_pages_as_large_as_a_gpus(cache: str) -> None:
     """Four of the eight layers lie together: 512 tokens fill a page."""
     device = Device(page_bytes=2**21, keep_pages=2)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import quire
+from conformance.covering import in_turn
 from quire import LLM, SamplingParams
 from quire.engine.outputs import Completion, TextDelta
 from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
@@ -76,8 +77,7 @@ def assert_all_is_given_back(llm: LLM) -> None:
     assert llm.memory.committed_bytes == llm.usage().committed_bytes == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(CONFIGS, [*STRATEGIES], each=2))
 def test_greedy_is_what_generate_gives(name: str, strategy: str) -> None:
     """Token for token, with prompts cut into chunks; and every page is given back."""
     with small(name, cache=strategy, max_num_batched_tokens=16) as llm:
@@ -97,21 +97,19 @@ def test_a_model_in_bfloat16_runs(name: str) -> None:
         assert [len(i) for i in ids(llm.generate(prompts(), GREEDY))] == [20] * 4
 
 
-@pytest.mark.parametrize(
-    ("kept_as", "per_token"),
-    # 4 layers of 2 heads of 16, keys and values.
-    [
-        ("auto", 4 * 2 * 2 * 16 * 4),
-        ("bfloat16", 4 * 2 * 2 * 16 * 2),
-        ("fp8", 4 * 2 * 2 * 16),
-        ("fp8_e4m3", 4 * 2 * 2 * 16),
-        ("int8_per_token_head", 4 * 2 * 2 * (16 + 4)),
-    ],
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_keys_and_values_are_kept_in_the_dtype_asked_for(
-    strategy: str, kept_as: str, per_token: int
-) -> None:
+# 4 layers of 2 heads of 16, keys and values.
+PER_TOKEN = {
+    "auto": 4 * 2 * 2 * 16 * 4,
+    "bfloat16": 4 * 2 * 2 * 16 * 2,
+    "fp8": 4 * 2 * 2 * 16,
+    "fp8_e4m3": 4 * 2 * 2 * 16,
+    "int8_per_token_head": 4 * 2 * 2 * (16 + 4),
+}
+
+
+@pytest.mark.parametrize(("kept_as", "strategy"), in_turn(PER_TOKEN, [*STRATEGIES], each=2))
+def test_keys_and_values_are_kept_in_the_dtype_asked_for(kept_as: str, strategy: str) -> None:
+    per_token = PER_TOKEN[kept_as]
     used: list[int] = []
     with small(cache=strategy, kv_cache_dtype=kept_as) as llm:
         assert llm.spec.bytes_per_token == per_token
@@ -124,8 +122,7 @@ def test_keys_and_values_are_kept_in_the_dtype_asked_for(
         assert_all_is_given_back(llm)
 
 
-@pytest.mark.parametrize("kept_as", ["fp8", "int8_per_token_head"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "kept_as"), in_turn(CONFIGS, ["fp8", "int8_per_token_head"]))
 def test_every_model_runs_on_eight_bits(name: str, kept_as: str) -> None:
     with small(name, kv_cache_dtype=kept_as, max_num_batched_tokens=16) as llm:
         assert [len(i) for i in ids(llm.generate(prompts(), GREEDY))] == [20] * 4
@@ -316,8 +313,7 @@ def test_a_stop_token_is_named_and_the_end_of_sequence_is_not() -> None:
 # -- prompts that begin alike ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["paged", "virtual"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(CONFIGS, ["paged", "virtual"]))
 def test_a_prefix_is_computed_once_and_changes_no_token(name: str, strategy: str) -> None:
     """What is found computed gives the tokens that computing it would have given."""
     first, second = prompts((45, 30))
@@ -336,8 +332,9 @@ def test_a_prefix_is_computed_once_and_changes_no_token(name: str, strategy: str
         assert (completion.num_cached_tokens, ids([completion])) == (0, want[:1])
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "cpu", "reference"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "backend"), in_turn(["llama", "gemma3"], ["sdpa", "cpu", "reference"], each=2)
+)
 def test_what_is_seen_through_windows_is_what_lies_in_blocks(name: str, backend: str) -> None:
     """In every format; in the model's own these are the tokens of ``generate``."""
     for kept_as in ("auto", "fp8", "int8_per_token_head"):
@@ -364,8 +361,9 @@ def test_private_ranges_give_the_same(name: str) -> None:
 # -- when memory is short -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), in_turn(["llama", "gemma3", "deepseek_v3"], [*STRATEGIES], each=2)
+)
 def test_too_little_memory_for_all_changes_no_token(name: str, strategy: str) -> None:
     """With half of what they took together, sequences wait or recompute; all of them finish."""
     options: dict[str, Any] = dict(cache=strategy, growth_tokens=16, max_num_batched_tokens=24)

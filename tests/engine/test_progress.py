@@ -27,7 +27,8 @@ from quire.spec import Group
 from quire.strategies import STRATEGIES, CacheConfig
 from quire.strategies.paged import PagedAccounting
 
-SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+SETTINGS = settings(max_examples=10, stateful_step_count=30, deadline=None)
+MORE = settings(SETTINGS, max_examples=40)
 FULL = model_spec(layers_of("full", "bfloat16", wide=False)).groups
 WINDOW = model_spec(layers_of("full+sliding", "bfloat16", wide=False)).groups
 
@@ -35,6 +36,12 @@ WINDOW = model_spec(layers_of("full+sliding", "bfloat16", wide=False)).groups
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_sequence_always_gets_on(option: str) -> None:
     run_state_machine_as_test(lambda: SchedulerMachine(option), settings=SETTINGS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_sequence_always_gets_on_for_longer(option: str) -> None:
+    run_state_machine_as_test(lambda: SchedulerMachine(option), settings=MORE)
 
 
 # -- a machine that never fails proves nothing ---------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import quire
+from conformance.covering import in_turn
 from quire.errors import ConfigError, MemoryUnavailable, OutOfKVMemory, UnsupportedModel
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache
@@ -118,14 +119,7 @@ def reference(name: str, mode: str) -> Tensor:
     return MECHANISMS[name][mode](model, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [  # each with two of the strategies, in turn
-        pytest.param(strategy, name, marks=[] if (turn + 2 * number) % 5 < 2 else pytest.mark.full)
-        for number, name in enumerate(MECHANISMS)
-        for turn, strategy in enumerate(STORED)
-    ],
-)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(MECHANISMS, STORED, each=2))
 def test_the_same_tokens(strategy: str, name: str) -> None:
     model = model_named(name)
     for mode, run in MECHANISMS[name].items():
