@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import target
 import tiny
+from conformance.covering import in_turn
 from quire import LLM, SamplingParams
 from quire.memory.cuda import CudaMemory
 from quire.strategies import STRATEGIES
@@ -57,8 +58,7 @@ def alone(name: str, which: int) -> tuple[list[int], list[float]]:
     return out.sequences[0, prompt.shape[1] :].tolist(), gaps
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache"), in_turn(MODELS, [*CACHES], each=2))
 def test_every_strategy_gives_the_tokens_of_generate(name: str, cache: str) -> None:
     provider = target.memory()
     with LLM(model(name), provider=provider, **_options(cache)) as llm:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conformance.covering import in_turn
 from quire.attention import SdpaAttention
 from quire.engine.kv_cache import KVCache
 from quire.engine.params import SamplingParams
@@ -111,8 +112,7 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
     return rows, num_mixed
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, SHARED])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(CONFIGS, [*STRATEGIES, SHARED], each=2))
 def test_logits_equal_the_model_alone(name: str, strategy: str) -> None:
     rows, num_mixed = run_schedule(name, strategy)
     assert num_mixed >= 5

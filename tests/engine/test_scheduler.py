@@ -192,7 +192,7 @@ class Run(Watch):
 
 
 @given(workload=workloads)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @example(
     # Alone near the ceiling: the copy into a larger buffer does not fit, begun anew it does.
     workload=Workload(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from conformance.covering import in_turn
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import SpeculativeConfig
 from quire.engine.plan import StepPlan
@@ -81,8 +82,9 @@ def test_texts_tell_sources_apart(name: str) -> None:
     assert all(len(set(text)) > 2 for text in expected(name))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["t5", "bart", "marian", "whisper"])
+@pytest.mark.parametrize(
+    ("name", "cache"), in_turn(["t5", "bart", "marian", "whisper"], [*CACHES], each=2)
+)
 def test_greedy_tokens_are_those_of_generate(name: str, cache: str) -> None:
     """Four sources of different lengths at once, and each by itself."""
     with llm_of(name, **CACHES[cache]) as llm:

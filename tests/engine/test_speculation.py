@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from conformance.covering import in_turn
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config import EngineConfig
@@ -124,10 +125,10 @@ def test_a_seed_draws_the_same_text(strategy: str, how: str) -> None:
     assert wanted("llama", SEEDED) != wanted("llama", GREEDY)
 
 
-@pytest.mark.parametrize("how", ["ngram", "draft_model"])
-@pytest.mark.parametrize(("name", "strategy"), EACH)
-def test_who_makes_room_goes_on_with_the_same_text(name: str, strategy: str, how: str) -> None:
+@pytest.mark.parametrize(("each", "how"), in_turn(EACH, ["ngram", "draft_model"]))
+def test_who_makes_room_goes_on_with_the_same_text(each: tuple[str, str], how: str) -> None:
     """Where memory is short for all, and one more is preempted every fifth step."""
+    name, strategy = each
     options: dict[str, Any] = dict(cache=strategy, growth_tokens=16, block_size=4)
     config = speculative(how, name)
     with small(name, **options, speculative_config=config) as llm:
