@@ -61,10 +61,16 @@ def undisturbed(name: str, **options: Any) -> list[tuple[int, ...]]:
     return texts
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [
+        *((cache, "gemma3") for cache in CACHES),
+        ("paged", "llama"),
+        *(pytest.param(c, "llama", marks=pytest.mark.full) for c in CACHES if c != "paged"),
+    ],
+)
 def test_preempted_sequences_go_on_with_the_same_tokens(
-    name: str, cache: str, tmp_path: Path
+    cache: str, name: str, tmp_path: Path
 ) -> None:
     """By swap to memory and to a file nothing is computed twice; by recompute something is."""
     options = CACHES[cache]
