@@ -333,7 +333,7 @@ def test_a_prefix_is_computed_once_and_changes_no_token(name: str, strategy: str
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), in_turn(["llama", "gemma3"], ["sdpa", "cpu", "reference"], each=2)
+    ("name", "backend"), in_turn(["llama", "gemma3"], ["sdpa", "reference", "cpu"], each=2)
 )
 def test_what_is_seen_through_windows_is_what_lies_in_blocks(name: str, backend: str) -> None:
     """In every format; in the model's own these are the tokens of ``generate``."""

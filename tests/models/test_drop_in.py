@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from conformance.covering import by_pairs
+from conformance.covering import by_pairs, in_turn
 from quire.errors import (
     ConfigError,
     MemoryUnavailable,
@@ -168,8 +168,7 @@ class Pair:
             getattr(kept, verb)(argument)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("strategy", STORED)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], STORED, each=3))
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_rows_change_as_in_their_cache(strategy: str, name: str, data: st.DataObject) -> None:

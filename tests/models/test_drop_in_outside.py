@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from conformance.covering import in_turn
 from quire.errors import ConfigError, MemoryUnavailable, OutOfKVMemory, UnsupportedModel
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache, cache
@@ -68,8 +69,7 @@ def theirs(name: str) -> DynamicCache:
 # -- what layers hold -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("name", "stored"), in_turn(["gemma3", "deepseek_v3"], STORED, each=3))
 def test_keys_and_values_are_what_transformers_would_keep(stored: str, name: str) -> None:
     """After beams too, of which a row's tokens lie in several ranges; and they stay."""
     for mode in ({}, {"num_beams": 3}):
@@ -146,8 +146,7 @@ class Family:
             assert usage.committed_bytes == memory.committed_bytes
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=3))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_copies_go_their_own_ways(stored: str, name: str, data: st.DataObject) -> None:
@@ -199,8 +198,9 @@ def run(name: str, kept: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", ["llama", "falcon_h1", "mamba", "lfm2"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("name", "stored"), in_turn(["llama", "falcon_h1", "mamba", "lfm2"], STORED, each=2)
+)
 def test_one_prompt_is_continued_in_several_ways(stored: str, name: str) -> None:
     prompt, ways = tokens(2, 7), [tokens(2, 4, seed=seed) for seed in (1, 2, 3)]
     with make(name, stored) as kept:
@@ -350,16 +350,16 @@ def gradients(
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "mamba"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("name", "stored"), in_turn(["llama", "gemma3", "falcon_h1", "mamba"], STORED, each=2)
+)
 def test_gradients_of_one_forward(stored: str, name: str) -> None:
     ids = tokens(2, 12)
     with make(name, stored) as kept:
         same_gradients(gradients(name, kept, [ids]), gradients(name, theirs(name), [ids]))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=3))
 def test_gradients_after_tokens_that_need_none(stored: str, name: str) -> None:
     chunks = [tokens(2, 9), tokens(2, 4, seed=1)]
     with make(name, stored) as kept:
@@ -375,8 +375,7 @@ def same_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 # Mamba's own code overwrites what a backward pass needs, with any cache.
-@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "falcon_h1"], STORED, each=3))
 def test_gradients_of_several_forwards_are_refused_in_words(stored: str, name: str) -> None:
     """At the backward pass: a caller that only forgot ``no_grad`` is not disturbed."""
     ids = tokens(2, 8)

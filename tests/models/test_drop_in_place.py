@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import DynamicCache
 
+from conformance.covering import in_turn
 from quire.errors import ConfigError
 from quire.memory.machine import snapshot
 from quire.models.drop_in import cache
@@ -115,8 +116,7 @@ class Steps:
         return tuple(x[:, :, x.shape[2] - count :] for x in self.plain[layer])  # type: ignore
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], [*STRATEGIES], each=2))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_what_torch_would_say(strategy: str, name: str, data: st.DataObject) -> None:
