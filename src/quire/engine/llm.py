@@ -314,15 +314,9 @@ class LLM:
         Raises: RequestError for another level, after ``close``, and for level 2 where the model was
         handed in, since it cannot be read again.
         """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        self.check_sleep(level)
         with self._elastic.lock:
             self._refuse_if_closed()
-            if level == 2 and not self._has_own_model:
-                raise RequestError(
-                    f"level=2 gives the model back, and {self.name} was handed in as an object, "
-                    f"which cannot be read again: use level=1, or load it by its folder or name"
-                )
             if self.engine.scheduler.has_unfinished:
                 return False
             if not self.sleep_level:
@@ -335,6 +329,16 @@ class LLM:
                 self.sleep_level = 2
                 self._let_go(End("abort", "the LLM was put to sleep"))
         return True
+
+    def check_sleep(self, level: int) -> None:
+        """Raises: RequestError for a level that ``sleep`` cannot do."""
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        if level == 2 and not self._has_own_model:
+            raise RequestError(
+                f"level=2 gives the model back, and {self.name} was handed in as an object, which "
+                f"cannot be read again: use level=1, or load it by its folder or name"
+            )
 
     def wake_up(self) -> None:
         """Run again, after ``sleep``. A model that was given back is read again, which takes as
