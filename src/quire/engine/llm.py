@@ -349,7 +349,7 @@ class LLM:
         with self._elastic.lock:
             self._refuse_if_closed()
             if self.sleep_level == 2:
-                capacity_bytes, watch = self.elastic.capacity_bytes, self.engine.watch
+                before, watch = self.elastic, self.engine.watch
                 self._build(
                     self._settled,
                     self._model_name,
@@ -358,8 +358,9 @@ class LLM:
                     statistics=self.statistics,
                 )
                 self.engine.watch = watch
-                if capacity_bytes != self.elastic.capacity_bytes:
-                    self._elastic.resize(capacity_bytes)
+                self._elastic.count_on(before)
+                if before.capacity_bytes != self.elastic.capacity_bytes:
+                    self._elastic.resize(before.capacity_bytes)
             elif self.sleep_level:
                 self._elastic.wake_up()
             self.sleep_level = 0
