@@ -142,10 +142,12 @@ class Service:
             )
         return max_tokens
 
-    def shortened(self, token_ids: list[int], most: int | None) -> list[int]:
-        """The last ``most`` tokens; -1 is vLLM's word for what the context takes."""
+    def shortened(self, token_ids: list[int], most: int | None, *, leaves: int = 1) -> list[int]:
+        """The last ``most`` tokens; -1 is vLLM's word for what the context takes, but for what a
+        prompt ``leaves`` to its continuation.
+        """
         if most == -1:
-            most = self.max_model_len - 1
+            most = self.max_model_len - leaves
         return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     async def request(
