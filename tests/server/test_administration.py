@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -183,6 +184,31 @@ def test_what_it_cannot_do_is_refused_and_nothing_is_done() -> None:
             assert (await asked(client, "/sleep", "level=2&mode=abort")).status == 400
             *_, last, _ = (await running.whole()).events
             assert last["choices"][0]["finish_reason"] == "length"
+
+    run(ask())
+
+
+def test_what_is_prepared_while_it_falls_asleep_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its prompt is wrong: it may ask again."""
+    asleep = threading.Event()
+
+    async def ask() -> None:
+        async with serving() as client:
+            texts = client.service.texts
+            own = texts.encode
+
+            def encode(text: str, **options: Any) -> list[int]:
+                assert asleep.wait(20)
+                return own(text, **options)
+
+            monkeypatch.setattr(texts, "encode", encode)
+            preparing = client.call("/v1/completions", body(prompt="def"))
+            while not client.service.gate._num_at_door:
+                await asyncio.sleep(0)
+            assert (await asked(client, "/sleep")).status == 200
+            asleep.set()
+            refused = await preparing.whole()
+            assert (refused.status, refused.error["code"]) == (503, "sleeping")
 
     run(ask())
 

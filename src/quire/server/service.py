@@ -168,6 +168,8 @@ class Service:
             )
         except RequestError:
             self.refuse_without_engine()  # which is not the client's error
+            if self.gate.sleeping:
+                raise self.gate.refused("sleeping") from None
             raise
 
     def refuse_without_engine(self) -> None:
