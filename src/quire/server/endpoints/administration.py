@@ -4,7 +4,7 @@ from starlette.responses import Response
 
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.exchange import Exchange
-from quire.server.schemas.administration import Load, Sleeping
+from quire.server.schemas.models import Load, Sleeping
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import while_connected
 
