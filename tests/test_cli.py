@@ -48,6 +48,14 @@ def test_the_list_of_commands_says_what_each_says_itself(monkeypatch: pytest.Mon
     assert all(help in listed for help in COMMANDS.values())
 
 
+def test_a_terminal_breaks_the_lines_of_a_help_and_its_source_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    said = CliRunner().invoke(command_line(["chat"]), ["chat", "--help"]).output
+    assert "an engine is started that ends with the chat. Ctrl-C stops an answer" in said
+
+
 def test_help_imports_no_command() -> None:
     code = (
         "import sys; from quire.cli import command_line\n"

@@ -179,6 +179,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--save-result", "/no/such/folder/x.json"), "no such folder"),
         (("--random-input-len", "5000"), "none of 1 requests succeeded"),
         (("--cache", "magic"), "cache 'magic' is unknown"),
+        (("serve", "--num-prompts", "4"), "no commands, and serve is one of vllm bench's"),
     ],
 )
 def test_bad_input_is_one_clear_line(

@@ -79,10 +79,15 @@ def test_each_level_gives_back_what_it_says(llm: LLM) -> None:
 
 
 def test_a_capacity_that_was_lowered_stays_lowered(llm: LLM) -> None:
+    answers(llm)
+    llm.resize("8MiB")
     llm.resize("48MiB")
     llm.sleep(2)
+    before = llm.elastic
     llm.wake_up()
     assert llm.elastic.capacity_bytes == 48 * MIB
+    assert llm.elastic.returned_bytes >= before.returned_bytes > 8 * MIB  # counters only grow
+    assert llm.elastic.num_shrinks >= before.num_shrinks
     llm.resize("64MiB")
     llm.sleep()
     llm.wake_up()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -112,6 +113,23 @@ def test_what_runs_ends_at_once_if_it_is_told_so() -> None:
     run(ask())
 
 
+def test_one_that_aborts_does_not_wait_for_one_that_waits() -> None:
+    async def ask() -> None:
+        async with serving(max_model_len=1024) as client:
+            running = client.call("/v1/completions", body(max_tokens=900, stream=True))
+            await running.until(2)
+            waiting = client.call("/sleep")
+            while not client.service.gate.sleeping:
+                await asyncio.sleep(0)
+            assert (await asked(client, "/sleep", "mode=abort")).status == 200
+            assert (await waiting.whole()).status == 200
+            *_, last, _ = (await running.whole()).events
+            assert last["choices"][0]["finish_reason"] == "abort"
+            assert await is_sleeping(client)
+
+    run(ask())
+
+
 def test_an_operator_who_leaves_before_it_sleeps_has_changed_nothing() -> None:
     async def ask() -> None:
         async with serving() as client:
@@ -161,6 +179,36 @@ def test_what_it_cannot_do_is_refused_and_nothing_is_done() -> None:
                 assert query.partition("=")[0] in refused.error["message"]
                 assert not client.service.gate.sleeping
             assert (await client.post("/v1/completions", body())).status == 200
+            running = client.call("/v1/completions", body(stream=True, max_tokens=60))
+            await running.until(2)
+            assert (await asked(client, "/sleep", "level=2&mode=abort")).status == 400
+            *_, last, _ = (await running.whole()).events
+            assert last["choices"][0]["finish_reason"] == "length"
+
+    run(ask())
+
+
+def test_what_is_prepared_while_it_falls_asleep_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its prompt is wrong: it may ask again."""
+    asleep = threading.Event()
+
+    async def ask() -> None:
+        async with serving() as client:
+            texts = client.service.texts
+            own = texts.encode
+
+            def encode(text: str, **options: Any) -> list[int]:
+                assert asleep.wait(20)
+                return own(text, **options)
+
+            monkeypatch.setattr(texts, "encode", encode)
+            preparing = client.call("/v1/completions", body(prompt="def"))
+            while not client.service.gate._num_at_door:
+                await asyncio.sleep(0)
+            assert (await asked(client, "/sleep")).status == 200
+            asleep.set()
+            refused = await preparing.whole()
+            assert (refused.status, refused.error["code"]) == (503, "sleeping")
 
     run(ask())
 

@@ -294,7 +294,7 @@ def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
                 ("early_stopping", "soon", 400),
             )
         ),
-        ({"use_beam_search": True, "n": 3, "best_of": 2}, 400, None),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, 400, "best_of"),
         (
             {"use_beam_search": True, "structured_outputs": {"regex": "a"}},
             400,

@@ -259,6 +259,27 @@ def test_frames_are_taken_once_for_all_and_only_while_somebody_watches() -> None
     run(body())
 
 
+def test_a_viewer_who_comes_while_the_last_one_leaves_gets_frames() -> None:
+    """As of a page that is loaded again."""
+
+    async def body() -> None:
+        async with serving() as client:
+            feed = Feed(client.service.llm, interval_s=0.01)
+            for num_turns in range(6):
+                leaving, coming = await feed.open(), await feed.open()
+                await anext(leaving)
+                await anext(leaving)
+                gone = asyncio.ensure_future(leaving.aclose())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                assert (await anext(coming)).startswith(b"event: about")
+                assert (await anext(coming)).startswith(b"event: frame")
+                await gone
+                await coming.aclose()
+
+    run(body())
+
+
 def test_one_who_takes_nothing_holds_up_nobody_and_gets_the_newest() -> None:
     async def body() -> None:
         async with serving() as client:

@@ -49,6 +49,8 @@ def test_they_are_the_engines_own_in_each_form() -> None:
             assert abs(np.linalg.norm(longer["data"][0]["embedding"]) - 1) > 0.1
             cut = (await client.post(AT, {"input": ids, "truncate_prompt_tokens": 1})).json
             assert cut["usage"]["prompt_tokens"] == 1
+            cut = (await client.post(AT, {"input": [7] * 300, "truncate_prompt_tokens": -1})).json
+            assert cut["usage"]["prompt_tokens"] == 256  # all: nothing is generated behind it
 
     run(ask())
 
@@ -92,6 +94,7 @@ def test_what_cannot_be_is_refused_and_nothing_runs(monkeypatch: pytest.MonkeyPa
         (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "2 texts"),
         (SCORE, {"text_1": [], "text_2": ["c"]}, "text_1"),
         (SCORE, {"text_1": ["a"], "text_2": ["c"] * 1025}, "text_2"),
+        (SCORE, {"text_1": ["a"], "text_2": ["c"] * 1024}, "1 and 1,024 texts"),
         (SCORE, {"text_1": ["a" * 10**6], "text_2": ["c"]}, "256"),
     ]
 

@@ -255,4 +255,4 @@ def test_where_no_server_is_it_says_so() -> None:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         found = CliRunner().invoke(command_line(["top"]), ["top", "--url", url, "--once"])
-    assert f"no memory feed at {url}" in str(found.exception)
+    assert f"no memory feed at {url} (All connection attempts failed)" in str(found.exception)

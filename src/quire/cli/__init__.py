@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from inspect import cleandoc
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -72,8 +73,16 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
             continue
         module = import_module(f"quire.cli.{name.replace('-', '_')}")
         command: Callable[..., None] = getattr(module, name.replace("-", "_"))
-        app.command(name, cls=_class_of(name))(command)
+        app.command(name, cls=_class_of(name), help=_help_of(command))(command)
     return app
+
+
+def _help_of(command: Callable[..., None]) -> str:
+    """Its docstring with a line for each paragraph, which the terminal breaks where it ends."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(
+        each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs
+    )
 
 
 def _class_of(name: str) -> type[TyperCommand] | None:

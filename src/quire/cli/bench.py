@@ -31,6 +31,7 @@ from quire.errors import ConfigError, RequestError
 from quire.http import Http
 
 _LINE_S = 5.0  # between two lines of progress, at least
+_OF_VLLM = ("serve", "throughput", "latency")
 _STOPPED = 128 + signal.SIGINT
 
 
@@ -134,6 +135,11 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --calibrate here.json --max-num-seqs 32
     quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
     """
+    if model in _OF_VLLM and not Path(model).exists():
+        raise ConfigError(
+            f"quire bench has no commands, and {model} is one of vllm bench's: leave it out, and "
+            f"say with --url which server to ask"
+        )
     if calibrate is not None:
         _refuse_misplaced(url, header, api_key, engine, {"--calibrate": calibrate})
         if url is not None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from quire.cli.client import DEFAULT_URL, ApiKey, Url, client
+from quire.cli.client import DEFAULT_URL, ApiKey, client
 from quire.cli.keyboard import unseen
 from quire.cli.top_view import View
 from quire.errors import ConfigError
@@ -26,7 +26,9 @@ _SILENCE_S = 60.0  # a server whose memory does not change says so every ten
 
 def top(
     *,
-    url: Url = DEFAULT_URL,
+    url: Annotated[
+        str, typer.Option(envvar="QUIRE_URL", help="A server that quire serve has started.")
+    ] = DEFAULT_URL,
     api_key: ApiKey = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one picture and end. Needs no terminal.")
@@ -52,8 +54,9 @@ def top(
     except RefusedByServer as error:
         raise ConfigError(f"{url} refuses: {error.reason}") from error
     except (OSError, ValueError) as error:
+        said = str(error).removeprefix(f"{url}: ")
         raise ConfigError(
-            f"no memory feed at {url} ({error}): start a server with quire serve, or say with "
+            f"no memory feed at {url} ({said}): start a server with quire serve, or say with "
             f"--url where one is"
         ) from error
 

@@ -187,6 +187,11 @@ class Elastic:
         self._kv.accounting.resize(capacity_bytes, for_now=True)
         self._is_asleep, self._due_s, self._reason = False, -math.inf, "woken up"
 
+    def count_on(self, before: Elasticity) -> None:
+        """From what another one had counted, whose place this takes."""
+        self._num_shrinks, self._returned_bytes = before.num_shrinks, before.returned_bytes
+        self._num_preemptions = before.num_preemptions
+
     def watch(self) -> None:
         """Look at the machine also while no thread steps, from now on."""
         if self._thread is None:

@@ -314,15 +314,9 @@ class LLM:
         Raises: RequestError for another level, after ``close``, and for level 2 where the model was
         handed in, since it cannot be read again.
         """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        self.check_sleep(level)
         with self._elastic.lock:
             self._refuse_if_closed()
-            if level == 2 and not self._has_own_model:
-                raise RequestError(
-                    f"level=2 gives the model back, and {self.name} was handed in as an object, "
-                    f"which cannot be read again: use level=1, or load it by its folder or name"
-                )
             if self.engine.scheduler.has_unfinished:
                 return False
             if not self.sleep_level:
@@ -336,6 +330,16 @@ class LLM:
                 self._let_go(End("abort", "the LLM was put to sleep"))
         return True
 
+    def check_sleep(self, level: int) -> None:
+        """Raises: RequestError for a level that ``sleep`` cannot do."""
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
+        if level == 2 and not self._has_own_model:
+            raise RequestError(
+                f"level=2 gives the model back, and {self.name} was handed in as an object, which "
+                f"cannot be read again: use level=1, or load it by its folder or name"
+            )
+
     def wake_up(self) -> None:
         """Run again, after ``sleep``. A model that was given back is read again, which takes as
         long as the first time. It does nothing to an LLM that is awake.
@@ -345,7 +349,7 @@ class LLM:
         with self._elastic.lock:
             self._refuse_if_closed()
             if self.sleep_level == 2:
-                capacity_bytes, watch = self.elastic.capacity_bytes, self.engine.watch
+                before, watch = self.elastic, self.engine.watch
                 self._build(
                     self._settled,
                     self._model_name,
@@ -354,8 +358,9 @@ class LLM:
                     statistics=self.statistics,
                 )
                 self.engine.watch = watch
-                if capacity_bytes != self.elastic.capacity_bytes:
-                    self._elastic.resize(capacity_bytes)
+                self._elastic.count_on(before)
+                if before.capacity_bytes != self.elastic.capacity_bytes:
+                    self._elastic.resize(before.capacity_bytes)
             elif self.sleep_level:
                 self._elastic.wake_up()
             self.sleep_level = 0

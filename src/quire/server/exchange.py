@@ -110,8 +110,11 @@ class Exchange:
             partial(function, *args), self.caller, num_bytes=max(num_bytes, self.num_body_bytes)
         )
 
-    async def prompt_ids(self, prompt: str | list[int], asked: Addressed) -> list[int]:
-        """A text's tokens, or those given; of more than are wanted, the last.
+    async def prompt_ids(
+        self, prompt: str | list[int], asked: Addressed, *, leaves: int = 1
+    ) -> list[int]:
+        """A text's tokens, or those given; of more than are wanted, the last. What it ``leaves``
+        of the context is for its continuation.
 
         Raises: RequestError.
         """
@@ -120,7 +123,7 @@ class Exchange:
             prompt = await self.in_text_thread(
                 partial(self.service.texts.encode, prompt, add_special_tokens=special)
             )
-        return self.service.shortened(prompt, asked.truncate_prompt_tokens)
+        return self.service.shortened(prompt, asked.truncate_prompt_tokens, leaves=leaves)
 
     def admit(self, requests: Sequence[Request]) -> list[Pass]:
         """Let the engine's requests into the queue until this ends. Raises: Refused."""

@@ -103,6 +103,8 @@ def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamS
             f"temperature={asked.temperature}: a beam search draws nothing, leave it out or give 0",
             param="temperature",
         )
+    if width < params.n:
+        raise Refused(400, f"best_of={width} must be at least n={params.n}", param="best_of")
     plain = SamplingParams()
     for each in fields(params):
         name = each.name

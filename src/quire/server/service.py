@@ -80,6 +80,7 @@ class Service:
         self.background = Background(config.max_background_responses)
         self.text_threads = TextThreads()
         self._changing_sleep = asyncio.Lock()
+        self._num_aborting = 0  # that are to fall asleep, and wait for no request
 
     @property
     def model_name(self) -> str:
@@ -141,10 +142,12 @@ class Service:
             )
         return max_tokens
 
-    def shortened(self, token_ids: list[int], most: int | None) -> list[int]:
-        """The last ``most`` tokens; -1 is vLLM's word for what the context takes."""
+    def shortened(self, token_ids: list[int], most: int | None, *, leaves: int = 1) -> list[int]:
+        """The last ``most`` tokens; -1 is vLLM's word for what the context takes, but for what a
+        prompt ``leaves`` to its continuation.
+        """
         if most == -1:
-            most = self.max_model_len - 1
+            most = self.max_model_len - leaves
         return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     async def request(
@@ -165,6 +168,8 @@ class Service:
             )
         except RequestError:
             self.refuse_without_engine()  # which is not the client's error
+            if self.gate.sleeping:
+                raise self.gate.refused("sleeping") from None
             raise
 
     def refuse_without_engine(self) -> None:
@@ -210,28 +215,34 @@ class Service:
 
     # -- asleep ------------------------------------------------------------------------------------
 
-    async def idle(self, *, aborts: bool) -> None:
-        """When none is inside any more; with ``aborts`` all end now."""
+    async def idle(self) -> None:
+        """When none is inside any more; all end now if one that falls asleep is to abort them."""
         while self.gate.num_under_way:
-            if aborts:
+            if self._num_aborting:
                 await self.llm.abort(None)
             await asyncio.sleep(_POLL_S)
 
     @asynccontextmanager
-    async def falling_asleep(self, level: int) -> AsyncGenerator[None, None]:
+    async def falling_asleep(self, level: int, *, aborts: bool) -> AsyncGenerator[None, None]:
         """Inside the block no request is let in. If nothing keeps it from its end, they are not
-        behind it either, and memory is given back.
+        behind it either, and memory is given back. One that ``aborts`` does not wait until another
+        one has been ``idle``.
 
         Raises: RequestError for a level that the model cannot have.
         """
-        async with self._changing_sleep:
-            self.gate.sleeping = True
-            try:
-                yield
-                while not await self.llm.sleep(level):  # what was left is about to end
-                    await asyncio.sleep(_POLL_S)
-            finally:
-                self.gate.sleeping = self.llm.llm.is_sleeping
+        self.llm.llm.check_sleep(level)  # before a request ends for it
+        self._num_aborting += aborts
+        try:
+            async with self._changing_sleep:
+                self.gate.sleeping = True
+                try:
+                    yield
+                    while not await self.llm.sleep(level):  # what was left is about to end
+                        await asyncio.sleep(_POLL_S)
+                finally:
+                    self.gate.sleeping = self.llm.llm.is_sleeping
+        finally:
+            self._num_aborting -= aborts
 
     async def wake_up(self) -> None:
         """Let requests in again. Raises: what keeps the engine from it, and then it sleeps on."""

@@ -347,6 +347,14 @@ def test_a_text_that_comes_at_once_takes_linear_time(parser: str, unit: str) -> 
     reader(parser).read(unit * (100_000 // len(unit)))
 
 
+def test_blanks_that_go_on_and_on_take_linear_time() -> None:
+    """As of a model that writes line ends without end. What is quadratic takes minutes."""
+    blanks = 200_000 * "\n"
+    made = reader("hermes")
+    assert not [event for blank in blanks for event in made.feed(blank)]
+    assert reply(made.finish()).content == blanks
+
+
 def test_llama_calls_only_tools_that_there_are() -> None:
     text = '{"name": "Ada", "parameters": {"born": 1815}}'
     assert whole("llama3_json", text) == Reply(content=text)

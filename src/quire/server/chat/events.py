@@ -135,7 +135,7 @@ class Events:
     def __init__(self, make_id: Callable[[], str] = call_id) -> None:
         self._make_id = make_id
         self._found: list[Event] = []
-        self._held = ""  # blanks, until it is known what comes after them
+        self._held: list[str] = []  # blanks, until it is known what comes after them
         self._dropped = ""  # the last that were left out, should the call turn out to be none
         self._at_edge = False  # blanks that come now are left out
         self._open: int | None = None
@@ -164,22 +164,21 @@ class Events:
 
     def edge(self) -> None:
         """A mark is here: blanks before and after it are no text."""
-        self._held, self._at_edge = "", True
+        self._held.clear()
+        self._at_edge = True
 
     def end_of_reasoning(self) -> None:
         """The text ends without a mark: its last blanks count."""
-        if self._held:
-            self._found.append(ReasoningDelta(text=self._held))
-        self._held = ""
+        if blanks := self._blanks():
+            self._found.append(ReasoningDelta(text=blanks))
 
     def end_of_content(self) -> None:
-        if self._held:
-            self._found.append(ContentDelta(text=self._held))
-        self._held = ""
+        if blanks := self._blanks():
+            self._found.append(ContentDelta(text=blanks))
 
     def start(self, name: str, given_id: str | None = None) -> None:
         """A call; its arguments and ``end`` or ``give_up`` follow."""
-        self._dropped, self._held = self._held, ""
+        self._dropped = self._blanks()
         self._open = self._num_started
         self._num_started += 1
         call = CallStarted(index=self._open, id=given_id or self._make_id(), name=name)
@@ -220,7 +219,13 @@ class Events:
             if not text:
                 return ""
             self._at_edge = False
-        text = self._held + text
         sure = text.rstrip(BLANKS)
-        self._held = text[len(sure) :]
-        return sure
+        lead = self._blanks() if sure else ""
+        self._held.append(text[len(sure) :])
+        return lead + sure
+
+    def _blanks(self) -> str:
+        """Those held, which are held no longer."""
+        blanks = "".join(self._held)
+        self._held.clear()
+        return blanks

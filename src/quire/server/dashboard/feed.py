@@ -81,12 +81,12 @@ class Feed:
             yield _event("about", msgspec.json.encode(first), _now_ms())
             if self._taking is None or self._taking.done():
                 self._taking = asyncio.create_task(self._take(), name="quire-page")
-            seen = 0
-            while not self._taking.done() or seen < channel.number:
+            seen, taking = 0, self._taking
+            while not taking.done() or seen < channel.number:
                 if seen < channel.number:
                     seen = channel.number
                     yield channel.newest
-                elif not await self._wait(channel.changed):
+                elif not await _wait(channel.changed, taking):
                     yield b": nothing has changed\n\n"
             yield _event("over", b"{}", _now_ms())
         finally:
@@ -94,22 +94,11 @@ class Feed:
             if not channel.num_viewers:
                 del self._channels[tenant]
             if not self._channels and self._taking is not None:
-                self._taking.cancel()
+                # At once, since the next viewer may come while this one waits for its end.
+                taking, self._taking = self._taking, None
+                taking.cancel()
                 with suppress(asyncio.CancelledError):
-                    await self._taking
-                self._taking = None
-
-    async def _wait(self, changed: asyncio.Event) -> bool:
-        """For another frame, or the end of all; False: nothing came for long."""
-        assert self._taking is not None
-        waiting = asyncio.ensure_future(changed.wait())
-        try:
-            done, _ = await asyncio.wait(
-                (waiting, self._taking), timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            return bool(done)
-        finally:
-            waiting.cancel()
+                    await taking
 
     async def _take(self) -> None:
         """Frames while there are viewers, further apart where one takes long."""
@@ -137,6 +126,18 @@ def _frames(
     began_s = time.thread_time()
     taken = frames(llm, sequences, tenants)
     return taken, time.thread_time() - began_s
+
+
+async def _wait(changed: asyncio.Event, taking: "asyncio.Task[None]") -> bool:
+    """For another frame, or the end of all; False: nothing came for long."""
+    waiting = asyncio.ensure_future(changed.wait())
+    try:
+        done, _ = await asyncio.wait(
+            (waiting, taking), timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        return bool(done)
+    finally:
+        waiting.cancel()
 
 
 def _event(name: str, data: bytes, at_ms: int) -> bytes:

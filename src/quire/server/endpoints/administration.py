@@ -4,7 +4,7 @@ from starlette.responses import Response
 
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.exchange import Exchange
-from quire.server.schemas.administration import Load, Sleeping
+from quire.server.schemas.models import Load, Sleeping
 from quire.server.wire.errors import Refused
 from quire.server.wire.streams import while_connected
 
@@ -32,8 +32,8 @@ async def sleep(exchange: Exchange) -> Response:
     aborts = exchange.one_of("mode", ("wait", "abort")) == "abort"
     service = exchange.service
     service.refuse_without_engine()
-    async with service.falling_asleep(level):
-        await while_connected(exchange.http.receive, service.idle(aborts=aborts))
+    async with service.falling_asleep(level, aborts=aborts):
+        await while_connected(exchange.http.receive, service.idle())
     return Response(headers=exchange.headers)
 
 

@@ -9,6 +9,7 @@ from quire.engine.sequence import Embedding as Vector
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.endpoints.work import Work, one_by_one, prompts_of
 from quire.server.exchange import Exchange
+from quire.server.schemas.completions import MAX_PROMPTS
 from quire.server.schemas.embeddings import (
     Embedding,
     EmbeddingRequest,
@@ -55,6 +56,13 @@ async def score(exchange: Exchange, asked: ScoreRequest) -> Json[Scores]:
     """How alike texts are: the cosine of their embeddings."""
     first = _texts(asked.text_1, asked.queries, "text_1", "queries")
     second = _texts(asked.text_2, asked.documents, "text_2", "documents")
+    if len(first) + len(second) > MAX_PROMPTS:
+        raise Refused(
+            400,
+            f"{len(first):,} and {len(second):,} texts are more than a request may have together, "
+            f"{MAX_PROMPTS:,}: ask in several",
+            param="text_2",
+        )
     compared = [(one, len(first) + other) for one, other in pairs(len(first), len(second))]
     vectors, usage = await _vectors(exchange, [*first, *second], asked, PoolingParams())
     found = scores(vectors, compared)
@@ -82,7 +90,7 @@ async def _vectors(
     service.llm.llm.embeddings.check(pooling)  # before a text is tokenized
     requests = [
         await service.request(
-            exchange.caller, await exchange.prompt_ids(prompt, asked), pooling, asked
+            exchange.caller, await exchange.prompt_ids(prompt, asked, leaves=0), pooling, asked
         )
         for prompt in prompts
     ]

@@ -9,10 +9,10 @@ from typing import TypeVar
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.server.endpoints.traces import Traces
-from quire.server.endpoints.usage import Tally
 from quire.server.exchange import Exchange
 from quire.server.guard.gate import Pass
 from quire.server.schemas.completions import MAX_PROMPTS, Prompt
+from quire.server.schemas.fields import Usage
 from quire.server.wire.errors import Refused, broken_off
 from quire.server.wire.streams import while_connected
 from quire.units import format_count
@@ -35,6 +35,31 @@ class Gathered:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     embedding: Embedding | None = None
+
+
+class Tally:
+    """What several prompts have cost so far, in tokens."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.completion_tokens = 0
+        self._cached: dict[int, int] = {}  # by prompt
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self._cached[index] = delta.num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details={"cached_tokens": self.cached_tokens},
+        )
 
 
 class Work:

@@ -1,4 +1,4 @@
-"""``/v1/models`` and ``/version``."""
+"""What is served, and how it is: ``/v1/models``, ``/version``, ``/is_sleeping``, ``/load``."""
 
 from typing import Literal
 
@@ -34,3 +34,11 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 class Version(msgspec.Struct, kw_only=True):
     version: str
+
+
+class Sleeping(msgspec.Struct, kw_only=True):
+    is_sleeping: bool
+
+
+class Load(msgspec.Struct, kw_only=True):
+    server_load: int
