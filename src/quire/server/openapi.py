@@ -114,7 +114,8 @@ def _operation(
     ]:
         said["parameters"] = parameters
     if each.takes is not None:
-        content = {"application/json": {"schema": refs[each.takes]}}
+        kind = "multipart/form-data" if each.is_form else "application/json"
+        content = {kind: {"schema": refs[each.takes]}}
         said["requestBody"] = {"required": True, "content": content}
     if each.access != "open":
         keys: list[Json] = [{"bearer": []}, {"x-api-key": []}]
