@@ -4,6 +4,7 @@ import asyncio
 import io
 import sys
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import openai
 import pytest
 import soundfile
 import soxr
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, WhisperFeatureExtractor, WhisperTokenizer
 
@@ -25,7 +25,7 @@ from server.asking import Answer, Client, nothing_runs, run, serving
 
 AT, INTO_ENGLISH = "/v1/audio/transcriptions", "/v1/audio/translations"
 RATE, WINDOW = 16_000, 16_000  # samples
-MOST = 40  # tokens of a text, its beginning included
+MOST = 24  # tokens of a text, its beginning included
 SPECIAL = (
     *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|ja|>", "<|sw|>"),
     *("<|translate|>", "<|transcribe|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
@@ -114,8 +114,6 @@ def packed(samples: Sound, kind: str = "WAV", rate: int = RATE, **options: Any) 
     return file.getvalue()
 
 
-
-
 def form(*files: bytes, **fields: Any) -> tuple[bytes, str]:
     """A body and its content type, as httpx writes them."""
     several = [("file", ("speech.bin", data)) for data in files]
@@ -158,20 +156,17 @@ def test_tokens_are_those_of_generate(model: PreTrainedModel, folder: Path) -> N
     async def test(client: Client) -> None:
         for seed in range(4):
             file = packed(sound(seed))
-            assert await tokens(client, file, language="de") == [
-                own(model, sound(seed), language="de")
-            ]
-            assert await tokens(client, file) == [own(model, sound(seed))]
             answer = (await ask(client, file, response_format="verbose_json")).json
+            assert [answer["segments"][0]["tokens"]] == [own(model, sound(seed))]
             languages.add(answer["language"])
+        file = packed(sound(0))
+        assert await tokens(client, file, language="de") == [own(model, sound(0), language="de")]
         given = own(model, sound(0), task="translate", language="fr")
-        assert await tokens(client, file := packed(sound(0)), INTO_ENGLISH, language="French") == [
-            given
-        ]
+        assert await tokens(client, file, INTO_ENGLISH, language="French") == [given]
         assert given != own(model, sound(0), language="fr")
-        before = tokenizer().get_prompt_ids("as we said", return_tensors="pt")
+        before = tokenizer().get_prompt_ids("so he", return_tensors="pt")
         wanted = own(model, sound(0), language="en", prompt_ids=before)
-        assert await tokens(client, file, language="en", prompt=" as we said ") == [wanted]
+        assert await tokens(client, file, language="en", prompt=" so he ") == [wanted]
         assert wanted != own(model, sound(0), language="en")
 
     hearing(folder, test)
@@ -190,9 +185,11 @@ def test_files_of_each_kind_sound_alike(model: PreTrainedModel, folder: Path) ->
         assert await tokens(client, packed(one, subtype="FLOAT"), **ask) == wanted
         assert await tokens(client, packed(np.stack((one, one), axis=1)), **ask) == wanted
         mixed = stereo.mean(axis=1)
-        assert await tokens(client, packed(stereo, "FLAC"), **ask) == [
-            own(model, mixed, language="en")
-        ] != wanted
+        assert (
+            await tokens(client, packed(stereo, "FLAC"), **ask)
+            == [own(model, mixed, language="en")]
+            != wanted
+        )
         # Once as a whole, and once piece by piece.
         again = soxr.resample(faster.astype(np.float32), 44_100, RATE)
         fast = packed(faster, rate=44_100, subtype="FLOAT")
@@ -213,13 +210,12 @@ async def ask_seconds(client: Client, file: bytes) -> int:
 def test_a_long_one_is_cut_where_it_is_quiet(
     model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three windows, one after the other, under one admission; what was said before is told once."""
+    """One window after the other, under one admission; what was said before is told once."""
     samples = sound(7, int(2.4 * WINDOW))
     cuts = [WINDOW - 500, 2 * WINDOW - 1100]
     for cut in cuts:
         samples[cut - 40 : cut + 40] = 0
     monkeypatch.setattr(recordings, "_PIECE", 3_000)  # a window has several
-    windows = np.split(samples, cuts)
 
     async def test(client: Client) -> None:
         gate, seen = client.service.gate, []
@@ -243,7 +239,7 @@ def test_a_long_one_is_cut_where_it_is_quiet(
         ends = [0, *(round(each["end"] * RATE) for each in segments)]
         assert await tokens(client, file) == [
             own(model, samples[first:last], language=whole["language"])
-            for first, last in zip(ends, ends[1:], strict=False)
+            for first, last in pairwise(ends)
         ]
         before = tokenizer().get_prompt_ids("so", return_tensors="pt")
         assert segments[0]["tokens"] == own(
@@ -254,12 +250,11 @@ def test_a_long_one_is_cut_where_it_is_quiet(
         for each in segments:
             assert each["avg_logprob"] < 0 < each["compression_ratio"]
 
-    assert len(windows) == 3
     hearing(folder, test)
 
 
 def test_answers_come_in_the_form_that_was_asked_for(folder: Path) -> None:
-    file = packed(sound(1, 2 * WINDOW))
+    file = packed(sound(1, int(1.8 * WINDOW)))
 
     async def test(client: Client) -> None:
         plain = await ask(client, file)
@@ -301,7 +296,7 @@ def test_openais_client_transcribes(folder: Path) -> None:
     async def test(client: Client) -> None:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(client.app))
         async with openai.AsyncOpenAI(
-            api_key="none", base_url="http://server/v1", http_client=http
+            api_key="none", base_url="http://127.0.0.1/v1", http_client=http
         ) as asking:
             audio: Any = asking.audio
             given: dict[str, Any] = {"model": client.service.model_name, "language": "en"}
@@ -320,17 +315,11 @@ def test_openais_client_transcribes(folder: Path) -> None:
             stream = await audio.transcriptions.create(file=file_of, stream=True, **given)
             events = [event async for event in stream]
             assert events[-1].text == plain.text
-            translated = await audio.translations.create(
-                file=file_of, model=given["model"], response_format="json"
-            )
-            assert translated.text
 
     hearing(folder, test)
 
 
 def test_who_leaves_ends_it(folder: Path) -> None:
-    body, kind = form(packed(sound(1, 20 * WINDOW), "FLAC"))
-
     async def test(client: Client) -> None:
         for stream in ("false", "true"):
             body, kind = form(packed(sound(1, 20 * WINDOW), "FLAC"), stream=stream)
@@ -370,11 +359,11 @@ def test_a_model_with_one_language_is_told_of_none(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "MOST_SECONDS", 3)
+    monkeypatch.setattr(recordings, "MOST_SECONDS", 2)
     good = packed(sound(1))
     loud = packed(np.full(100, 1e9, np.float32), subtype="FLOAT")
     silent_flac = packed(np.zeros(RATE * 3 + 1, np.float32), "FLAC")
-    unsaid = bytearray(silent_flac)  # how long it is: found only while it is read
+    unsaid = bytearray(silent_flac)  # how long it is, as written to a pipe
     unsaid[21] &= 0xF0
     unsaid[22:26] = bytes(4)
     cases: list[tuple[bytes, dict[str, Any], str]] = [
@@ -389,8 +378,8 @@ def test_what_it_cannot_do_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
         (b"RIFF\0\0\0\0WAVE", {}, "it cannot be read"),
         (b"", {}, "begins with b''"),
         (packed(sound(1)[:0]), {}, "there is no sound in it"),
-        (silent_flac, {}, "longer than 3 seconds"),
-        (bytes(unsaid), {}, "longer than 3 seconds"),
+        (silent_flac, {}, "3 seconds and may have 2"),
+        (bytes(unsaid), {}, "it does not say how long it is"),
         (packed(np.zeros((100, 9), np.float32)), {}, "9 channels and may have 8"),
         (packed(sound(1)[:100], rate=1000), {}, "it has 1,000 samples a second"),
         (loud, {}, "no numbers, or far too loud"),
@@ -412,13 +401,13 @@ def test_a_model_that_reads_text_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     async def test(client: Client) -> None:
         refused = await ask(client, packed(sound(1)))
         assert refused.status == 400
-        assert refused.error["message"] == "demo hears nothing: it reads text"
+        assert refused.error["message"] == "T5ForConditionalGeneration hears nothing: it reads text"
         monkeypatch.setitem(sys.modules, "python_multipart.multipart", None)
         missing = await ask(client, packed(sound(1)))
         assert missing.status == 501
         assert "pip install 'quire[audio]'" in missing.error["message"]
 
-    hearing(None, test)
+    hearing(tiny_reader("t5"), test)
 
 
 def test_without_a_decoder_the_extra_is_named(

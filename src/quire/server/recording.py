@@ -18,6 +18,7 @@ from quire.units import format_count
 MOST_SECONDS = 4 * 3600
 _MOST_CHANNELS = 8
 _LEAST_RATE, _MOST_RATE = 4_000, 192_000  # samples a second
+_UNKNOWN = 2**62  # frames
 _LOUDEST = 1e4  # where 1 is as loud as whole numbers can be
 _PIECE = 2**18  # numbers that are read at once
 _SEARCHED = 15  # a cut is in the last fifteenth of a window, two seconds of thirty …
@@ -64,9 +65,13 @@ class Recording:
                 f"it has {format_count(own)} samples a second: from {format_count(_LEAST_RATE)} to "
                 f"{format_count(_MOST_RATE)} are read"
             )
-        self._frames_left = MOST_SECONDS * own
-        if 0 < frames < 2**62 and frames > self._frames_left:  # more: it does not say how many
-            raise _too_long()
+        if frames >= _UNKNOWN:
+            raise _bad("it does not say how long it is: write it to a file, and not to a pipe")
+        if frames > MOST_SECONDS * own:
+            raise _bad(
+                f"it has {format_count(frames // own)} seconds and may have "
+                f"{format_count(MOST_SECONDS)}: cut it and send it in several"
+            )
         self._resampler: Any = soxr.ResampleStream(own, rate, 1) if own != rate else None
         self._held: Samples = np.empty(0, np.float32)
         self._is_over = False
@@ -97,9 +102,6 @@ class Recording:
         except self._error as error:
             raise _bad(f"it breaks off: {error}") from None
         self._is_over = not len(read)
-        self._frames_left -= len(read)
-        if self._frames_left < 0:
-            raise _too_long()
         if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN is not, either
             raise _bad("it has samples that are no numbers, or far too loud")
         samples: Samples = read.mean(axis=1)
@@ -125,12 +127,6 @@ def _refuse_other_kinds(data: bytes) -> None:
     is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
     if not (is_wave or is_mp3 or data[:4] in (b"fLaC", b"OggS")):
         raise _bad(f"it begins with {data[:4]!r}: WAV, FLAC, Ogg and MP3 are read")
-
-
-def _too_long() -> Refused:
-    return _bad(
-        f"it is longer than {format_count(MOST_SECONDS)} seconds: cut it and send it in several"
-    )
 
 
 def _bad(why: str) -> Refused:

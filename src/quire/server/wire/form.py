@@ -54,6 +54,8 @@ def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
 
     if data.count(b"--" + boundary) > _MOST_PARTS + 1:
         raise _bad(f"it may have {_MOST_PARTS} parts")
+    if any(b"--" + boundary + blank in data for blank in (b" ", b"\t")):
+        raise _bad("blanks stand behind a boundary")  # each is a step, and no client writes them
     reading = _Reading()
     try:
         MultipartParser(boundary, reading.callbacks()).write(data)
