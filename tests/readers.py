@@ -58,7 +58,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def tiny_reader(name: str, *, seed: int = 0, **others: Any) -> PreTrainedModel:
-    """A model of ``CONFIGS``, with other fields, in fp32, whose random weights make tokens and sources differ.
+    """A model of ``CONFIGS`` in fp32, with ``others`` of its fields. Its random weights make tokens
+    and sources differ.
 
     Heads are not tied to embeddings, or each token would only be said again; where norms come after
     the attention, a source that is too loud would leave nothing of the text.

@@ -150,7 +150,7 @@ class LLM:
         self._source_prompts = parts.source_prompts
         self.embeddings = Poolable.of(loaded)
         begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
-        self.hearing = Hearing.of(loaded, begins)
+        self.hearing = Hearing.of(loaded, begins, parts.max_model_len)
         return loaded
 
     def generate(

@@ -39,8 +39,11 @@ class Hearing:
     _tokenizer: Any = None
 
     @classmethod
-    def of(cls, loaded: LoadedModel, begins: tuple[int, ...]) -> "Hearing":
-        """``begins``: what ``generate`` begins a text with that is not told of a language."""
+    def of(cls, loaded: LoadedModel, begins: tuple[int, ...], max_model_len: int) -> "Hearing":
+        """``begins``: what ``generate`` begins a text with that is not told of a language.
+
+        ``max_model_len``: tokens of a text, of which half may be what was said before.
+        """
         if why_not := _why_not(loaded, begins):
             return cls(name=loaded.name, why_not=why_not)
         from transformers.models.whisper.tokenization_whisper import LANGUAGES
@@ -59,7 +62,7 @@ class Hearing:
             _begins=begins,
             _no_timestamps=getattr(said, "no_timestamps_token_id", None),
             _previous=getattr(said, "prev_sot_token_id", None),
-            _most_previous=loaded.model.config.max_target_positions // 2 - 1,
+            _most_previous=max_model_len // 2 - 1,
             _languages=LANGUAGES,
             _extractor=extractor,
             _tokenizer=loaded.tokenizer,
@@ -125,8 +128,10 @@ def _why_not(loaded: LoadedModel, begins: tuple[int, ...]) -> str:
         return "of speech models, only Whisper's texts are known to begin with a language"
     if not begins:
         return "its configs say in no decoder_start_token_id what a text begins with"
-    if loaded.feature_extractor is None:
-        return "it came without a feature extractor (preprocessor_config.json)"
+    from transformers import WhisperFeatureExtractor
+
+    if not isinstance(loaded.feature_extractor, WhisperFeatureExtractor):
+        return "it came without Whisper's feature extractor (preprocessor_config.json)"
     if loaded.tokenizer is None:
         return "it came without a tokenizer, and what it says would be token ids"
     return ""
