@@ -60,7 +60,7 @@ class Routed(msgspec.Struct, kw_only=True):
 class Upload(Routed, kw_only=True):
     """A form with a file in it; its other fields are texts, and read as what they are to be."""
 
-    file: Annotated[bytes, Meta(extra_json_schema={"contentEncoding": "binary"})]
+    file: bytes
 
 
 class Addressed(Routed, kw_only=True):
