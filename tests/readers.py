@@ -57,14 +57,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def tiny_reader(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A model of ``CONFIGS`` in fp32, whose random weights make tokens and sources differ.
+def tiny_reader(name: str, *, seed: int = 0, **others: Any) -> PreTrainedModel:
+    """A model of ``CONFIGS`` in fp32, with ``others`` of its fields. Its random weights make tokens
+    and sources differ.
 
     Heads are not tied to embeddings, or each token would only be said again; where norms come after
     the attention, a source that is too loud would leave nothing of the text.
     """
     spread = 0.15 if name in ("bart", "marian") else 0.4
     config = CONFIGS[name]()
+    config.update(others)
     config.tie_word_embeddings = False
     auto = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
     torch.manual_seed(seed)

@@ -138,6 +138,23 @@ def test_what_the_generation_config_forces_counts_as_the_prompt() -> None:
     assert list(done.choices[0].token_ids) == want[2:]
 
 
+def test_what_the_generation_config_suppresses_does_not_come() -> None:
+    model = tiny_reader("whisper")
+    said = model.generation_config
+    said.eos_token_id = None
+    given = torch.stack([prompt["source"] for prompt in prompts("whisper")])
+    plain = expected("whisper")
+    first, anywhere = plain[0][-1], plain[1][-1]
+    said.begin_suppress_tokens = sorted({text[0] for text in plain} | {first, 4096})
+    said.suppress_tokens = [anywhere]
+    want = [row[-NEW:] for row in model.generate(given, max_new_tokens=NEW).tolist()]
+    with LLM(model, kv_cache_memory_bytes="8MB") as llm:
+        assert texts(llm, prompts("whisper")) == want != plain
+    assert not any(anywhere in text for text in want)
+    barred_first = {text[0] for text in plain} | {first}
+    assert any(barred_first & set(text[1:]) for text in want), "they may come later"
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_beams_are_those_of_generate(cache: str) -> None:
     (_, prompt, *_) = prompts("bart")

@@ -11,7 +11,7 @@ from quire.server.schemas.fields import Asked
 from server.asking import run, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
-NAME = re.compile(r"`([a-z_0-9]+)`")
+NAME = re.compile(r"`([a-z_0-9]+(?:\[\])?)`")
 
 
 def fields(heading: str) -> set[str]:

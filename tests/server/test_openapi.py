@@ -115,6 +115,16 @@ def test_fields_are_those_of_the_structs(document: dict[str, Any]) -> None:
     assert set(schemas["Completion"]["required"]) == {"id", "object", "created", "model", "choices"}
 
 
+def test_a_body_with_a_file_is_a_form(document: dict[str, Any]) -> None:
+    for path, _, operation in operations(document):
+        kinds = list(operation.get("requestBody", {}).get("content", {}))
+        is_form = path.startswith("/v1/audio/")
+        assert kinds in ([], ["multipart/form-data" if is_form else "application/json"]), path
+        assert ("501" in operation["responses"]) == is_form, path
+    file = document["components"]["schemas"]["TranscriptionRequest"]["properties"]["file"]
+    assert file == {"type": "string", "contentEncoding": "binary"}
+
+
 def test_a_key_is_asked_for_where_one_is_needed() -> None:
     document = described(ServerConfig(api_key=("one",)), key="one")
     ways = [{"bearer": []}, {"x-api-key": []}]

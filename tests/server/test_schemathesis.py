@@ -28,7 +28,7 @@ def test_answers_are_as_described(process: Process) -> None:
     asker = _ask(process, 30)
     for operation in asker.operations:  # and some of them come through
         path = f"{operation.method} {operation.path}"
-        if "{" not in path:
+        if "{" not in path and "/v1/audio/" not in path:  # the demo model hears nothing
             assert asker.tally.statuses[path, 200], str(asker.tally)
 
 

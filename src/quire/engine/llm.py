@@ -42,6 +42,7 @@ from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
+from quire.models.hearing import Hearing
 from quire.models.loader import LoadedModel
 from quire.models.ways.source import Source
 from quire.strategies import Accounting, Usage
@@ -148,6 +149,8 @@ class LLM:
         self._most_bytes = parts.most_bytes
         self._source_prompts = parts.source_prompts
         self.embeddings = Poolable.of(loaded)
+        begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
+        self.hearing = Hearing.of(loaded, begins, parts.max_model_len)
         return loaded
 
     def generate(
@@ -418,6 +421,7 @@ class LLM:
             refuse_unknown_ids(getattr(params, name) or (), self.vocab_size, name)
         structured = params.structured_outputs
         source, token_ids = self._read(prompt)
+        sources = self._source_prompts
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -429,6 +433,8 @@ class LLM:
             beam=beam,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
             grammar=None if structured is None else self._grammars.compile(structured),
+            suppressed=() if sources is None else sources.suppressed,
+            suppressed_first=() if sources is None else sources.suppressed_first,
         )
         self.engine.scheduler.check_request(request)
         return request

@@ -39,6 +39,8 @@ class Request:
     keys: PrefixKeys = NO_KEYS  # with whom its prefix may be shared
     priority: int = 0  # smaller ones go first, and what they leave in the cache goes last
     bad_words: tuple[tuple[int, ...], ...] = ()  # the params' words, as token ids
+    suppressed: tuple[int, ...] = ()  # tokens that the model's generation config lets come nowhere
+    suppressed_first: tuple[int, ...] = ()  # … and those that it does not let begin
     grammar: Grammar | None = None  # of the params' structured_outputs
     source: object = None  # what an encoder reads for it, as the runner knows it
     beam: BeamSearchParams | None = None  # a search chooses its tokens, by their log-probabilities

@@ -28,6 +28,8 @@ class SourcePrompts:
         self._most_tokens = source_tokens
         self._features_shape = features_shape(loaded)
         self.text_begins = _text_begins(loaded)
+        self.suppressed = _suppressed(loaded, "suppress_tokens")
+        self.suppressed_first = _suppressed(loaded, "begin_suppress_tokens")
 
     def read(self, prompt: object) -> tuple[Source, tuple[int, ...]]:
         """The source, and the token ids that its text begins with.
@@ -87,6 +89,12 @@ class SourcePrompts:
             raise RequestError(f"{name} are token ids; this is {type(given).__name__}")
         given = given.tolist() if isinstance(given, Tensor) else list(given)
         return encode(given, None, self._vocab_size)
+
+
+def _suppressed(loaded: LoadedModel, name: str) -> tuple[int, ...]:
+    """Tokens that ``generate`` lets come nowhere, or not as the first."""
+    said = getattr(loaded.model.generation_config, name, None) or ()
+    return tuple(token_id for token_id in said if 0 <= token_id < loaded.vocab_size)
 
 
 def _text_begins(loaded: LoadedModel) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
@@ -40,6 +41,7 @@ class LoadedModel:
     name: str
     model: PreTrainedModel
     tokenizer: Any  # None for a model that came without one
+    feature_extractor: Any = None  # of a model that hears, if it came with one
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
     is_private: bool = False  # nothing but the engine has it, so that it stays what it is
@@ -121,6 +123,7 @@ def load(
         name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(source),
+        feature_extractor=_feature_extractor(source, model),
         spec=spec.computed_in(_dtype_name(model)),
     )
 
@@ -249,6 +252,17 @@ def _tokenizer(source: str) -> Any:
     except Exception as error:  # Transformers raises many kinds here
         reason = first_line(error)
         log.warning("%s comes without a usable tokenizer (%s): give token ids", source, reason)
+        return None
+
+
+def _feature_extractor(source: str, model: PreTrainedModel) -> Any:
+    if model.main_input_name != "input_features":
+        return None
+    try:
+        return AutoFeatureExtractor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # as above
+        reason = first_line(error)
+        log.warning("%s comes without a feature extractor (%s): give features", source, reason)
         return None
 
 

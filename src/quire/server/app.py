@@ -35,6 +35,7 @@ from quire.server.endpoints.messages import count_tokens, messages
 from quire.server.endpoints.models import described, health, metrics, model, models, version
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
+from quire.server.endpoints.transcriptions import transcriptions, translations
 from quire.server.entrance import Entrance, as_answer
 from quire.server.operations import Operation
 from quire.server.service import Service
@@ -87,6 +88,8 @@ def _operations(service: Service) -> list[Operation]:
         Operation("/v1/chat/completions", chat_completions, post),
         Operation("/v1/embeddings", embeddings, post),
         Operation("/v1/score", score, post),
+        Operation("/v1/audio/transcriptions", transcriptions, post, media_type="text/plain"),
+        Operation("/v1/audio/translations", translations, post, media_type="text/plain"),
         Operation("/v1/messages", messages, post, dialect="anthropic"),
         Operation("/v1/messages/count_tokens", count_tokens, post, dialect="anthropic"),
         Operation("/v1/responses", responses, post),

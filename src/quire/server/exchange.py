@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from quire.engine.sequence import Request
 from quire.server.guard.gate import Pass
 from quire.server.guard.keys import Caller
-from quire.server.schemas.fields import Addressed
+from quire.server.schemas.fields import Addressed, Upload
 from quire.server.service import Service
 from quire.server.wire.body import (
     check,
@@ -24,6 +24,7 @@ from quire.server.wire.body import (
     refuse_what_is_not_done,
 )
 from quire.server.wire.errors import Refused
+from quire.server.wire.form import boundary_of, parse_form
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,8 +74,21 @@ class Exchange:
 
     async def fields(self) -> dict[str, Any]:
         """The body, a JSON object. Raises: Refused; ClientDisconnect."""
+        data = await self._body(self.door)
+        return parse(data, most_values=self.service.most_values)
+
+    async def form(self) -> dict[str, Any]:
+        """The body, a form: texts and files. It is kept for as long as the request lasts.
+
+        Raises: Refused; ClientDisconnect.
+        """
+        boundary = boundary_of(self.http.headers)
+        return await self.in_text_thread(parse_form, await self._body(self.stack), boundary)
+
+    async def _body(self, kept: ExitStack) -> bytes:
+        """Counted among its key's until ``kept`` is left. Raises: Refused; ClientDisconnect."""
         config = self.service.config
-        take = self.door.enter_context(self.service.bodies.one(self.caller))
+        take = kept.enter_context(self.service.bodies.one(self.caller))
         try:
             async with asyncio.timeout(config.body_timeout):
                 data = await read_body(self.http, config.max_request_bytes, take)
@@ -87,15 +101,16 @@ class Exchange:
             ) from None
         self.num_body_bytes = len(data)
         self.door.enter_context(self.service.gate.prepare())
-        return parse(data, most_values=self.service.most_values)
+        return data
 
     async def read(self, kind: type[T]) -> T:
         """The body as a struct. Fields that mean nothing here are named in the answer's headers.
 
         Raises: Refused; ClientDisconnect.
         """
-        given = await self.fields()
-        value = check(given, kind)
+        is_form = issubclass(kind, Upload)
+        given = await (self.form() if is_form else self.fields())
+        value = check(given, kind, strict=not is_form)
         known = names_of(kind)
         refuse_what_is_not_done(given, known)
         self.ignore(*ignored(given, known))

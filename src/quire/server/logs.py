@@ -97,6 +97,7 @@ def log_config(level: str) -> dict[str, Any]:
             "asyncio": {**own, "level": max(level_number(level), logging.WARNING)},
             # Its own start and end are said by run.py, in one block.
             "uvicorn": {**own, "level": max(level_number(level), logging.WARNING)},
+            "python_multipart": {**own, "level": "ERROR"},  # of a bad form its client is told
             "uvicorn.error": {"filters": ["without_cut_offs"]},
             "uvicorn.access": {**own, "handlers": ["access"]},
         },

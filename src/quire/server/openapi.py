@@ -15,6 +15,7 @@ import msgspec
 from quire.server.guard.keys import Access
 from quire.server.operations import Operation
 from quire.server.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
+from quire.server.schemas.fields import Upload
 from quire.server.wire.errors import Dialect
 
 Json: TypeAlias = dict[str, Any]
@@ -85,6 +86,9 @@ def _schemas(
     _, of_requests = msgspec.json.schema_components(taken, ref_template=template)
     for name in schemas.keys() - of_requests.keys():
         _require_what_is_always_sent(schemas[name])
+    for kind in taken:
+        if issubclass(kind, Upload):  # JSON would have it in base64, and a form has it as it is
+            schemas[kind.__name__]["properties"]["file"]["contentEncoding"] = "binary"
     return dict(zip(kinds, found, strict=True)), schemas
 
 
@@ -114,7 +118,8 @@ def _operation(
     ]:
         said["parameters"] = parameters
     if each.takes is not None:
-        content = {"application/json": {"schema": refs[each.takes]}}
+        kind = "multipart/form-data" if each.is_form else "application/json"
+        content = {kind: {"schema": refs[each.takes]}}
         said["requestBody"] = {"required": True, "content": content}
     if each.access != "open":
         keys: list[Json] = [{"bearer": []}, {"x-api-key": []}]

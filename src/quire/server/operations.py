@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from quire.server.endpoints.answers import Json
 from quire.server.exchange import Exchange
 from quire.server.guard.keys import Access
+from quire.server.schemas.fields import Upload
 from quire.server.wire.errors import Dialect
 from quire.server.wire.streams import EventStream
 
@@ -47,6 +48,11 @@ class Operation:
         return kinds[0] if kinds else None
 
     @property
+    def is_form(self) -> bool:
+        """Its body is a form with a file in it, and not JSON."""
+        return self.takes is not None and issubclass(self.takes, Upload)
+
+    @property
     def gives(self) -> tuple[Any, ...]:
         """Answers in JSON."""
         return self._given(Json)
@@ -65,6 +71,7 @@ class Operation:
             *self.refuses,
             *(() if self.access == "open" else (401, 403)),
             *((400, 408, 413, 415, 429, 500, 503) if takes else ()),
+            *((501,) if self.is_form else ()),
             *((404,) if names_model else ()),
             *((400,) if self.queries else ()),
         }

@@ -11,6 +11,7 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
 from quire.engine.params import Params, SamplingParams, StructuredOutputsParams
+from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.server.chat.chat import Chat
@@ -23,7 +24,7 @@ from quire.server.kept.store import Store
 from quire.server.metrics import Metrics
 from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
-from quire.server.schemas.fields import Addressed, Sampling, Searching
+from quire.server.schemas.fields import Routed, Sampling, Searching
 from quire.server.token_texts import TokenTexts
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
@@ -153,15 +154,15 @@ class Service:
     async def request(
         self,
         caller: Caller,
-        token_ids: list[int],
+        prompt: Prompt,
         params: Params,
-        asked: Addressed,
+        asked: Routed,
     ) -> Request:
         """Checked, and ready to wait for its turn. Raises: Refused; RequestError."""
         self.refuse_without_engine()
         try:
             return await self.llm.request(
-                token_ids,
+                prompt,
                 params,
                 priority=asked.priority or 0,
                 keys=caller.keys(asked.cache_salt),

@@ -22,7 +22,7 @@ class RequestRecord:
 
     request_id: str  # the server's own
     model: str  # as it is served
-    operation: str  # "chat" or "text_completion"
+    operation: str  # "chat", "text_completion", "transcribe" and the like
     arrived_unix_s: float  # wall clock
     latencies: Latencies
     num_prompt_tokens: int

@@ -42,6 +42,8 @@ class Rules:
             or self._tally
             or self._bad_words
             or self._ends
+            or request.suppressed
+            or request.suppressed_first
             or params.logit_bias
             or params.allowed_token_ids
         )
@@ -72,6 +74,10 @@ class Rules:
     def _write_one(self, edits: Edits, row: int, before: tuple[int, ...]) -> None:
         """Of one row; ``before`` are the drafts before it, which the tally counts already."""
         sequence = self._sequence
+        request = sequence.request
+        is_first = not before and not sequence.num_output_tokens
+        if barred := [*request.suppressed, *(request.suppressed_first if is_first else ())]:
+            edits.bar(row, barred)
         if self._bad_words is not None:
             first = sequence.num_tokens - self._bad_words.num_before
             recent = sequence.token_ids[max(first, sequence.num_prompt_tokens) :]

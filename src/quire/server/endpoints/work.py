@@ -68,8 +68,16 @@ class Work:
     Raises: Refused if there is no room in the queue, or the answer would be too long.
     """
 
-    def __init__(self, exchange: Exchange, requests: Sequence[Request], operation: str) -> None:
-        """``operation``: as traces name it, chat or text_completion."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        requests: Sequence[Request],
+        operation: str,
+        *,
+        behind: "Work | None" = None,
+    ) -> None:
+        """``operation``: as traces name it, chat or text_completion. ``behind``: what has ended,
+        and was admitted for these too."""
         service = exchange.service
         longest = service.max_model_len * (service.config.max_logprobs + 1)
         _refuse_too_much(requests, max(MAX_LOGPROBS, longest))
@@ -78,7 +86,7 @@ class Work:
         self.service = service
         self.tally = Tally(requests)
         self.num_choices = requests[0].num_choices  # of each prompt
-        self._passes: list[Pass] = exchange.admit(requests)
+        self._passes: list[Pass] = exchange.admit(requests) if behind is None else behind._passes
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(number of the choice, among those of all prompts, piece). Leaving it ends the requests.

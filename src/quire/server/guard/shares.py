@@ -21,7 +21,8 @@ _NICENESS = 10  # a tenth of a processor, where the engine asks for all of it
 
 @final
 class Bodies:
-    """Counts bytes of bodies, from when they are read until their requests join the queue.
+    """Counts bytes of bodies, from when they are read until their requests join the queue, or of
+    files until their requests end.
 
     Of each key there may be as much as is left besides: half of all while it is alone, a third each
     while there are two, so that none takes what another asks for.

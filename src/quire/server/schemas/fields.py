@@ -47,14 +47,25 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class Addressed(msgspec.Struct, kw_only=True):
-    """Which model is to read prompts, how, for whom, and when."""
+class Routed(msgspec.Struct, kw_only=True):
+    """Which model is asked, for whom, and when."""
 
     model: Text | None = None
     user: str | None = None  # for the client's own books: nothing is done with it
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     request_id: Text | None = None  # said again in the answer, and used for nothing
+
+
+class Upload(Routed, kw_only=True):
+    """A form with a file in it; its other fields are texts, and read as what they are to be."""
+
+    file: bytes
+
+
+class Addressed(Routed, kw_only=True):
+    """… and how it is to read prompts …"""
+
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
 

@@ -123,14 +123,17 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
 
 def names_of(kind: type[T]) -> tuple[str, ...]:
     """The fields of a struct."""
-    names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+    names: tuple[str, ...] = kind.__struct_encode_fields__  # type: ignore[attr-defined]
     return names
 
 
-def check(given: dict[str, Any], kind: type[T]) -> T:
-    """The fields as a struct. Raises: Refused (400) naming the field and its limit."""
+def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
+    """The fields as a struct; unless ``strict``, a text may be a number's, as those of forms are.
+
+    Raises: Refused (400) naming the field and its limit.
+    """
     try:
-        return msgspec.convert(given, kind, strict=True)
+        return msgspec.convert(given, kind, strict=strict)
     except msgspec.ValidationError as error:
         message = str(error)
         place = _PLACE.search(message)

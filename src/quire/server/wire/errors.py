@@ -1,11 +1,12 @@
 """What a client is told when something does not work, in the form that it knows.
 
-400  the request is wrong, or can never fit    413  the body is too long
-401  no key, or an unknown one                 415  the body is packed
-403  a web page that may not ask               429  this key has too many requests under way
-404  an unknown path or model                  500  the engine could not compute it
+400  the request is wrong, or can never fit    415  the body is packed, or of another kind
+401  no key, or an unknown one                 429  this key has too many requests under way
+403  a web page that may not ask               500  the engine could not compute it
+404  an unknown path or model                  501  it needs a package that is not installed
 408  the body has not come in time             503  no room in the queue, asleep, or going down
 409  not while sequences run
+413  the body is too long
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ _OPENAI_TYPES: Mapping[int, str] = MappingProxyType(
         404: "not_found_error",
         429: "rate_limit_error",
         500: "server_error",
+        501: "server_error",
         503: "overloaded_error",
     }
 )

@@ -1,0 +1,261 @@
+"""``POST /v1/audio/transcriptions`` and ``…/translations``: what is said in a recording.
+
+It is heard window by window, one after the other, under one admission: an hour of it takes the
+place of one sequence. Its language is found by one step over its first window.
+"""
+
+import math
+import zlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias, final
+
+from starlette.responses import PlainTextResponse
+
+from quire.engine.outputs import TextDelta as Piece
+from quire.engine.params import SamplingParams
+from quire.engine.sequence import Request
+from quire.server.endpoints.answers import Json, as_events, as_json
+from quire.server.endpoints.work import Work
+from quire.server.exchange import Exchange
+from quire.server.recording import Recording, Window
+from quire.server.schemas.fields import Sampling
+from quire.server.schemas.transcriptions import (
+    Duration,
+    Segment,
+    TextDelta,
+    TextDone,
+    Transcription,
+    TranscriptionRequest,
+    VerboseTranscription,
+)
+from quire.server.wire.errors import Refused
+from quire.server.wire.events import RESPONSES
+from quire.server.wire.streams import EventStream, while_connected
+
+Task: TypeAlias = Literal["transcribe", "translate"]
+Answer: TypeAlias = (
+    Json[Transcription | VerboseTranscription]
+    | EventStream[TextDelta | TextDone]
+    | PlainTextResponse
+)
+
+
+async def transcriptions(exchange: Exchange, asked: TranscriptionRequest) -> Answer:
+    """What is said in a recording, in the language in which it is said."""
+    return await _answer(exchange, asked, "transcribe")
+
+
+async def translations(exchange: Exchange, asked: TranscriptionRequest) -> Answer:
+    """What is said in a recording, in English."""
+    return await _answer(exchange, asked, "translate")
+
+
+async def _answer(exchange: Exchange, asked: TranscriptionRequest, task: Task) -> Answer:
+    exchange.service.refuse_unknown_model(asked.model)
+    exchange.service.llm.llm.hearing.check(task)
+    _refuse_what_is_not_done(asked)
+    listening = _Listening(exchange, asked, task)
+    await listening.begin()
+    if asked.stream:
+        return as_events(exchange, listening.events(), RESPONSES)
+    await while_connected(exchange.http.receive, listening.to_its_end())
+    if asked.response_format == "verbose_json":
+        return as_json(exchange, listening.verbose())
+    if asked.response_format in (None, "json"):
+        answer = Transcription(text=listening.text, usage=listening.usage())
+        return as_json(exchange, answer)
+    plain = listening.text + "\n"
+    if asked.response_format != "text":
+        plain = _subtitles(listening.heard, as_vtt=asked.response_format == "vtt")
+    return PlainTextResponse(plain, headers=exchange.headers)
+
+
+@dataclass(slots=True, eq=False)
+class _Heard:
+    """What is said in one window, as far as it is known."""
+
+    window: Window
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sum_logprobs: float = 0.0
+
+    def add(self, piece: Piece) -> None:
+        """Raises: Refused for a text that was ended from outside."""
+        if piece.finish_reason == "abort":
+            raise Refused(503, "the text was ended early", code="engine_unavailable")
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.sum_logprobs += sum(each.logprob for each in piece.logprobs)
+        if piece.finish_reason == "stop":
+            self.token_ids.pop()  # what ended it, and is no text
+
+
+@final
+class _Listening:
+    """To one recording."""
+
+    def __init__(self, exchange: Exchange, asked: TranscriptionRequest, task: Task) -> None:
+        self._exchange, self._asked, self._task = exchange, asked, task
+        self._service = exchange.service
+        self._hearing = self._service.llm.llm.hearing
+        self._language = "" if self._hearing.language_ids else "en"  # by code; empty: not known
+        self.heard: list[_Heard] = []
+        self.text = ""
+
+    async def begin(self) -> None:
+        """Read the first window, and join the queue. Raises: Refused; RequestError."""
+        exchange, hearing = self._exchange, self._hearing
+        if self._asked.language:
+            self._language = hearing.language_of(self._asked.language)
+        before = (self._asked.prompt or "").strip()
+        self._previous = await exchange.in_text_thread(hearing.previous, before) if before else ()
+        self._recording = await exchange.in_text_thread(self._opened)
+        await self._read_on()
+        request = await (self._request() if self._language else self._question())
+        self._work = Work(exchange, [request], self._task)
+
+    async def to_its_end(self) -> None:
+        async with aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+
+    async def events(self) -> AsyncGenerator[TextDelta | TextDone, None]:
+        async with aclosing(self._pieces()) as pieces:
+            async for text in pieces:
+                if text:
+                    yield TextDelta(delta=text)
+        yield TextDone(text=self.text, usage=self.usage())
+
+    def usage(self) -> Duration:
+        return Duration(seconds=math.ceil(self._recording.seconds))
+
+    def verbose(self) -> VerboseTranscription:
+        temperature = self._asked.temperature or 0
+        return VerboseTranscription(
+            task=self._task,
+            language=self._hearing.name_of(self._language),
+            duration=self._recording.seconds,
+            text=self.text,
+            segments=[_segment(*each, temperature) for each in enumerate(self.heard)],
+            usage=self.usage(),
+        )
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
+        """What is said, as it is understood. Leaving it ends the request. Raises: as ``Work``."""
+        if not self._language:
+            await self._find_language()
+            self._follow(await self._request())
+        while True:
+            heard = self.heard[-1]
+            async with aclosing(self._work.pieces()) as pieces:
+                async for _, piece in pieces:
+                    heard.add(piece)
+                    new = piece.text if self.text else piece.text.lstrip()
+                    self.text += new
+                    yield new
+            if not await self._read_on():
+                return
+            self._previous = ()
+            self._follow(await self._request())
+
+    async def _find_language(self) -> None:
+        found: list[int] = []
+        async with aclosing(self._work.pieces()) as pieces:
+            async for _, piece in pieces:
+                found += piece.token_ids
+        by_id = {own: code for code, own in self._hearing.language_ids.items()}
+        if not found:
+            raise Refused(503, "the step that finds the language was ended early")
+        self._language = by_id[found[0]]
+
+    def _opened(self) -> Recording:
+        hearing = self._hearing
+        return Recording(
+            self._asked.file, rate=hearing.sampling_rate, window_samples=hearing.window_samples
+        )
+
+    async def _read_on(self) -> bool:
+        """Whether there is another window, which is the last in ``heard`` then. Raises: Refused."""
+        num_bytes = 4 * self._hearing.window_samples
+        window = await self._exchange.in_text_thread(self._recording.next, num_bytes=num_bytes)
+        if window is None:
+            return False
+        self._features = await self._exchange.in_text_thread(
+            self._hearing.features, window.samples, num_bytes=num_bytes
+        )
+        self.heard.append(_Heard(window))
+        return True
+
+    def _follow(self, request: Request) -> None:
+        self._work = Work(self._exchange, [request], self._task, behind=self._work)
+
+    async def _request(self) -> Request:
+        """What is said in the last window that was read?"""
+        begins = (*self._previous, *self._hearing.begins(self._task, self._language))
+        asked = Sampling(temperature=self._asked.temperature or 0, seed=self._asked.seed)
+        params = self._service.params(
+            asked, max_tokens=self._service.room_for(len(begins), None), logprobs=0
+        )
+        return await self._ask(begins, params)
+
+    async def _question(self) -> Request:
+        """In which language is it said? One of them comes, whatever the model lets come else."""
+        languages = tuple(self._hearing.language_ids.values())
+        params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=languages)
+        request = await self._ask((self._hearing.start,), params)
+        return replace(request, suppressed=(), suppressed_first=())
+
+    async def _ask(self, begins: tuple[int, ...], params: SamplingParams) -> Request:
+        prompt = {"source": self._features, "prompt_token_ids": begins}
+        return await self._service.request(self._exchange.caller, prompt, params, self._asked)
+
+
+def _segment(number: int, heard: _Heard, temperature: float) -> Segment:
+    data, window = heard.text.encode(), heard.window
+    return Segment(
+        id=number,
+        seek=round(100 * window.start_s),
+        start=window.start_s,
+        end=window.end_s,
+        text=heard.text,
+        tokens=heard.token_ids,
+        temperature=temperature,
+        avg_logprob=heard.sum_logprobs / (len(heard.token_ids) + 1),
+        compression_ratio=len(data) / len(zlib.compress(data)),
+    )
+
+
+def _subtitles(several: Sequence[_Heard], *, as_vtt: bool) -> str:
+    """One for each window, as SubRip or WebVTT has them."""
+    written = ["WEBVTT\n"] if as_vtt else []
+    for number, heard in enumerate(several, 1):
+        mark = "." if as_vtt else ","
+        times = " --> ".join(_clock(s, mark) for s in (heard.window.start_s, heard.window.end_s))
+        text = heard.text.strip().replace("-->", "->")
+        written.append(f"{times}\n{text}\n" if as_vtt else f"{number}\n{times}\n{text}\n")
+    return "\n".join(written)
+
+
+def _clock(at_s: float, mark: str) -> str:
+    minutes, thousandths = divmod(round(1000 * at_s), 60_000)
+    seconds, thousandths = divmod(thousandths, 1000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}{mark}{thousandths:03}"
+
+
+def _refuse_what_is_not_done(asked: TranscriptionRequest) -> None:
+    """Raises: Refused."""
+    kind = asked.response_format or "json"
+    if asked.stream and kind not in ("json", "text"):
+        raise Refused(
+            400, f"stream gives json: leave it out, or response_format={kind}", param="stream"
+        )
+    for each in asked.granularities or ():
+        if each != "segment" or kind != "verbose_json":
+            raise Refused(
+                400,
+                f"timestamp_granularities[]={each[:40]!r}: with response_format=verbose_json there "
+                "are the times of segments, and no other",
+                param="timestamp_granularities[]",
+            )

@@ -1,0 +1,67 @@
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``, as OpenAI has them."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from quire.server.schemas.fields import Text, Upload
+
+
+class TranscriptionRequest(Upload, kw_only=True):
+    """A recording, and what is known of it."""
+
+    language: Text | None = None  # that is spoken, by code or by name: else it is found
+    prompt: Annotated[str, Meta(max_length=2**16)] | None = None  # what was said before
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None  # json
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stream: bool | None = None
+    granularities: Annotated[list[Text], Meta(max_length=64)] | None = field(
+        default=None, name="timestamp_granularities[]"
+    )
+
+
+class Duration(msgspec.Struct, kw_only=True):
+    type: Literal["duration"] = "duration"
+    seconds: int  # begun ones
+
+
+class Transcription(msgspec.Struct, kw_only=True):
+    text: str
+    usage: Duration
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """What was said in one window."""
+
+    id: int
+    seek: int  # hundredths of a second
+    start: float  # seconds
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float  # a high one: the text repeats itself
+    no_speech_prob: float | None = None  # it is not computed
+
+
+class VerboseTranscription(msgspec.Struct, kw_only=True):
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[Segment]
+    usage: Duration
+
+
+class TextDelta(msgspec.Struct, kw_only=True):
+    type: Literal["transcript.text.delta"] = "transcript.text.delta"
+    delta: str
+
+
+class TextDone(msgspec.Struct, kw_only=True):
+    type: Literal["transcript.text.done"] = "transcript.text.done"
+    text: str
+    usage: Duration
