@@ -37,7 +37,7 @@ def _server(url: str | None) -> Iterator[str]:
         return
     with running(*FLAGS) as process:
         yield process.url
-        if "Traceback" in process.log:
+        if " ERROR " in process.log:
             sys.exit(f"the server has logged an error:\n{process.log}")
 
 

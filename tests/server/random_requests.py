@@ -35,7 +35,7 @@ CHECKS = [
 # Of a server that is to be asked thousands of times.
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 FLAGS = (
-    *("--max-model-len", "128", "--kv-cache-memory-bytes", "64MB", "--uvicorn-log-level", "error"),
+    *("--max-model-len", "128", "--kv-cache-memory-bytes", "64MB"),
     *("--chat-template", TEMPLATE, "--tool-call-parser", "hermes"),
 )
 MOST_TOKENS = 3

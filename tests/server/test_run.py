@@ -51,7 +51,13 @@ def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
         assert done is None
         assert process.end() == 0
         assert '"GET /nothing HTTP/1.1" 404' in process.log
-        for private in ("in-the-query", "a_name_that_no_log_may_have", "Traceback", "leaked"):
+        for private in (
+            "in-the-query",
+            "a_name_that_no_log_may_have",
+            "Traceback",
+            " ERROR ",
+            "leaked",
+        ):
             assert private not in process.log
 
 
@@ -74,6 +80,7 @@ def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
         assert process.end() == 0
         assert "after 0.2 s (shutdown_timeout) what still runs is aborted" in process.log
         assert "Traceback" not in process.log
+        assert " ERROR " not in process.log
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

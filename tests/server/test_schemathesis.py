@@ -19,7 +19,7 @@ def process() -> Iterator[Process]:
 def _ask(process: Process, num_cases: int) -> Asker:
     asker = Asker(process.url)
     asker.ask(num_cases, random_seed=1)
-    assert "Traceback" not in process.log, process.log
+    assert " ERROR " not in process.log, process.log
     assert httpx.get(f"{process.url}/health").status_code == 200
     return asker
 
