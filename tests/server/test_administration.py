@@ -10,6 +10,7 @@ import pytest
 from quire.config import ServerConfig
 from quire.errors import MemoryUnavailable
 from server.asking import Answer, Client, nothing_runs, run, serving
+from server.random_requests import TEMPLATE
 
 PROMPT = list(range(20, 84))
 KEYED = ServerConfig(api_key=("client",), admin_api_key=("operator",))
@@ -101,14 +102,26 @@ def test_what_runs_ends_first_and_nothing_comes_in_meanwhile() -> None:
     run(ask())
 
 
-def test_what_runs_ends_at_once_if_it_is_told_so() -> None:
+def test_what_runs_ends_at_once_if_it_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """That is what the operator wants, and no error of the server."""
+    own = {"max_tokens": 180, "stream": True, "temperature": 0}
+    hello = [{"role": "user", "content": "Hello"}]
+
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(ServerConfig(chat_template=TEMPLATE)) as client:
             running = client.call("/v1/completions", body(max_tokens=180, stream=True, n=2))
-            await running.until(2)
+            message = client.call("/v1/messages", {**own, "messages": hello})
+            response = client.call(
+                "/v1/responses", {"input": "Hello", "stream": True, "max_output_tokens": 180}
+            )
+            for each in (running, message, response):
+                await each.until(2)
             assert (await asked(client, "/sleep", "mode=abort")).status == 200
             *_, last, _ = (await running.whole()).events
             assert last["choices"][0]["finish_reason"] == "abort"
+            assert (await message.whole()).events[-1]["type"] == "error"
+            assert (await response.whole()).events[-1]["type"] == "response.failed"
+        assert [each for each in caplog.records if each.levelname == "ERROR"] == []
 
     run(ask())
 

@@ -55,7 +55,7 @@ async def _events(
             yield form.event(chunk)
     except Exception as error:
         refused = refusal(error)
-        if refused.status >= 500:
+        if refused.status == 500:  # 503: the server ends it on purpose
             log.error("a stream ended early: %s", place_of(error))
         yield form.error(refused)
     finally:

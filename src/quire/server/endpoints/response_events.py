@@ -120,7 +120,7 @@ class Responding:
             raise Refused(503, last.delta.detail or "the server has ended this answer")
 
     def _fail(self, refused: Refused, error: Exception) -> None:
-        if refused.status >= 500:
+        if refused.status == 500:  # 503: the server ends it on purpose
             log.error("a response ended early: %s", place_of(error))
         self.error = refused
         self._blocks.end(is_whole=False)
