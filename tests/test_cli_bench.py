@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -221,16 +221,17 @@ def test_it_says_how_far_it_is_and_what_was_done_when_it_is_stopped(
         captured = capsys.readouterr()
         assert "sending: 6 of 6 done" in captured.err
         assert "stopped" not in captured.err
-        own, asked = behaviour.events, len(behaviour.asked)
+        own, asked, ended = behaviour.events, len(behaviour.asked), threading.Event()
 
         def events(body: dict[str, Any]) -> list[str]:
             if len(behaviour.asked) == asked + 4:  # the fourth is not answered any more
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.2)
+                ended.wait(60)
             return own(body)
 
         monkeypatch.setattr(behaviour, "events", events)
         code = quire(monkeypatch, "bench", "--url", url, *flags, "--save-trace", str(sent))
+        ended.set()
     captured = capsys.readouterr()
     assert code == 128 + signal.SIGINT
     assert "stopped: 3 of 6 requests were done" in " ".join(captured.err.split())

@@ -27,7 +27,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     found = Served()
 
-    def load_model(model: str | None, config: EngineConfig, console: Any) -> Any:
+    def import_engine_for(model: str | None, config: EngineConfig) -> None:
         found.model, found.engine = model, config
         raise SystemExit(0)
 
@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         load()
         return 0
 
-    monkeypatch.setattr(import_module("quire.cli.serve"), "load_model", load_model)
+    monkeypatch.setattr(import_module("quire.cli.serve"), "import_engine_for", import_engine_for)
     monkeypatch.setattr(import_module("quire.server.run"), "serve", run)
     return found
 

@@ -49,6 +49,8 @@ SEEDS: dict[str | bytes, str] = {
     r"(/[!->@-~]+)?": "/a/b",
     r"https?://[^/\s]+\S*": "https://a.b/c/d",
     r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)": "12.5 GiB",
+    r"0?[0-7]{3}": "0660",
+    r"[_-]": "a_b-c",
 }
 # Run with a pattern, its seed and the methods: all that grows out of the seed.
 _ATTACK = """

@@ -88,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(data) + broken))
         elif how.framing == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
+        if not how.keeps_alive:  # or a client would ask again on a connection that ends
+            self.send_header("Connection", "close")
         self.end_headers()
         for start in range(0, len(data), how.cut_in_pieces_of):
             piece = data[start : start + how.cut_in_pieces_of]
