@@ -83,6 +83,17 @@ def random_model(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def heavy_model() -> PreTrainedModel:
+    """63 MiB of weights that the system's figures show, most of them embeddings, and few layers."""
+    return random_model(
+        LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, head_dim=64, vocab_size=30_000, tie_word_embeddings=False,
+            max_position_embeddings=2048,
+        )
+    )  # fmt: skip
+
+
 def tokens(num_rows: int, num_tokens: int, *, seed: int = 0) -> torch.Tensor:
     """Random token ids, i64[rows, tokens], none of them special."""
     generator = torch.Generator().manual_seed(seed)

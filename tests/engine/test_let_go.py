@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.models.loader import adopt
 from quire.models.recorded import recordings
 from quire.models.ways.choice import WAYS
 from quire.strategies import STRATEGIES
-from tiny import tiny_model, tokens
+from tiny import heavy_model, tiny_model, tokens
 
 MIB = 2**20
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -63,15 +62,9 @@ print(json.dumps({strategy: round(strategy) for strategy in sys.argv[2:]}))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 64 MiB of weights, most of them embeddings."""
+    """A model that the system shows."""
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=64, vocab_size=30_000, tie_word_embeddings=False,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    heavy_model().save_pretrained(path)
     return path
 
 

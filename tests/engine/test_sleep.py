@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.engine.async_llm import AsyncLLM
 from quire.errors import MemoryUnavailable, ModelNotLoadable, RequestError
 from quire.memory.host.allocator import trim_allocator
-from tiny import tiny_model
+from tiny import heavy_model, tiny_model
 
 MIB = 2**20
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -34,15 +33,9 @@ def resident_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 60 MiB of weights, of which tokens take 4 KiB each."""
+    """A model whose tokens take 4 KiB each."""
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=64, vocab_size=30_000, tie_word_embeddings=False,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    heavy_model().save_pretrained(path)
     return path
 
 

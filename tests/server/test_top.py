@@ -134,8 +134,9 @@ def test_a_tenant_has_its_own_rows_and_one_line_for_others() -> None:
     assert text.split()[-5:] == ["others", "hold", "about", "35", "%"]
 
 
-def test_a_large_picture_is_thinned() -> None:
-    cells = Cells(
+def many_cells(holder: int) -> Cells:
+    """A quarter of them held by one sequence, ten cells a sign."""
+    return Cells(
         num_cells=40_000,
         num_shown=40_000,
         each=10,
@@ -143,8 +144,12 @@ def test_a_large_picture_is_thinned() -> None:
         counts=(0, 0, 0, 9_900, 0, 30_100),
         states="h" * 1000 + "." * 3000,
         fills="9" * 4000,
-        holders=(4, 1000, -1, 3000),
+        holders=(holder, 1000, -1, 3000),
     )
+
+
+def test_a_large_picture_is_thinned() -> None:
+    cells = many_cells(4)
     lines = text_of(View("http://here", ABOUT, a_frame(cells=(cells,)), 0.0)).splitlines()
     assert sum("··" in line or "AA" in line for line in lines if "committed" not in line) <= 16
     assert any("40 cells a sign" in line for line in lines)
@@ -157,16 +162,7 @@ def test_a_terminal_of_80_by_24_is_filled_and_not_passed(
 ) -> None:
     like = a_frame().sequences[0]
     sequences = [msgspec.structs.replace(like, id=1000 + number) for number in range(num_listed)]
-    cells = Cells(
-        num_cells=40_000,
-        num_shown=40_000,
-        each=10,
-        row_cells=0,
-        counts=(0, 0, 0, 9_900, 0, 30_100),
-        states="h" * 1000 + "." * 3000,
-        fills="9" * 4000,
-        holders=(1004, 1000, -1, 3000),
-    )
+    cells = many_cells(1004)
     frame = a_frame(sequences=tuple(sequences), cells=(cells,), num_more=num_more)
     screen = io.StringIO()
     terminal = {"force_terminal": True, "color_system": None, "width": 80, "height": 24}

@@ -55,7 +55,7 @@ def kv_needs(
 
     Raises: ConfigError for longer sequences than the model's.
     """
-    spec, longest = stored_spec(config, spec), longest_tokens(config, name, spec)
+    longest, spec = longest_tokens(config, name, spec), stored_spec(config, spec)
     whole = config.cache == "contiguous" and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
     one_state = sum(

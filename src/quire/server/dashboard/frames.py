@@ -12,7 +12,6 @@ FEED = "/memory/feed"
 
 # A letter a cell. The first five are ``CellState`` in its order; the last one has no pages.
 LETTERS = "ecrhs."
-UNCOMMITTED = LETTERS[-1]
 
 State = Literal["running", "waiting", "preempted"]
 
