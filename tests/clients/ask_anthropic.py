@@ -5,10 +5,9 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
-
 import anthropic
 from anthropic import Anthropic
+from client_flags import client_flags
 
 SCHEMA = {
     "type": "object",
@@ -63,10 +62,7 @@ def errors(client: Anthropic, model: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    options = parser.parse_args()
+    options = client_flags(names_model=False).parse_args()
     client = Anthropic(base_url=options.base_url, api_key=options.api_key)
     model = client.models.list().data[0].id
     for part in (texts, tools, errors):

@@ -5,28 +5,14 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
 from importlib.metadata import version
-from typing import Literal
 
+from client_answer import Answer
+from client_flags import client_flags
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    """What is asked for."""
-
-    model_config = ConfigDict(extra="forbid")
-    color: Literal["red", "green"]
-    sure: bool
-
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
-    options = parser.parse_args()
+    options = client_flags().parse_args()
     own = {"base_url": f"{options.base_url}/v1", "api_key": options.api_key, "temperature": 0}
     chat = ChatOpenAI(model=options.model, max_tokens=90, **own)
     whole = chat.invoke([("system", "Be short."), ("human", "Hello")])

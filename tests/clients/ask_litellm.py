@@ -5,13 +5,13 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
 import os
 from importlib.metadata import version
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # its list of prices is not fetched
 
 import litellm
+from client_flags import client_flags
 
 PARAMETERS = {
     "type": "object",
@@ -23,11 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMET
 HELLO = [{"role": "user", "content": "Hello"}]
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
-    options = parser.parse_args()
+    options = client_flags().parse_args()
     own = {"api_key": options.api_key, "temperature": 0, "max_tokens": 90}
     for name, base in (
         (f"hosted_vllm/{options.model}", f"{options.base_url}/v1"),

@@ -5,12 +5,12 @@
 With ``--most N``, of a server with ``--max-num-reqs-per-key N``, it makes one request too many.
 """
 
-import argparse
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import openai
+from client_flags import client_flags
 from openai import OpenAI
 
 
@@ -65,9 +65,7 @@ def leaving(client: OpenAI, model: str, most: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
+    parser = client_flags(names_model=False)
     parser.add_argument("--most", type=int)
     options = parser.parse_args()
     client = OpenAI(base_url=f"{options.base_url}/v1", api_key=options.api_key)

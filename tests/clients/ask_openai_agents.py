@@ -5,10 +5,9 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
 import asyncio
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 from agents import (
     Agent,
@@ -21,16 +20,9 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from client_answer import Answer
+from client_flags import client_flags
 from openai import AsyncOpenAI
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    """What is asked for."""
-
-    model_config = ConfigDict(extra="forbid")
-    color: Literal["red", "green"]
-    sure: bool
 
 
 @function_tool
@@ -81,11 +73,7 @@ async def texts(model: Model) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
-    options = parser.parse_args()
+    options = client_flags().parse_args()
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"{options.base_url}/v1", api_key=options.api_key)
     chats = OpenAIChatCompletionsModel(options.model, client)

@@ -5,10 +5,10 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
 from typing import Literal
 
 import openai
+from client_flags import client_flags
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -68,10 +68,7 @@ def responses(client: OpenAI, model: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    options = parser.parse_args()
+    options = client_flags(names_model=False).parse_args()
     client = OpenAI(base_url=f"{options.base_url}/v1", api_key=options.api_key)
     model = client.models.list().data[0].id
     for part in (chats, tools, responses):

@@ -5,14 +5,13 @@
 The server needs a chat template, and ``--tool-call-parser hermes``.
 """
 
-import argparse
 import asyncio
 from importlib.metadata import version
-from typing import Literal
 
 from anthropic import AsyncAnthropic
+from client_answer import Answer
+from client_flags import client_flags
 from openai import AsyncOpenAI
-from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -20,14 +19,6 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
-
-
-class Answer(BaseModel):
-    """What is asked for."""
-
-    model_config = ConfigDict(extra="forbid")
-    color: Literal["red", "green"]
-    sure: bool
 
 
 async def converse(model: Model, settings: ModelSettings) -> None:
@@ -52,11 +43,7 @@ async def call(model: Model, settings: ModelSettings) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
-    options = parser.parse_args()
+    options = client_flags().parse_args()
     own = AsyncOpenAI(base_url=f"{options.base_url}/v1", api_key=options.api_key)
     provider = OpenAIProvider(openai_client=own)
     settings = ModelSettings(max_tokens=90, temperature=0)

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from client_flags import client_flags
+
 DEMO_MODEL = Path(__file__).parents[2] / "src" / "quire" / "demo_model"
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 24, 8
 
@@ -39,10 +41,7 @@ def measure(options: argparse.Namespace, path: str, folder: Path) -> dict[str, A
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
+    parser = client_flags()
     parser.add_argument("--tokenizer", default=str(DEMO_MODEL))
     options = parser.parse_args()
     for path in ("/v1/completions", "/v1/chat/completions"):

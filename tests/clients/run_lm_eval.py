@@ -5,7 +5,6 @@
 It asks the server for tokens, too, so that it needs no tokenizer and fetches nothing.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,6 +13,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from client_flags import client_flags
 
 TASKS = Path(__file__).parent / "tasks"
 NAMES = ("quire_choice", "quire_until")
@@ -50,11 +51,7 @@ def evaluate(base_url: str, api_key: str, model: str, folder: Path) -> dict[str,
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="demo")
-    options = parser.parse_args()
+    options = client_flags().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = evaluate(options.base_url, options.api_key, options.model, Path(folder))
     # What is not Python at all is less likely than what is.
