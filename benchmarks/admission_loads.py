@@ -14,10 +14,10 @@ from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
+from quire.kv import STRATEGIES, CacheConfig
 from quire.planner.simulation.costs import FittedCosts, StepCosts
 from quire.planner.simulation.work import Reach, Work
 from quire.spec import FullAttention, Group
-from quire.strategies import STRATEGIES, CacheConfig
 
 EOS = 0
 BLOCK_TOKENS = 16

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.attention import AttentionBackend, choose_backend
 from quire.config import kernel_dir
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 Writer = Callable[[Tensor, Tensor, Tensor], None]  # slots, k, v
 

@@ -18,16 +18,9 @@ from quiet import Call
 from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, make_batch
+from quire.kv import Accounting, CacheConfig, LayerView, Storage, build_accounting, build_storage
 from quire.memory import HostMemory
 from quire.spec import AttentionSpec, FullAttention, LatentAttention, Layer, ModelSpec
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    LayerView,
-    Storage,
-    build_accounting,
-    build_storage,
-)
 from quire.units import ceil_div
 
 KV_HEADS, HEAD_DIM = 8, 128

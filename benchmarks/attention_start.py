@@ -53,9 +53,9 @@ def _run(folder: str | None) -> None:
 def _begin(*, attend: bool) -> None:
     import torch
 
+    from quire.kv import CacheConfig, build_accounting, build_storage
     from quire.memory import HostMemory
     from quire.spec import FullAttention, Layer, ModelSpec
-    from quire.strategies import CacheConfig, build_accounting, build_storage
 
     spec = FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16")
     model = ModelSpec(

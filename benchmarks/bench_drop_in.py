@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import quire
-from quire.strategies import STRATEGIES
+from quire.kv import STRATEGIES
 from quire.units import format_seconds
 
 PEER, AGAIN = "dynamic", "dynamic again"

@@ -21,7 +21,7 @@ from report import Table, markdown, replace_section, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.blocks import DEFAULT_POLICY, POLICIES
+from quire.kv import DEFAULT_POLICY, POLICIES
 from quire.planner.hit_rates.optimum import Optimum
 from quire.units import format_seconds
 

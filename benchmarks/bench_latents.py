@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from quire.attention import AttentionBatch, choose_backend, make_batch
 from quire.config import kernel_dir
+from quire.kv import STRATEGIES, CacheConfig, Fits, Storage, build_storage
 from quire.memory import HostMemory
 from quire.models.ways.gathered import attend_gathered, gather
 from quire.models.ways.latent import LatentLayers
 from quire.models.ways.latent_read import WORTH_EXPANDING, attend_latents
 from quire.spec import Group, LatentAttention
-from quire.strategies import STRATEGIES, CacheConfig, Fits, Storage, build_storage
 
 RANK, ROPE, KEY, VALUE = 512, 64, 128, 128
 # (tokens before the chunk, tokens of the chunk)

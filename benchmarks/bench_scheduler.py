@@ -22,8 +22,8 @@ from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request, Sequence
+from quire.kv import STRATEGIES, CacheConfig
 from quire.spec import FullAttention, Group
-from quire.strategies import STRATEGIES, CacheConfig
 
 BLOCK, MAX_MODEL_LEN = 16, 8192
 PROMPT, OUTPUT = 20, 400  # tokens

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import typer
 from report import Table, markdown
 
-from quire.blocks import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
+from quire.kv import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
 from quire.spec import FullAttention, Group
 
 BLOCK_SIZE = 16

@@ -23,12 +23,12 @@ from pathlib import PurePath
 import numpy as np
 from blocks_harness import BLOCK_SIZE, Answer
 
-from quire.blocks import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
+from quire.kv import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
 from quire.spec import FullAttention, Group
 
 PROMPT_BLOCKS = 64
 _FRAMES = 6  # deep enough to find our own module behind numpy's
-_PARTS = {  # by module of quire.blocks; the others are the pool's
+_PARTS = {  # by module of quire.kv; the others are the pool's
     "prefix_index": "index",
     "prefix_cache": "index",
     "ghosts": "ghosts",
@@ -100,7 +100,7 @@ def fill(blocks: Coordinator, num_blocks: int) -> None:
 
 
 def _by_part() -> Counter[str]:
-    """Bytes in use that quire.blocks asked for, by part."""
+    """Bytes in use that quire.kv asked for, by part."""
     found: Counter[str] = Counter()
     for each in tracemalloc.take_snapshot().statistics("traceback"):
         for frame in reversed(each.traceback):  # the innermost first

@@ -33,11 +33,11 @@ from blocks_harness import (
 )
 from blocks_metadata import make_blocks, metadata
 
-from quire.blocks import FITS, Coordinator
-from quire.blocks.pool import NO_NODE
+from quire.kv import FITS, Coordinator
+from quire.kv.block_pool import NO_NODE
+from quire.kv.interface import CacheConfig
+from quire.kv.paged import PagedAccounting
 from quire.spec import FullAttention, Group, SlidingWindow
-from quire.strategies.base import CacheConfig
-from quire.strategies.paged import PagedAccounting
 
 NEW_TOKEN = 7
 MAX_MODEL_LEN = 32_768

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from prefix_traces import BLOCK_TOKENS, PrefixTrace
 
-from quire.blocks import Fits
+from quire.kv import Fits
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.core import prefix_accounting
 from quire.planner.hit_rates.lru import infinite_hits

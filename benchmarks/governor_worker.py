@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams
+from quire.kv import Fits
 from quire.memory.budget import headroom_bytes
 from quire.memory.machine.probe import process_memory
 from quire.memory.machine.readings import HostGauge, MemoryReading
 from quire.models.loader import load
-from quire.strategies import Fits
 
 GIB = 1 << 30
 PARAMS = SamplingParams(max_tokens=160, temperature=0, ignore_eos=True)

@@ -17,10 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.attention.flashinfer.limits import cannot_serve
+from quire.kv import LayerView
+from quire.kv.storage.entries import quantize
 from quire.spec import AttentionSpec, FullAttention, SlidingWindow
 from quire.spec.layers import dtype_bytes
-from quire.strategies import LayerView
-from quire.strategies.quantized import quantize
 
 LEAST_OF_A_COPY, LEAST_OF_FLASHINFER = 0.85, 0.95
 ERROR = 2e-2  # max |Δ| over max |result|, of bfloat16 and of codes

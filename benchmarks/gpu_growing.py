@@ -14,14 +14,7 @@ from gpu_memory import QWEN3_4B, TINY, spec_of
 from gpu_setting import GIB, MIB, Found, Setting, median_ratio
 from report import Table
 
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Fits,
-    StackedStorage,
-    build_accounting,
-    build_storage,
-)
+from quire.kv import Accounting, CacheConfig, Fits, StackedStorage, build_accounting, build_storage
 from quire.units import format_bytes
 
 

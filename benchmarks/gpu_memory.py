@@ -17,17 +17,10 @@ from report import Table
 from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch
+from quire.kv import STRATEGIES, CacheConfig, Fits, LayerView, build_accounting, build_storage
 from quire.memory import Region
 from quire.memory.cuda import CudaMemory
 from quire.spec import FullAttention, Layer, ModelSpec
-from quire.strategies import (
-    STRATEGIES,
-    CacheConfig,
-    Fits,
-    LayerView,
-    build_accounting,
-    build_storage,
-)
 from quire.units import format_bytes
 
 QWEN3_4B = Geometry()

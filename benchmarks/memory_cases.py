@@ -19,10 +19,10 @@ import os_memory
 import torch
 from torch import Tensor
 
+from quire.kv import Accounting, CacheConfig, Fits, Storage, build_accounting, build_storage
+from quire.kv.layout import attention_spec
 from quire.memory import HostMemory
 from quire.spec import AttentionSpec, FullAttention, Layer, ModelSpec, SlidingWindow
-from quire.strategies import Accounting, CacheConfig, Fits, Storage, build_accounting, build_storage
-from quire.strategies.layout import attention_spec
 from quire.units import align_up
 
 PAGE_BYTES = 4096

@@ -8,7 +8,7 @@ from typing import Any
 
 from report import Table
 
-from quire.strategies import STRATEGIES
+from quire.kv import STRATEGIES
 from quire.units import format_bytes, format_seconds
 
 MIB = 2**20

@@ -33,13 +33,13 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.swap import Clock
 from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
+from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.models.recorded import recordings
 from quire.planner.simulation.costs import FittedCosts
 from quire.planner.simulation.fitting import Fit
 from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.planner.simulation.virtual import prices_of
-from quire.strategies import CacheConfig
 
 ROUNDS = 5
 THROUGHPUT_GOAL, COUNT_GOAL = 0.10, 0.02

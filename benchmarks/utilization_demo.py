@@ -18,10 +18,10 @@ from utilization_waste import Fate, Moment, Watch
 from virtual_caches import heap_bytes
 
 from quire import LLM, SamplingParams
+from quire.kv import Usage
 from quire.memory import HostMemory
 from quire.memory.base import Region
 from quire.models.loader import LoadedModel
-from quire.strategies import Usage
 
 DIVISOR = 7  # so that the longest request fits the model's 2,048 tokens
 CAPACITY_BYTES = 33 * 2**20  # 8,448 tokens: four of the longest, and what newcomers must leave

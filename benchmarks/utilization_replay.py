@@ -23,8 +23,8 @@ from quire.engine.plan import Sampled, StepPlan
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request
 from quire.errors import RequestTooLong
+from quire.kv import CacheConfig, build_accounting
 from quire.spec import FullAttention, Layer, ModelSpec
-from quire.strategies import CacheConfig, build_accounting
 
 GIB = 2**30
 QWEN3_4B = ModelSpec(

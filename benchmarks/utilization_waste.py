@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.kv import Accounting, Fits, NotNow, Verdict
+from quire.kv.contiguous import ContiguousAccounting
+from quire.kv.growing import GrowingAccounting
+from quire.kv.layout import common_page_tokens, page_tokens
+from quire.kv.virtual import VirtualAccounting
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.spec import FullAttention
-from quire.strategies import Accounting, Fits, NotNow, Verdict
-from quire.strategies.contiguous import ContiguousAccounting
-from quire.strategies.growing import GrowingAccounting
-from quire.strategies.layout import common_page_tokens, page_tokens
-from quire.strategies.virtual import VirtualAccounting
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 from quire.units import align_up
 
 HeldSlots = Callable[[int, int, int], int]  # group, seq_id, tokens of its range → slots it holds

@@ -10,18 +10,10 @@ import numpy as np
 import torch
 
 from quire.attention import AttentionBackend
+from quire.kv import Accounting, CacheConfig, Change, Fits, Storage, build_accounting, build_storage
 from quire.memory import HostMemory
 from quire.memory.machine.probe import spare_mappings
 from quire.spec import FullAttention, Layer, ModelSpec
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Change,
-    Fits,
-    Storage,
-    build_accounting,
-    build_storage,
-)
 
 QWEN3_4B = FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 36 layers of these
 ONE_HEAD = FullAttention(num_kv_heads=1, head_dim=64, dtype="bfloat16")  # 16 tokens are a page

@@ -10,9 +10,9 @@ import numpy as np
 from virtual_caches import FORMS, ONE_HEAD, QWEN3_4B, Cache, make_cache, prompt
 
 from quire import LLM, SamplingParams
-from quire.blocks import Change, Commit, Map, Release, Unmap
+from quire.kv import Change, Commit, Map, Release, Unmap
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.models.loader import load
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 _BLOCK = 16
 GEOMETRIES = {

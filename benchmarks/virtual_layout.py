@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from virtual_caches import FORMS, QWEN3_4B, Cache, fill, make_cache
 
 from quire.attention import AttentionBackend, AttentionBatch, SdpaAttention
-from quire.strategies import LayerView
+from quire.kv import LayerView
 from quire.units import align_up, ceil_div
 
 LAYERS, QUERY_HEADS = 12, 32  # of Qwen3-4B's 36 layers, so that six caches fit

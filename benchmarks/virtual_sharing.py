@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from virtual_caches import ONE_HEAD, QWEN3_4B, Cache, fill, heap_bytes, make_cache, prompt
 
-from quire.blocks import Map, NotNow
+from quire.kv import Map, NotNow
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory.machine.probe import mapping_limit, num_mappings
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 COMMON, OWN = 4_096, 100  # tokens of a prompt
 FORKED, NUM_FORKS = 1_000, 32

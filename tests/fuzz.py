@@ -29,7 +29,7 @@ from conformance.strategy_cases import KINDS, OPTIONS
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from engine.scheduler_machine import SchedulerMachine
 from engine.simulation import replay
-from quire.strategies import Accounting, CacheConfig
+from quire.kv import Accounting, CacheConfig
 
 SETTINGS = settings(
     max_examples=5,  # of a turn

@@ -24,50 +24,47 @@ MAY_IMPORT = {
     "traces": "errors units",
     "memory": "errors units",
     "spec": "errors units",
-    "blocks": "errors units spec",
-    "strategies": "errors units spec blocks memory",
+    "kv": "errors units spec memory",
     "figures": "",
-    "config": "errors units spec memory blocks strategies",
+    "config": "errors units spec memory kv",
     "kernels": "errors units",
     "devices": "errors units memory",
-    "attention": "errors units spec strategies kernels devices",
+    "attention": "errors units spec kv kernels devices",
     "layers": "errors units kernels",
-    "models": "errors units spec memory strategies kernels attention layers devices",
+    "models": "errors units spec memory kv kernels attention layers devices",
     "engine.params": "errors",
     "engine.structured": "errors units engine.params",
-    "engine.sequence": "errors units blocks engine.params engine.structured",
-    "engine.plan": "strategies engine.sequence",
-    "engine.statistics": "blocks engine.sequence engine.plan",
-    "engine.scheduling": "errors units spec blocks strategies engine.sequence engine.plan"
-    " engine.statistics",
-    "engine.scheduler": "errors units spec blocks strategies engine.sequence engine.plan"
+    "engine.sequence": "errors units kv engine.params engine.structured",
+    "engine.plan": "kv engine.sequence",
+    "engine.statistics": "kv engine.sequence engine.plan",
+    "engine.scheduling": "errors units spec kv engine.sequence engine.plan engine.statistics",
+    "engine.scheduler": "errors units spec kv engine.sequence engine.plan"
     " engine.statistics engine.scheduling",
     "engine.sampling": "errors units devices engine.params engine.sequence engine.plan",
     "engine.detokenizer": "engine.params",
-    "engine.needs": "errors units config spec memory strategies",
-    "engine.kv_cache": "errors memory strategies",
-    "engine.parts": "strategies engine.sequence engine.plan engine.scheduling",
+    "engine.needs": "errors units config spec memory kv",
+    "engine.kv_cache": "errors memory kv",
+    "engine.parts": "kv engine.sequence engine.plan engine.scheduling",
     "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
     " engine.parts",
-    "engine.runner": "errors units spec strategies attention layers models devices engine.sequence"
+    "engine.runner": "errors units spec kv attention layers models devices engine.sequence"
     " engine.plan engine.parts"
     " engine.kv_cache engine.sequence",
-    "engine": "errors units config spec memory blocks strategies attention models devices"
+    "engine": "errors units config spec memory kv attention models devices"
     " engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.detokenizer engine.needs engine.kv_cache engine.runner"
     " engine.sampling engine.structured",
-    "planner": "errors units traces config spec memory blocks strategies engine.params"
+    "planner": "errors units traces config spec memory kv engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.needs figures",
-    "server": "errors units traces config spec blocks strategies engine.params engine.sequence"
+    "server": "errors units traces config spec kv engine.params engine.sequence"
     " engine.plan engine.statistics engine.scheduling engine.scheduler engine",
     "http": "errors",
-    "bench": "errors units traces strategies engine.params engine.plan engine.scheduling engine"
+    "bench": "errors units traces kv engine.params engine.plan engine.scheduling engine"
     " http planner",
-    "compare": "errors units config spec strategies models engine.params engine.sequence engine"
-    " figures",
-    "cli": "errors units traces config spec memory strategies models engine.params engine.sequence"
+    "compare": "errors units config spec kv models engine.params engine.sequence engine figures",
+    "cli": "errors units traces config spec memory kv models engine.params engine.sequence"
     " engine planner server figures compare bench http engine.needs devices",
 }
 
@@ -99,7 +96,7 @@ ONLY_IN = {
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
-    *("errors", "units", "config", "spec", "memory", "blocks", "strategies"),
+    *("errors", "units", "config", "spec", "memory", "kv"),
     *("engine.params", "engine.sequence", "engine.plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.needs"),
     *("engine.parts", "engine.engine", "engine.kv_cache"),
@@ -118,7 +115,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """Without the leading ``quire.``: ``strategies.base``; ``strategies`` for its __init__."""
+        """Without the leading ``quire.``: ``kv.interface``; ``strategies`` for its __init__."""
         parts = self.path.relative_to(SRC / "quire").with_suffix("").parts
         return ".".join(part for part in parts if part != "__init__")
 

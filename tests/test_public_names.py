@@ -62,7 +62,7 @@ def test_names_are_loaded_on_first_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    importlib.import_module("quire.strategies")
+    importlib.import_module("quire.kv")
     drop_in = importlib.import_module("quire.models.drop_in")
     assert quire.cache is drop_in.cache, "a module has taken its name"
     assert quire.LLM is importlib.import_module("quire.engine.llm").LLM

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.engine.params import SamplingParams
 from quire.figures import Line, line_chart
-from quire.strategies import STRATEGIES, Usage
+from quire.kv import STRATEGIES, Usage
 from quire.units import format_bytes
 
 if TYPE_CHECKING:

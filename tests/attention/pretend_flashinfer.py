@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretend import PretendTensor
 from quire.attention.flashinfer import FlashInferAttention
-from quire.strategies import MakeWriter
+from quire.kv import MakeWriter
 
 WIDTHS = (64, 128, 256, 512)
 HALVES = (torch.float16, torch.bfloat16)

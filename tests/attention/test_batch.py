@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.attention import make_batch, packed_tokens
+from quire.kv import STRATEGIES, Fits, build_accounting
+from quire.kv.packing import packed_positions
 from quire.spec import FullAttention, SlidingWindow
-from quire.strategies import STRATEGIES, Fits, build_accounting
-from quire.strategies.packed import packed_positions
 from strategies.geometry import MIB, config, spec_of
 
 FULL = FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16")

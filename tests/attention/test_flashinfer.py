@@ -30,8 +30,8 @@ from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.flashinfer.limits import cannot_run, cannot_serve
 from quire.attention.flashinfer.pages import page_tables, page_tokens_of
 from quire.errors import ConfigError
+from quire.kv import LayerView
 from quire.spec import FullAttention, LatentAttention
-from quire.strategies import LayerView
 
 MIXES = {
     "decodes": ((30, 1), (0, 1), (63, 1), (64, 1), (149, 1), (7, 1)),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attention.machines import cpu_backend, isa_or_skip
 from quire.attention.cpu import CpuAttention
+from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_storage
 from quire.memory import HostMemory
 from quire.spec import AttentionSpec, FullAttention, Group, LatentAttention
-from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_storage
 
 SOURCES = ("float32", "float16", "bfloat16")
 KEPT = (*SOURCES, "int8", "float8_e4m3fn")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.blocks import (
+from quire.kv import (
     FITS,
     NO_KEYS,
     POLICIES,

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from blocks.caches import FULL, SIZE, STATE, Cache, sliding, span
-from quire.blocks import FITS, Image, PrefixKeys
-from quire.blocks.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from quire.kv import FITS, Image, PrefixKeys
+from quire.kv.prefix_index import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from quire.spec import LayerSpec
 
 

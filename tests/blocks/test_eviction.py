@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quire.blocks.eviction import POLICIES, EvictionPolicy, lru
+from quire.kv.eviction import POLICIES, EvictionPolicy, lru
 
 
 def ids(*blocks: int) -> npt.NDArray[np.intp]:

@@ -22,8 +22,8 @@ from blocks.caches import (
     sliding,
     span,
 )
-from quire.blocks import Copy
-from quire.blocks.runs import Ids
+from quire.kv import Copy
+from quire.kv.eviction_queue import Ids
 from quire.spec import ChunkedAttention, FullAttention, LayerSpec, RecurrentState, SlidingWindow
 from quire.spec.layers import StateTensor
 

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.blocks.eviction import lru
-from quire.blocks.pool import NO_NODE, BlockPool
+from quire.kv.block_pool import NO_NODE, BlockPool
+from quire.kv.eviction import lru
 
 Ids = npt.NDArray[np.intp]
 CACHED = 0  # references of a block that no sequence holds and the index finds
@@ -311,5 +311,5 @@ def test_a_pool_of_empty_granules_becomes_what_was_foretold(granule: int) -> Non
 
 
 def test_importing_the_room_loads_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import quire.blocks"
+    code = "import sys; sys.modules['torch'] = None; import quire.kv"
     subprocess.run([sys.executable, "-c", code], check=True)

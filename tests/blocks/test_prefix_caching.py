@@ -7,7 +7,7 @@ the behaviour is one of its. Contents are followed slot by slot in ``caches``.
 import pytest
 
 from blocks.caches import BLOCK_BYTES, FULL, LATENT, SIZE, STATE, Cache, ids, sliding, span
-from quire.blocks import FITS, Commit, Copy, NotNow, PrefixHit
+from quire.kv import FITS, Commit, Copy, NotNow, PrefixHit
 from quire.spec import LayerSpec
 
 # -- sharing -------------------------------------------------------------------------------------

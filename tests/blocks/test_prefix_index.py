@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.blocks.events import BlockRemoved, BlockStored
-from quire.blocks.prefix_index import NO_BLOCK, Extra, PrefixIndex
+from quire.kv.prefix_index import NO_BLOCK, BlockRemoved, BlockStored, Extra, PrefixIndex
 
 SIZE = 4
 
@@ -314,7 +313,7 @@ def test_a_hash_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         computed += 1
         return sha256(start)
 
-    monkeypatch.setattr("quire.blocks.prefix_index.sha256", counted)
+    monkeypatch.setattr("quire.kv.prefix_index.sha256", counted)
     index = PrefixIndex(1, SIZE)
     tip = grow(index, index.root(), *(data(i, i, i, i) for i in range(20)))
     assert computed == 0  # none was asked for
@@ -373,7 +372,7 @@ def test_events_say_what_is_found_and_what_no_longer() -> None:
 
 
 def test_without_events_nothing_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("quire.blocks.prefix_index.sha256")
+    monkeypatch.delattr("quire.kv.prefix_index.sha256")
     index = PrefixIndex(1, SIZE)
     tip = grow(index, index.root(), A)
     index.attach(0, index.rows([tip]), ids(0))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.blocks.prefix_index import NO_BLOCK, Extra, PrefixIndex
+from quire.kv.prefix_index import NO_BLOCK, Extra, PrefixIndex
 
 SIZE = 2
 Block: TypeAlias = tuple[tuple[int, ...], Extra]

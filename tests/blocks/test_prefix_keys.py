@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 
 from blocks.caches import FULL, STATE, Cache, sliding, span
-from quire.blocks import NO_KEYS, Image, PrefixKeys
+from quire.kv import NO_KEYS, Image, PrefixKeys
 from quire.spec import LayerSpec
 
 WORLDS = [

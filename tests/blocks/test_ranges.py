@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.blocks import FirstFit
+from quire.kv import FirstFit
 
 NUM_SLOTS = 24
 # A length asks for a range of it; a negative number frees one of those held.

@@ -18,10 +18,9 @@ from blocks.caches import (
     sliding,
     span,
 )
-from quire.blocks import FITS, Fits, Never, NotNow, PrefixHit
+from quire.kv import FITS, CacheConfig, Fits, Never, NotNow, PrefixHit
+from quire.kv.paged import PagedAccounting
 from quire.spec import Layer, LayerSpec, ModelSpec
-from quire.strategies import CacheConfig
-from quire.strategies.paged import PagedAccounting
 
 MIXES: list[tuple[LayerSpec, ...]] = [
     (FULL,),

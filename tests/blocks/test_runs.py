@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.blocks.runs import _SLACK, Runs
+from quire.kv.eviction_queue import _SLACK, Runs
 
 Ids: TypeAlias = npt.NDArray[np.intp]
 

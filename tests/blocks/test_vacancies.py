@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from blocks.caches import FULL, SIZE, STATE, Cache, sliding, span
-from quire.blocks import Release
-from quire.blocks.vacancies import Vacancies
+from quire.kv import Release
+from quire.kv.block_pool import Vacancies
 
 Ids = npt.NDArray[np.intp]
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 import target
 from quire.attention import AttentionBackend, AttentionBatch, make_batch
+from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_storage
+from quire.kv.storage.entries import dequantize, quantize
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CheckedMemory, MemoryProvider
 from quire.memory.checked import CheckedRegion
 from quire.spec import (
@@ -25,9 +28,6 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from quire.strategies import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_storage
-from quire.strategies.quantized import dequantize, quantize
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 # Rounding of the inputs is no error here: both read the same ones. What is left is the rounding of
 # weights and of the result: one or two units of the last of 11 bits in float16, of 8 in bfloat16.

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from quire.kv import Accounting, CellState
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.spec import KeptWhole
-from quire.strategies import Accounting, CellState
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 
 
 def check_census(accounting: Accounting, seq_ids: Iterable[int]) -> None:

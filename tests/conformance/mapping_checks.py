@@ -6,8 +6,8 @@ This is asked of every step, since few come near the system's limit.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.strategies import Accounting
-from quire.strategies.virtual_shared import SharedVirtualAccounting
+from quire.kv import Accounting
+from quire.kv.virtual_shared import SharedVirtualAccounting
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import numpy as np
 from conformance.census_checks import check_census
 from conformance.sharing_model import Held, Step
 from conformance.sharing_world import World
-from quire.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
-from quire.strategies import Fits, Never, NotNow, PrefixHit, Usage
+from quire.kv import Fits, Never, NotNow, PrefixHit, Usage
+from quire.kv.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.units import ceil_div
 
 UNHELD = 1000  # no sequence has held the block

@@ -14,8 +14,7 @@ from conformance.sharing_model import MAX_SEQS, SHARING_KINDS, TENANTS, Held, St
 from conformance.sharing_steps import Engine
 from conformance.sharing_world import World
 from conformance.strategy_cases import KINDS
-from quire.blocks import POLICIES
-from quire.strategies import CacheConfig, PrefixKeys
+from quire.kv import POLICIES, CacheConfig, PrefixKeys
 
 
 class SharingMachine(RuleBasedStateMachine):

@@ -14,8 +14,8 @@ import numpy as np
 
 from conformance.strategy_cases import KINDS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore
+from quire.kv import Image, PrefixHit, PrefixKeys
 from quire.spec import Group, Layer, RecurrentState, StateTensor
-from quire.strategies import Image, PrefixHit, PrefixKeys
 
 SHARING_KINDS = (*KINDS, "recurrent", "recurrent+2", "hybrid")
 CAT, DOG = (

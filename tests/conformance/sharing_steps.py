@@ -9,7 +9,7 @@ from conformance.mapping_checks import counted_mappings
 from conformance.sharing_checks import Checks
 from conformance.sharing_model import GARBAGE, Held, Step
 from conformance.sharing_world import World
-from quire.strategies import Fits, Never
+from quire.kv import Fits, Never
 
 
 class Engine:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from conformance.sharing_model import Contents, Held, Prefixes, Step
+from quire.kv import CacheConfig, Fits
+from quire.kv.interface import Slots
+from quire.kv.layout import stacking
+from quire.kv.paged import PagedAccounting
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.spec import Group, RecurrentState
-from quire.strategies import CacheConfig, Fits
-from quire.strategies.base import Slots
-from quire.strategies.paged import PagedAccounting
-from quire.strategies.stacking import stacking
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 from quire.units import ceil_div
 
 PLENTY = 2**22  # bytes: more than one sequence can take

@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from conformance.census_checks import check_census
 from conformance.mapping_checks import counted_mappings
 from conformance.strategy_cases import KINDS_WITH_STATES, OPTIONS, layers_of, model_spec
-from quire.spec import ChunkedAttention, CrossAttention, Group, KeptWhole, SlidingWindow
-from quire.strategies import (
+from quire.kv import (
     Accounting,
     CacheConfig,
     Change,
@@ -34,8 +33,9 @@ from quire.strategies import (
     Verdict,
     build_accounting,
 )
-from quire.strategies.contiguous import ContiguousAccounting
-from quire.strategies.virtual_shared import SharedVirtualAccounting
+from quire.kv.contiguous import ContiguousAccounting
+from quire.kv.virtual_shared import SharedVirtualAccounting
+from quire.spec import ChunkedAttention, CrossAttention, Group, KeptWhole, SlidingWindow
 
 Ids = npt.NDArray[np.int64]
 

@@ -18,14 +18,7 @@ from conformance.covering import in_turn
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from quire.errors import ConfigError
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Fits,
-    Never,
-    NotNow,
-    build_accounting,
-)
+from quire.kv import Accounting, CacheConfig, Fits, Never, NotNow, build_accounting
 
 SETTINGS = settings(max_examples=6, stateful_step_count=30, deadline=None)
 MORE = settings(SETTINGS, max_examples=18)
@@ -201,7 +194,7 @@ def test_accounting_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from quire.spec import FullAttention, Layer, ModelSpec\n"
-        "from quire.strategies import STRATEGIES, CacheConfig, build_accounting\n"
+        "from quire.kv import STRATEGIES, CacheConfig, build_accounting\n"
         "full = FullAttention(num_kv_heads=1, head_dim=64, dtype='float32')\n"
         "spec = ModelSpec(model_type='', layers=(Layer(specs=(full,)),), max_model_len=9,\n"
         "                 dtype='float32')\n"

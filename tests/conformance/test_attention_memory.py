@@ -18,7 +18,7 @@ from conformance.attention_grid import MIXES, SAMPLE, build, name_of
 from quire.attention import AttentionBackend, SdpaAttention
 from quire.attention.cpu import plan
 from quire.kernels.threads import Scratch
-from quire.strategies import LayerView
+from quire.kv import LayerView
 
 Threads = Callable[[int], None]
 # Tables with windows, and sequences that are split among threads.

@@ -20,10 +20,10 @@ from quire.attention import (
     make_batch,
 )
 from quire.attention.gather import read_sequence
+from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, LayerView, build_storage
+from quire.kv.storage.entries import dequantize, quantize
 from quire.memory import HostMemory
 from quire.spec import AttentionSpec, FullAttention, Group, LatentAttention, SlidingWindow
-from quire.strategies import STRATEGIES, CacheConfig, Commit, Fits, LayerView, build_storage
-from quire.strategies.quantized import dequantize, quantize
 
 BACKENDS: dict[str, AttentionBackend] = {"reference": ReferenceAttention(), "sdpa": SdpaAttention()}
 DTYPES = ["int8", "float8_e4m3fn", "bfloat16"]

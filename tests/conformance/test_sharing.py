@@ -15,13 +15,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from conformance.sharing_machine import SharingMachine
 from conformance.sharing_model import SHARING_KINDS
 from conformance.strategy_cases import KINDS
-from quire.blocks import Coordinator, PrefixKeys, prefix_index
-from quire.blocks.eviction import Recency
-from quire.blocks.pools import Pools
-from quire.blocks.prefix_cache import PrefixCache
-from quire.blocks.tables import BlockTables
-from quire.strategies.virtual_shared import SharedVirtualAccounting
-from quire.strategies.windows import Windows
+from quire.kv import Coordinator, PrefixKeys, prefix_index
+from quire.kv.block_pools import Pools
+from quire.kv.block_tables import BlockTables
+from quire.kv.eviction import Recency
+from quire.kv.prefix_cache import PrefixCache
+from quire.kv.virtual_shared import SharedVirtualAccounting
+from quire.kv.windows import Windows
 
 # make test-all goes through 50,000 steps and more of these machines, of those of test_accounting.py
 # and of tests/blocks; make fuzz goes through as many as there is time for.

@@ -22,14 +22,7 @@ from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore, StrategyMachine, is_state
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.errors import MemoryUnavailable
-from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
-from quire.memory.checked import CheckedRegion
-from quire.memory.cuda import CudaMemory, CudaRegion
-from quire.memory.host.heaps import HeapRegion
-from quire.memory.machine.probe import resident_bytes
-from quire.spec import ModelSpec
-from quire.spec.layers import dtype_bytes
-from quire.strategies import (
+from quire.kv import (
     STRATEGIES,
     Accounting,
     CacheConfig,
@@ -42,8 +35,15 @@ from quire.strategies import (
     build_accounting,
     build_storage,
 )
-from quire.strategies.layout import attention_spec
-from quire.strategies.quantized import dequantize, quantize
+from quire.kv.layout import attention_spec
+from quire.kv.storage.entries import dequantize, quantize
+from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
+from quire.memory.checked import CheckedRegion
+from quire.memory.cuda import CudaMemory, CudaRegion
+from quire.memory.host.heaps import HeapRegion
+from quire.memory.machine.probe import resident_bytes
+from quire.spec import ModelSpec
+from quire.spec.layers import dtype_bytes
 
 SETTINGS = settings(max_examples=3, stateful_step_count=25, deadline=None)
 MORE = settings(SETTINGS, max_examples=9)

@@ -15,10 +15,10 @@ from models.test_recurrent import GREEDY, HYBRIDS, JAMBA, PURE, without_a_cache
 from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine import assembly
+from quire.kv import STRATEGIES
 from quire.models.captured import CapturedDecodes
 from quire.models.states import recurrent
 from quire.models.states.batch import state_groups
-from quire.strategies import STRATEGIES
 from tiny import random_model
 from zoo import build as zoo
 

@@ -14,12 +14,11 @@ from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.attention import SdpaAttention
-from quire.blocks import FITS
 from quire.engine import assembly, needs
 from quire.engine.plan import StepPlan
+from quire.kv import FITS, CacheConfig, GrowingAccounting, StackedStorage
 from quire.memory.cuda import CudaMemory
 from quire.spec import FullAttention, Group
-from quire.strategies import CacheConfig, GrowingAccounting, StackedStorage
 from tiny import tiny_model, tokens
 
 PAGE = 4096  # 16 tokens of a layer

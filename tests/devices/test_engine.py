@@ -12,7 +12,7 @@ import pretend
 from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine import assembly
-from quire.strategies import STRATEGIES
+from quire.kv import STRATEGIES
 from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -11,7 +11,7 @@ from devices.test_engine import GREEDY, expected, generated, on
 from pretend import Gpu, PretendAttention
 from quire.attention.flashinfer import FlashInferAttention
 from quire.engine import assembly
-from quire.strategies import STRATEGIES
+from quire.kv import STRATEGIES
 from tiny import tiny_model
 
 

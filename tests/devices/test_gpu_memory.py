@@ -12,8 +12,8 @@ import torch
 import target
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.kv import STRATEGIES
 from quire.memory.by_device import memory_for
-from quire.strategies import STRATEGIES
 from tiny import tiny_model, tokens
 
 pytestmark = pytest.mark.gpu

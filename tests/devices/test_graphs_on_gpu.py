@@ -10,7 +10,7 @@ import target
 from models.test_recurrent import HYBRIDS, PURE
 from quire import LLM, SamplingParams
 from quire.engine.runner import ModelRunner
-from quire.strategies import STRATEGIES
+from quire.kv import STRATEGIES
 from tiny import random_model, tiny_model, tokens
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,8 @@ from quire.devices.streams import on_default_stream
 from quire.engine import build
 from quire.engine.cache_lock import CacheLock
 from quire.engine.runner import ModelRunner
-from quire.strategies.beside import CopiesBeside
-from quire.strategies.storage import BlockStorage
+from quire.kv.storage.per_layer import BlockStorage
+from quire.kv.storage.stacked import CopiesBeside
 from tiny import tiny_model, tokens
 
 DEVICE = torch.device("cuda", 0)

@@ -18,9 +18,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Sequence
+from quire.kv import STRATEGIES
 from quire.memory import MemoryProvider
 from quire.models.loader import LoadedModel, load
-from quire.strategies import STRATEGIES
 
 GAP = 1e-4
 LONGEST_OUTPUT = 40

@@ -43,12 +43,12 @@ from quire.engine.swap.shelves import MemoryShelf
 from quire.engine.swap.store import SwapStore
 from quire.engine.swap.timers import HostTimer
 from quire.errors import RequestTooLong
+from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import FailingMemory, HostMemory
 from quire.memory.governor import Governor
 from quire.memory.machine.readings import MemoryReading
 from quire.memory.residency import HostResident
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 
 VOCAB, EOS = 32, 0
 POISON, NO_NUMBER = 31, 30  # a prompt with such a token: its step fails, its logits are NaN

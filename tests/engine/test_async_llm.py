@@ -27,9 +27,9 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.params import StructuredOutputsParams
 from quire.errors import MemoryUnavailable, RequestError, RequestTooLong
+from quire.kv import Usage
 from quire.memory import CountedMemory, HostMemory
 from quire.models.loader import load
-from quire.strategies import Usage
 from tiny import tokens
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.engine.outputs import Completion
 from quire.errors import RequestError, RequestTooLong
+from quire.kv import STRATEGIES
 from quire.models.loader import LoadedModel, load
-from quire.strategies import STRATEGIES
 from tiny import CONFIGS, tiny_model, tokens
 
 WIDTH = 4

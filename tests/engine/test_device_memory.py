@@ -17,9 +17,9 @@ from memory.cuda.streams import Work
 from quire import LLM, SamplingParams
 from quire.engine.plan import StepPlan
 from quire.errors import MemoryUnavailable
+from quire.kv import STRATEGIES
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine.readings import MemoryReading
-from quire.strategies import STRATEGIES
 
 PAGE = 4096  # small, as the model is
 

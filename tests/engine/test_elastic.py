@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from engine.test_llm import GREEDY, generated_by_transformers, ids, model_of, prompts
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
+from quire.kv import STRATEGIES, Fits
 from quire.memory.machine.probe import process_memory
 from quire.memory.machine.readings import HostGauge, MemoryReading
-from quire.strategies import STRATEGIES, Fits
 
 KIB = 1 << 10  # of a token's keys and values, in this model
 TOTAL = 4096 * KIB  # so that 1024 KiB are left to others …

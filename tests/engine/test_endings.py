@@ -20,8 +20,8 @@ from quire.engine.mailbox import Mailbox
 from quire.engine.outputs import TextDelta
 from quire.engine.plan import TokenOutput
 from quire.errors import RequestError
+from quire.kv import STRATEGIES
 from quire.models.loader import LoadedModel
-from quire.strategies import STRATEGIES
 
 BAD = 7  # a token that the strict tokenizer does not have
 CODE = "def fibonacci(n):\n    "

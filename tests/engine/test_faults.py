@@ -14,8 +14,8 @@ from engine.test_llm import GREEDY, ids, prompts, small
 from quire import LLM
 from quire.engine.outputs import TextDelta
 from quire.engine.plan import StepPlan
+from quire.kv import STRATEGIES
 from quire.models.recorded import recordings
-from quire.strategies import STRATEGIES
 
 BRIEF = replace(GREEDY, max_tokens=5)
 

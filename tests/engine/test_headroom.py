@@ -21,8 +21,8 @@ from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
-from quire.strategies import CacheConfig
-from quire.strategies.paged import PagedAccounting
+from quire.kv import CacheConfig
+from quire.kv.paged import PagedAccounting
 
 NONE_RUNNING = np.zeros(0, np.int64), np.zeros(0)
 HORIZON = 100

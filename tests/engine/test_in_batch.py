@@ -15,8 +15,8 @@ from quire.engine.plan import Sampled, TokenLogprobs
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
+from quire.kv import STRATEGIES, CacheConfig, PrefixKeys
 from quire.spec import FullAttention, Group, RecurrentState, StateTensor
-from quire.strategies import STRATEGIES, CacheConfig, PrefixKeys
 
 FULL = Group(spec=FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"), layers=(0,))
 BLOCK = 16

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.kv import STRATEGIES
 from quire.models.loader import adopt
 from quire.models.recorded import recordings
 from quire.models.ways.choice import WAYS
-from quire.strategies import STRATEGIES
 from tiny import heavy_model, tiny_model, tokens
 
 MIB = 2**20

@@ -14,9 +14,9 @@ from conformance.covering import in_turn
 from quire import LLM, SamplingParams
 from quire.engine.outputs import Completion, TextDelta
 from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
+from quire.kv import STRATEGIES
 from quire.memory import CountedMemory, FailingMemory, HostMemory
 from quire.models.loader import LoadedModel, load
-from quire.strategies import STRATEGIES
 from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

@@ -15,8 +15,8 @@ import target
 import tiny
 from conformance.covering import in_turn
 from quire import LLM, SamplingParams
+from quire.kv import STRATEGIES
 from quire.memory.cuda import CudaMemory
-from quire.strategies import STRATEGIES
 
 pytestmark = pytest.mark.device
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
+from quire.kv import STRATEGIES
 from quire.models.loader import LoadedModel, load
-from quire.strategies import STRATEGIES
 from tiny import tiny_model, tokens
 
 N = 4

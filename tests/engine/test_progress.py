@@ -13,7 +13,6 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from engine.scheduler_machine import SchedulerMachine, Watch
-from quire.blocks import Coordinator
 from quire.engine import scheduler
 from quire.engine.params import SamplingParams
 from quire.engine.scheduler import Scheduler
@@ -23,9 +22,9 @@ from quire.engine.scheduling.room import Room
 from quire.engine.scheduling.step import Step
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
+from quire.kv import STRATEGIES, CacheConfig, Coordinator
+from quire.kv.paged import PagedAccounting
 from quire.spec import Group
-from quire.strategies import STRATEGIES, CacheConfig
-from quire.strategies.paged import PagedAccounting
 
 SETTINGS = settings(max_examples=10, stateful_step_count=30, deadline=None)
 MORE = settings(SETTINGS, max_examples=40)

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.schedules import Result, Schedule
+from quire.kv import STRATEGIES
 from quire.models.recorded import recordings
-from quire.strategies import STRATEGIES
 
 
 def run(seeds: range, cache: str | None = None) -> Result:

@@ -23,9 +23,9 @@ from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
 from quire.errors import RequestTooLong
+from quire.kv import STRATEGIES, Accounting, CacheConfig
+from quire.kv.paged import PagedAccounting
 from quire.spec import FullAttention, Group, SlidingWindow
-from quire.strategies import STRATEGIES, Accounting, CacheConfig
-from quire.strategies.paged import PagedAccounting
 
 MAX_MODEL_LEN = 48
 PAGE_BYTES = 64

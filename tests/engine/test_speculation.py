@@ -23,10 +23,10 @@ from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.pace import Pace, num_alike
 from quire.engine.speculation.prompt_lookup import PromptLookup, Repetitions
 from quire.errors import ConfigError, MemoryUnavailable
+from quire.kv import STRATEGIES, CacheConfig, Usage
+from quire.kv.paged import PagedAccounting
 from quire.memory import CountedMemory, HostMemory
 from quire.models.loader import LoadedModel, load
-from quire.strategies import STRATEGIES, CacheConfig, Usage
-from quire.strategies.paged import PagedAccounting
 from tiny import tiny_model, tokens
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}

@@ -11,10 +11,10 @@ import torch
 from engine.test_llm import GREEDY, prompts, small
 from engine.twin import Hands, Twin, same
 from quire import LLM, SamplingParams
-from quire.blocks import PrefixKeys
 from quire.engine.plan import StepPlan
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import MISS_REASONS, Histogram, Statistics, token_bounds
+from quire.kv import PrefixKeys
 from tiny import tokens
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=3)

@@ -24,8 +24,8 @@ from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
 from quire.engine.swap.store import make_swap_store
 from quire.engine.swap.timers import HostTimer
 from quire.errors import ConfigError
+from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import HostMemory
-from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from tiny import random_model, tiny_model
 
 KIB = 1 << 10  # of a token's keys and values, in these models

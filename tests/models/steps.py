@@ -14,18 +14,11 @@ from quire.attention import choose_backend
 from quire.config import kernel_dir
 from quire.engine.kv_cache import KVCache
 from quire.engine.runner import ModelRunner
+from quire.kv import Accounting, CacheConfig, Fits, Storage, build_accounting, build_storage
+from quire.kv.layout import attention_spec
 from quire.memory import HostMemory
 from quire.models.loader import LoadedModel, adopt
 from quire.models.rounded import RoundedCache
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Fits,
-    Storage,
-    build_accounting,
-    build_storage,
-)
-from quire.strategies.layout import attention_spec
 from tiny import tokens
 
 # (sequence, tokens) of each step: prompts from nothing, chunks of them beside decodes, decodes.

@@ -22,10 +22,10 @@ from quire.errors import (
     RequestTooLong,
     UnsupportedModel,
 )
+from quire.kv import STRATEGIES, Change, Copy
+from quire.kv.storage.per_layer import RangeStorage
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache, cache
-from quire.strategies import STRATEGIES, Change, Copy
-from quire.strategies.storage import RangeStorage
 from tiny import CONFIGS, WINDOW, tiny_model, tokens
 
 NEW_TOKENS = 16  # with a prompt of 11 a window of 9 is left behind, and several blocks of 4

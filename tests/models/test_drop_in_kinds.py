@@ -18,12 +18,12 @@ from transformers import DynamicCache, PreTrainedModel
 import quire
 from conformance.covering import in_turn
 from quire.errors import ConfigError, MemoryUnavailable, OutOfKVMemory, UnsupportedModel
+from quire.kv import STRATEGIES, Usage
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache
 from quire.models.drop_in.row_states import RowStates, state_row_bytes
 from quire.spec import Group, ModelSpec, RecurrentState
 from quire.spec.layers import StateTensor
-from quire.strategies import STRATEGIES, Usage
 from zoo.build import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,10 +20,10 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from conformance.covering import in_turn
 from quire.errors import ConfigError, MemoryUnavailable, OutOfKVMemory, UnsupportedModel
+from quire.kv import STRATEGIES
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache, cache
 from quire.models.loader import adopt
-from quire.strategies import STRATEGIES
 from readers import source_ids, tiny_reader
 from tiny import tiny_model, tokens
 from zoo.build import tiny_model as zoo_model

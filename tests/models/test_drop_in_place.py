@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from conformance.covering import in_turn
 from quire.errors import ConfigError
+from quire.kv import STRATEGIES
 from quire.memory.machine import snapshot
 from quire.models.drop_in import cache
 from quire.models.drop_in.in_place import Unread
 from quire.models.drop_in.rows import Rows
-from quire.strategies import STRATEGIES
 from tiny import WINDOW, tiny_model, tokens
 
 OPTIONS: dict[str, Any] = dict(

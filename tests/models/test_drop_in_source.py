@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from quire.errors import ConfigError, MemoryUnavailable, RequestTooLong, UnsupportedModel
+from quire.kv import STRATEGIES
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import cache
 from quire.models.drop_in.source import SourceCache
 from quire.spec import ModelSpec
-from quire.strategies import STRATEGIES
 from readers import CONFIGS, features, source_ids, tiny_reader
 from tiny import tiny_model
 

@@ -25,10 +25,10 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from models.steps import LENGTH, World, alone, deviation, world_of
 from quire.attention import SdpaAttention
+from quire.kv import STRATEGIES
 from quire.models.ways import latent_read
 from quire.models.ways.latent import LatentLayers
 from quire.spec import AttentionSpec, LatentAttention
-from quire.strategies import STRATEGIES
 from tiny import VOCAB, random_model, tokens
 
 RANK, ROPE, HEADS, KEY, VALUE = 16, 8, 4, 20, 12

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
+from quire.kv import STRATEGIES
 from quire.models.recorded import recordings as recordings_module
 from quire.models.recorded.pieces import Pieces
 from quire.models.recorded.recordings import SIZES, Recordings
-from quire.strategies import STRATEGIES
 from tiny import CONFIGS, tiny_model, tokens
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

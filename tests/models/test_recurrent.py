@@ -34,9 +34,9 @@ from quire.engine.runner import ModelRunner
 from quire.engine.scheduler import NO_DRAFTS, Drafts
 from quire.engine.scheduling.costs import Prices
 from quire.errors import ConfigError, UnsupportedModel
+from quire.kv import STRATEGIES
+from quire.kv.layout import slot_bytes
 from quire.spec import ModelSpec, RecurrentState
-from quire.strategies import STRATEGIES
-from quire.strategies.layout import slot_bytes
 from tiny import random_model, tiny_model
 
 _COMMON: dict[str, Any] = dict(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import OutOfKVMemory, RequestTooLong
+from quire.kv import STRATEGIES, CacheConfig
 from quire.memory import CheckedMemory, HostMemory
 from quire.models.drop_in.rows import Family, Rows
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from quire.strategies import STRATEGIES, CacheConfig
 
 # 512 bytes a key: eight tokens a page. The second layer reads the last five tokens.
 FULL = FullAttention(num_kv_heads=1, head_dim=128, dtype="float32")

@@ -29,10 +29,10 @@ from transformers import (
 from models.steps import LENGTH, World, alone, deviation, world_of
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModel
+from quire.kv import STRATEGIES, Fits
 from quire.models.ways.choice import WAYS
 from quire.models.ways.trial import Trial
 from quire.spec import FullAttention, SlidingWindow
-from quire.strategies import STRATEGIES, Fits
 from tiny import CONFIGS, VOCAB, WINDOW, random_model, tiny_model, tokens
 
 TOLERANCE = 1e-5  # of the largest logit, fp32

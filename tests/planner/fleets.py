@@ -3,10 +3,10 @@
 from typing import Any
 
 from quire.engine.scheduler import Limits
+from quire.kv import CacheConfig
 from quire.planner.simulation.costs import FittedCosts
 from quire.planner.simulation.simulator import Fleet
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec, SlidingWindow
-from quire.strategies import CacheConfig
 from quire.traces import TraceRequest
 
 # A block of 16 tokens is 16 KiB in a layer: whole pages.

@@ -15,9 +15,9 @@ from torch import Tensor
 from pretend.tensor import PretendTensor
 from quire.attention import AttentionBatch, NoHostPart, ReferenceAttention
 from quire.attention.gather import output_width
+from quire.kv import LayerView
+from quire.kv.storage.entries import quantize
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
-from quire.strategies.quantized import quantize
 
 
 class PretendAttention:

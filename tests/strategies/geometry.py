@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from quire.kv import CacheConfig
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec
-from quire.strategies import CacheConfig
 
 MIB = 2**20
 GIB = 2**30

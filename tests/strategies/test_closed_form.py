@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.kv import Accounting, CacheConfig, Change, Commit, Fits, Release, build_accounting
 from quire.spec import Group, ModelSpec, RecurrentState
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Change,
-    Commit,
-    Fits,
-    Release,
-    build_accounting,
-)
 from quire.units import align_down, align_up
 from spec.published import FULL, LATENT, Published
 from spec.published_recurrent import RECURRENT

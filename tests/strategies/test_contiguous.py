@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.strategies import Commit, Copy, Fits, NotNow, Release
-from quire.strategies.contiguous import ContiguousAccounting
+from quire.kv import Commit, Copy, Fits, NotNow, Release
+from quire.kv.contiguous import ContiguousAccounting
 from strategies.geometry import GIB, QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config
 
 TOKEN_BYTES = SMALL.bytes_per_token

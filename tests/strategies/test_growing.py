@@ -4,10 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from quire.kv import Change, Commit, Copy, Fits, Growth, NotNow, Release
+from quire.kv.growing import GROWTH, GrowingAccounting
 from quire.spec import FullAttention
-from quire.strategies import Change, Commit, Copy, Fits, Growth, NotNow, Release
-from quire.strategies.growing import GrowingAccounting
-from quire.strategies.growth import GROWTH
 from strategies.geometry import MIB, QWEN3_4B, SMALL, config, spec_of
 
 LAYER_TOKEN_BYTES = 4096  # of Qwen3-4B

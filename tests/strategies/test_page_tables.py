@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kv import STRATEGIES, CacheConfig, Fits, build_accounting, build_storage
+from quire.kv.page_tables import page_table_bytes, tables_of_one_piece
 from quire.memory import HostMemory
 from quire.memory.machine.probe import spare_mappings
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from quire.strategies import STRATEGIES, CacheConfig, Fits, build_accounting, build_storage
-from quire.strategies.page_tables import page_table_bytes, tables_of_one_piece
 
 KEPT = FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TABLE = 4096

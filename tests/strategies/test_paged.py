@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
+from quire.kv import Commit, Copy, Fits, Never, NotNow, Release
+from quire.kv.paged import PagedAccounting
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -13,8 +15,6 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from quire.strategies import Commit, Copy, Fits, Never, NotNow, Release
-from quire.strategies.paged import PagedAccounting
 from strategies.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
 
 BLOCK = 16

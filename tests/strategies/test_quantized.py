@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 from torch import Tensor
 
-from quire.strategies.quantized import dequantize, quantize
+from quire.kv.storage.entries import dequantize, quantize
 
 FP8 = torch.float8_e4m3fn
 # Below this, 127 / amax is no float32 any more; entries that small are as good as zero.

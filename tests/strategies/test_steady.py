@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.blocks import Copy, Release
+from quire.kv import Accounting, CacheConfig, Copy, Fits, Release, build_accounting
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec, SlidingWindow
-from quire.strategies import Accounting, CacheConfig, Fits, build_accounting
 
 FULL = FullAttention(num_kv_heads=2, head_dim=64, dtype="float32")
 WINDOW = SlidingWindow(num_kv_heads=2, head_dim=64, dtype="float32", window=40)

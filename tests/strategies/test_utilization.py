@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.strategies import STRATEGIES, Fits, build_accounting
+from quire.kv import STRATEGIES, Fits, build_accounting
 from strategies.geometry import GIB, QWEN3_4B, config
 
 # Prompt and answer together, in tokens: the 2.5th, 7.5th, … 97.5th percentiles of 19,366 requests.

@@ -2,9 +2,9 @@
 
 import pytest
 
+from quire.kv import Commit, Copy, Fits, NotNow, Release
+from quire.kv.virtual import VirtualAccounting
 from quire.spec import ChunkedAttention, FullAttention, SlidingWindow
-from quire.strategies import Commit, Copy, Fits, NotNow, Release
-from quire.strategies.virtual import VirtualAccounting
 from strategies.geometry import QWEN3_4B, config, spec_of
 
 PAGE = 4  # tokens a page: 32 bytes a head's key, pages of 128 bytes

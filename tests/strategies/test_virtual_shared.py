@@ -15,8 +15,11 @@ from transformers import PreTrainedModel
 
 from conformance.memory_cases import memfd_bytes, rollup_bytes
 from quire import LLM, SamplingParams
-from quire.blocks import Change, Commit, Fits, Map, NotNow, Unmap
 from quire.errors import ConfigError
+from quire.kv import Change, Commit, Fits, Map, NotNow, Unmap, build_accounting, build_storage
+from quire.kv.layout import stacked_block_size
+from quire.kv.virtual import VirtualAccounting
+from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import HostMemory
 from quire.memory.machine.probe import num_mappings
 from quire.spec import (
@@ -26,10 +29,6 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from quire.strategies import build_accounting, build_storage
-from quire.strategies.layout import stacked_block_size
-from quire.strategies.virtual import VirtualAccounting
-from quire.strategies.virtual_shared import SharedVirtualAccounting
 from strategies.geometry import MIB, QWEN3_4B, config, spec_of
 from tiny import tiny_model, tokens
 

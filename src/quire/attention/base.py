@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.threads import Call
+from quire.kv import Accounting, LayerView, MakeWriter
+from quire.kv.packing import packed_positions
 from quire.spec import AttentionSpec
-from quire.strategies import Accounting, LayerView, MakeWriter
-from quire.strategies.packed import packed_positions
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 

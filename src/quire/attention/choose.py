@@ -77,12 +77,12 @@ def _find(
     backend: AttentionBackend
     if name == "cpu":
         try:
-            from quire.attention.cpu import CpuAttention
+            from quire.attention.cpu.backend import CpuAttention
         except (ImportError, OSError) as error:  # no wheel for this platform, or a broken one
             return f"llvmlite cannot be imported ({error})"
         backend = CpuAttention(cache_dir=kernel_dir)
     elif name == "flashinfer":
-        from quire.attention.flashinfer import FlashInferAttention
+        from quire.attention.flashinfer.backend import FlashInferAttention
 
         # FlashInfer reads what Triton's kernel has written, which leaves out padding.
         writer = _find("triton", specs, device, kernel_dir)
@@ -92,7 +92,7 @@ def _find(
         )
     elif name == "triton":
         try:
-            from quire.attention.triton import TritonAttention
+            from quire.attention.triton.backend import TritonAttention
         except (ImportError, OSError) as error:  # torch for CUDA brings it, one for the CPU not
             return f"Triton cannot be imported ({error})"
         backend = TritonAttention()

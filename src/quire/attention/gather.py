@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch
+from quire.kv import LayerView
+from quire.kv.storage.entries import dequantize
 from quire.spec import AttentionSpec, LatentAttention
-from quire.strategies import LayerView
-from quire.strategies.quantized import dequantize
 
 
 def read_sequence(

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch
 from quire.attention.gather import output_width, read_for
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 
 class ReferenceAttention:

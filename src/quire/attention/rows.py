@@ -40,7 +40,8 @@ def find_padded_rows(device: torch.device) -> RowMover | str:
     The slot of padding is -1: it is taken as zeros, and put nowhere. No address is touched for it.
     """
     try:
-        from quire.attention.triton import TritonRows, find_gpu
+        from quire.attention.triton.gpu import find_gpu
+        from quire.attention.triton.rows import TritonRows
     except (ImportError, OSError) as error:  # torch for CUDA brings it, one for the CPU not
         return f"Triton cannot be imported ({error})"
     gpu = find_gpu(device)

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.attention.base import AttentionBatch
 from quire.attention.gather import output_width, read_for, readable
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention
-from quire.strategies import LayerView
 
 _MOST_ELEMENTS = 2**24  # of a mask or of scores, at once
 

@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.scheduling.swap import Clock
+from quire.kv import Accounting, CacheConfig, Copy, Storage, build_accounting, build_storage
+from quire.kv.layout import attention_groups
 from quire.planner.simulation.fitting import nonnegative_least_squares
-from quire.strategies import (
-    Accounting,
-    CacheConfig,
-    Copy,
-    Storage,
-    build_accounting,
-    build_storage,
-)
-from quire.strategies.layout import attention_groups
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.load import Outcome, Piece
 from quire.bench.workload import Query, Vocabulary
 from quire.engine.params import SamplingParams
-from quire.strategies import Usage
+from quire.kv import Usage
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

@@ -112,10 +112,10 @@ def main() -> None:
 def _run(named: list[str]) -> None:
     try:
         if named:
-            from quire.config import (
+            from quire.config import (  # read what --help has no use for
                 keep_few_shapes,
                 wait_patiently,
-            )  # read what --help has no use for
+            )
 
             wait_patiently()
             keep_few_shapes()

@@ -15,17 +15,17 @@ from rich.markup import escape
 from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.needs import stored_spec
+from quire.kv import STRATEGIES
 from quire.planner.capacity.course import Request, moments, tables_after
 from quire.planner.capacity.plan import Place, plan, sizes_of
 from quire.planner.subjects.subject import Subject
-from quire.strategies import STRATEGIES
 from quire.units import format_count
 
 if TYPE_CHECKING:
+    from quire.kv import Usage
     from quire.memory import MemoryProvider
     from quire.memory.budget import Ledger
     from quire.models.loader import LoadedModel
-    from quire.strategies import Usage
 
 _FIXED = ("max_num_seqs × max_model_len", "kv_cache_memory_bytes", "max_model_len")  # by options
 _MOST_TOKENS = 96  # of the prompt and of the answer: windows pass, blocks and buffers fill

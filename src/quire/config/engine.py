@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.config.environment import Said, number, read, said
 from quire.config.options import ADVANCED, in_range, one_of, option
 from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError
+from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
 from quire.memory.budget import BUDGETS
-from quire.strategies import STRATEGIES
 from quire.units import parse_bytes
 
 log = logging.getLogger(__name__)

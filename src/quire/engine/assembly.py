@@ -10,6 +10,8 @@ from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.refusals import refuse_switching_positions, refuse_too_little
 from quire.engine.runner import ModelRunner, Ranks
+from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
+from quire.kv.layout import attention_groups, attention_spec
 from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.loader import LoadedModel
@@ -18,8 +20,6 @@ from quire.models.watched import ModelWatch
 from quire.models.ways.small_copy import small_copy
 from quire.models.ways.trial import hides_errors
 from quire.spec import ModelSpec
-from quire.strategies import Accounting, CacheConfig, Storage, build_accounting, build_storage
-from quire.strategies.layout import attention_groups, attention_spec
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from quire.blocks import NO_KEYS, PrefixKeys
 from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
@@ -15,7 +14,7 @@ from quire.engine.params import Params, SamplingParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
-from quire.strategies import Usage
+from quire.kv import NO_KEYS, PrefixKeys, Usage
 
 T = TypeVar("T")
 

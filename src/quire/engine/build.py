@@ -22,7 +22,7 @@ from quire.engine.parallel.part import PartedModel, load_parts
 from quire.engine.parallel.team import Team
 from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.recurrence import refuse_speculation
-from quire.engine.sampling import Sampler
+from quire.engine.sampling.sampler import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.limits import Limits
@@ -33,6 +33,7 @@ from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
 from quire.engine.statistics import Statistics
 from quire.engine.swap.store import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
+from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
@@ -43,7 +44,6 @@ from quire.memory.residency import Residency, Resident
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ What needs both holds this, so that the pair can be replaced where storage could
 from collections.abc import Callable
 from typing import TypeAlias, final
 
+from quire.kv import Accounting, Storage
 from quire.memory import CountedMemory
-from quire.strategies import Accounting, Storage
 
 MakePair: TypeAlias = Callable[[], tuple[Accounting, Storage]]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, TypeAlias
 
-from quire.blocks import NO_KEYS, PrefixKeys
 from quire.config import EngineConfig
 from quire.engine.beam import BeamSearch
 from quire.engine.build import build, loaded_model
@@ -40,13 +39,13 @@ from quire.engine.statistics import Statistics
 from quire.engine.structured import Grammars
 from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
+from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
+from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
 from quire.models.hearing import Hearing
 from quire.models.loader import LoadedModel
 from quire.models.ways.source import Source
-from quire.strategies import Accounting, Usage
-from quire.strategies.page_tables import usage_with_tables
 from quire.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)

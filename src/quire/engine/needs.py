@@ -8,12 +8,11 @@ from collections.abc import Iterable
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig
 from quire.errors import ConfigError
+from quire.kv import CacheConfig
+from quire.kv.layout import attention_groups, slot_bytes, stacking, suited_to
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import Group, KeptWhole, ModelSpec, RecurrentState
-from quire.strategies import CacheConfig
-from quire.strategies.layout import attention_groups, slot_bytes
-from quire.strategies.stacking import stacking, suited_to
 from quire.units import format_count
 
 _SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use

@@ -8,14 +8,7 @@ from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.plan import TokenOutput
-from quire.engine.sequence import (
-    Embedding,
-    Fault,
-    FinishReason,
-    Request,
-    Sequence,
-    TokenLogprobs,
-)
+from quire.engine.sequence import Embedding, Fault, FinishReason, Request, Sequence, TokenLogprobs
 from quire.engine.statistics import Latencies
 from quire.errors import RequestError
 

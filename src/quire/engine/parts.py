@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from quire.engine.plan import Chunk, Sampled, Save, StepPlan
 from quire.engine.scheduling.step import Drafts
 from quire.engine.sequence import Sequence
-from quire.strategies import Accounting
+from quire.kv import Accounting
 
 
 class ModelChanged(Exception):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.engine.sequence import Fault, FinishReason, Sequence, TokenLogprobs
-from quire.strategies.base import Slots
+from quire.kv.interface import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

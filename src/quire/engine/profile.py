@@ -21,15 +21,16 @@ from quire.config import EngineConfig
 from quire.engine.assembly import Assembly, assemble
 from quire.engine.needs import cache_sizes, stored_spec
 from quire.engine.plan import Chunk, StepPlan
-from quire.engine.sampling import DEAREST, Sampler
+from quire.engine.sampling import DEAREST
+from quire.engine.sampling.sampler import Sampler
 from quire.engine.sequence import Request, Sequence
 from quire.errors import MemoryUnavailable
+from quire.kv import CacheConfig, Fits
+from quire.kv.layout import whole_bytes
 from quire.memory import MemoryProvider
 from quire.memory.budget import Footprint
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig, Fits
-from quire.strategies.layout import whole_bytes
 from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from quire.errors import ConfigError
+from quire.kv import Accounting, Never
 from quire.models.loader import LoadedModel
-from quire.strategies import Accounting, Never
 from quire.units import format_bytes, format_count
 
 _TRIAL_ID = -1  # requests count from 1

@@ -11,19 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention import (
-    AttentionBackend,
-    AttentionBatch,
-    NoHostPart,
-    make_batch,
-    packed_tokens,
-)
+from quire.attention import AttentionBackend, AttentionBatch, NoHostPart, make_batch, packed_tokens
 from quire.devices import on_device
 from quire.devices.unused import give_back_unused
 from quire.engine.kv_cache import KVCache
 from quire.engine.parts import ModelChanged
 from quire.engine.plan import StepPlan
 from quire.errors import UnsupportedModel
+from quire.kv import Fits
+from quire.kv.layout import attention_groups, attention_spec
 from quire.models.captured import CapturedDecodes
 from quire.models.loader import LoadedModel
 from quire.models.placed import is_offloaded
@@ -36,8 +32,6 @@ from quire.models.ways.choice import WAYS, Way, make_way
 from quire.models.ways.hooks import Step, make_step
 from quire.models.ways.source import Source, kept_sources
 from quire.models.ways.trial import Trial, limit_for
-from quire.strategies import Fits
-from quire.strategies.layout import attention_groups, attention_spec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

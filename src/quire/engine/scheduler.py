@@ -18,13 +18,7 @@ from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.in_batch import InBatchPrefixes
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.outcome import (
-    append,
-    is_embedding,
-    kept_drafts,
-    mark_computed,
-    pooled,
-)
+from quire.engine.scheduling.outcome import append, is_embedding, kept_drafts, mark_computed, pooled
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues, WaitingReason
@@ -34,7 +28,7 @@ from quire.engine.scheduling.suspects import Suspects
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
-from quire.strategies import Accounting, Fits
+from quire.kv import Accounting, Fits
 
 __all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
 

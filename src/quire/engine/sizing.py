@@ -8,13 +8,13 @@ import logging
 from quire.config import EngineConfig
 from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.build import needs_with_draft
+from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget import Ledger
 from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel
-from quire.strategies import CacheConfig
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from quire.memory.base import MemoryProvider, Region, Window
 from quire.memory.checked import CheckedMemory
 from quire.memory.composed import CountedMemory, FailingMemory, LimitedMemory
-from quire.memory.host import HostMemory
+from quire.memory.host.memory import HostMemory
 
 __all__ = [
     "CheckedMemory",

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.memory.budget import Mode, headroom_bytes
+from quire.memory.budget.rules import Mode, headroom_bytes
 from quire.units import format_bytes
 
 FAIR_MULTIPLE = 20  # of the slack: n alike hold 20 / (1 + 20 n) each, so one 95 %, two 49 %

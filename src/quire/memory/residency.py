@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias, final
 
 from quire.memory.base import MemoryProvider
-from quire.memory.host import HostMemory
 from quire.memory.host.allocator import trim_allocator
 from quire.memory.host.locked import check_lockable
+from quire.memory.host.memory import HostMemory
 from quire.memory.kept import KeptMemory
 from quire.units import format_bytes
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from quire.strategies.quantized import dequantize, quantize
+from quire.kv.storage.entries import dequantize, quantize
 
 
 @final

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.server.exchange import Exchange
 from quire.server.guard.keys import UNKNOWN, Caller
 from quire.server.logs import place_of
-from quire.server.metrics import REJECTIONS
+from quire.server.metrics.counts import REJECTIONS
 from quire.server.operations import Operation
 from quire.server.service import Service
 from quire.server.wire.errors import Dialect, Refused, refusal

@@ -21,7 +21,7 @@ from quire.server.guard.origin import Origins
 from quire.server.guard.shares import Bodies, TextThreads
 from quire.server.kept.background import Background
 from quire.server.kept.store import Store
-from quire.server.metrics import Metrics
+from quire.server.metrics.exposition import Metrics
 from quire.server.request_log import RequestWriter
 from quire.server.sampling import sampling_defaults, sampling_params
 from quire.server.schemas.fields import Routed, Sampling, Searching

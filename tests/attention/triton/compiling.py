@@ -21,8 +21,8 @@ import torch
 
 from quire.attention import AttentionBatch
 from quire.attention.triton.gpu import Gpu
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention, SlidingWindow
-from quire.strategies import LayerView
 
 # What one program may have of shared memory: CUDA's programming guide, table of capabilities.
 SHARED_BYTES = {

@@ -22,9 +22,9 @@ from conformance.attention_cases import (
 from quire.attention import AttentionBatch, ReferenceAttention
 from quire.attention.base import PlacedBatch
 from quire.attention.triton import backend as backend_module
+from quire.kv import LayerView
 from quire.memory import HostMemory
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 EDGES = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100])
 

@@ -5,8 +5,8 @@ import torch
 
 from attention.test_writers import SOURCES, make_accounting, make_spec, region, special
 from attention.triton.interpreter import backend
+from quire.kv import STRATEGIES, build_storage
 from quire.memory import HostMemory
-from quire.strategies import STRATEGIES, build_storage
 
 
 def both(strategy: str, kept: str, source: str, *, latent: bool = False) -> None:

@@ -14,8 +14,8 @@ from quire.engine.llm import LLM
 from quire.engine.parallel.crew import Crew
 from quire.engine.parallel.part import load_parts
 from quire.engine.params import SamplingParams
+from quire.kv import STRATEGIES, Usage
 from quire.models.loader import LoadedModel
-from quire.strategies import STRATEGIES, Usage
 from tiny import CONFIGS, VOCAB, random_model, tokens
 
 _VOCAB = VOCAB + 1

@@ -37,13 +37,7 @@ from quire.engine.parallel.messages import (
     Unload,
 )
 from quire.engine.parallel.part import PartedModel, load_parts
-from quire.errors import (
-    ConfigError,
-    MemoryUnavailable,
-    ModelNotLoadable,
-    RankLost,
-    RequestError,
-)
+from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, RankLost, RequestError
 from quire.memory.cuda.driver import DriverError
 from quire.memory.machine import DeviceMemory, read_machine
 from quire.models.loader import LoadedModel, load

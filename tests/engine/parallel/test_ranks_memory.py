@@ -16,8 +16,8 @@ from quire.engine.parallel.follower import _Engine
 from quire.engine.parallel.messages import Answer, Done, Failed, Message, Read
 from quire.engine.parallel.resident import RankedGauge
 from quire.errors import MemoryUnavailable, RankLost
+from quire.kv import Usage
 from quire.memory.machine.readings import HostGauge, MemoryReading
-from quire.strategies import Usage
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

@@ -27,7 +27,7 @@ from pretend import Gpu, ranks
 from quire.engine.llm import LLM
 from quire.engine.parallel.crew import Crew
 from quire.engine.params import SamplingParams
-from quire.strategies import Usage
+from quire.kv import Usage
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

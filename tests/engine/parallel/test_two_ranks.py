@@ -28,10 +28,10 @@ from quire.config import EngineConfig
 from quire.engine.parallel.crew import Crew
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
+from quire.kv import STRATEGIES, Usage
 from quire.planner.capacity.course import Request
 from quire.planner.capacity.plan import plan
 from quire.planner.subjects.subject import find_subject
-from quire.strategies import STRATEGIES, Usage
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

@@ -11,6 +11,7 @@ import pytest
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.cli.validation import Check, validate
 from quire.config import EngineConfig
+from quire.kv import STRATEGIES
 from quire.memory import HostMemory
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine import read_machine
@@ -19,7 +20,6 @@ from quire.models.loader import adopt
 from quire.planner.capacity.course import Request
 from quire.planner.capacity.plan import Place
 from quire.planner.subjects.subject import find_subject
-from quire.strategies import STRATEGIES
 from readers import tiny_reader
 from tiny import tiny_model as tiny
 from zoo.build import tiny_model

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.places import GIB, THOUSAND, card, host, planned
-from quire.blocks import Fits
 from quire.config import EngineConfig
 from quire.engine.needs import kv_needs, ledger_for, stored_spec
 from quire.errors import ConfigError
+from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.memory.budget import BUDGETS
 from quire.planner.capacity.course import Request, lengths, moments
 from quire.planner.capacity.plan import Plan, sizes_of, typical
 from quire.planner.subjects.subject import find_subject
-from quire.strategies import STRATEGIES, build_accounting
 
 MIB = 1 << 20
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from planner.fleets import BLOCK_BYTES, fleet_of, spec_of
 from planner.reports import report
+from quire.kv import CacheConfig
 from quire.planner.report import held_by_batch, held_by_one
 from quire.planner.report.held import Lengths
 from quire.planner.report.series import series_of
 from quire.planner.report.words import duration, rate
 from quire.planner.simulation.timeline import FIGURES, State, Timeline
 from quire.planner.subjects.subject import find_subject
-from quire.strategies import CacheConfig
 from quire.units import ceil_div
 
 NOTES = st.lists(

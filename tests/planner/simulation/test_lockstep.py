@@ -14,10 +14,10 @@ from quire.engine.llm import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.plan import StepPlan
 from quire.engine.scheduler import Scheduler
+from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.planner.simulation.virtual import prices_of
-from quire.strategies import CacheConfig
 from quire.traces import TraceRequest
 from tiny import tiny_model
 

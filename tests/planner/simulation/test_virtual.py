@@ -1,9 +1,9 @@
 """What copies take on a virtual clock: a price for each layer, and one for each byte."""
 
 from planner.fleets import spec_of
+from quire.kv import CacheConfig, build_accounting
 from quire.planner.simulation.costs import FittedCosts
 from quire.planner.simulation.virtual import VirtualCache, VirtualClock
-from quire.strategies import CacheConfig, build_accounting
 
 LAYERS, TOKEN_BYTES = 2, 2 * 2 * 64 * 4
 

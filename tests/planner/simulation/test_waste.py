@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleets import BLOCK_BYTES, CACHES, fleet_of, request, spec_of
+from quire.kv import Fits, build_accounting
 from quire.planner.simulation.simulator import simulate
 from quire.planner.simulation.waste import Waste
-from quire.strategies import Fits, build_accounting
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400)), min_size=1, max_size=6)
 TOKEN_BYTES = BLOCK_BYTES // 16

@@ -19,8 +19,8 @@ from quire.kernels.isa import Isa
 from quire.kernels.machine import Kernels, native_isa
 from quire.kernels.tensors import KINDS, with_dense_rows
 from quire.kernels.threads import Scratch, Threads
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 
 class CpuAttention:

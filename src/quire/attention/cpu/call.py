@@ -8,8 +8,8 @@ from quire.attention.cpu.frame import FRAME, AttendShape
 from quire.kernels.formats import kind_factor
 from quire.kernels.language import LOG2_E
 from quire.kernels.tensors import KINDS, words
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention
-from quire.strategies import LayerView
 
 # The words that differ from step to step: memory to work in, and a plan's.
 PLANNED = range(FRAME.index("scratch"), FRAME.index("block_size") + 1)

@@ -14,8 +14,8 @@ from quire.attention.cpu.tensors import view_words
 from quire.attention.cpu.write import STEP_WORDS, KernelWriter, token_bytes
 from quire.kernels.machine import Kernels
 from quire.kernels.threads import Call, Threads
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 Compiled: TypeAlias = Callable[[AttendShape], tuple[int, Layout]]
 

@@ -1,7 +1,7 @@
 """A layer's view in the kernels' words."""
 
 from quire.kernels.tensors import words
-from quire.strategies import LayerView
+from quire.kv import LayerView
 
 
 def view_words(view: LayerView) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The write side: each token's key and value into its slot, quantized on the way.
 
-Source of the formats: ``quire.strategies.quantized``, whose bits these kernels reproduce.
+Source of the formats: ``quire.kv.storage.entries``, whose bits these kernels reproduce.
 """
 
 import struct
@@ -19,7 +19,7 @@ from quire.kernels.language import F32, INTS, LANES, Code, Int
 from quire.kernels.machine import Kernels
 from quire.kernels.tensors import KINDS, with_dense_rows, words
 from quire.kernels.threads import Call, Threads
-from quire.strategies import LayerView
+from quire.kv import LayerView
 from quire.units import ceil_div
 
 _FRAME = (

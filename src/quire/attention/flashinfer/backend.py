@@ -25,8 +25,8 @@ from quire.attention.flashinfer.pages import PageTables, page_tables, page_token
 from quire.attention.flashinfer.wrappers import Decode, Kind, Latent, Prefill, Wrapper
 from quire.attention.gather import output_width
 from quire.errors import ConfigError
+from quire.kv import LayerView, MakeWriter
 from quire.spec import AttentionSpec, LatentAttention
-from quire.strategies import LayerView, MakeWriter
 
 # For the partial results of sequences that are split among blocks of threads. FlashInfer says 128
 # MiB; many query heads on one key-value head have been seen to need more than twice that.

@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch, PlacedBatch
-from quire.attention.flashinfer.pages import (
-    PageTables,
-    empty_tables,
-    page_tables,
-    page_tokens_of,
-)
+from quire.attention.flashinfer.pages import PageTables, empty_tables, page_tables, page_tokens_of
 from quire.attention.flashinfer.wrappers import Decode, Kind, captured_decode
+from quire.kv import LayerView
 from quire.spec import LatentAttention
-from quire.strategies import LayerView
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention
-from quire.strategies import LayerView
 
 # What its kernels for Ampere and later are compiled for, and for latents DeepSeek's.
 WIDTHS = (64, 128, 256)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBatch, Counts
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 RANGE_PAGE_TOKENS = 64  # of a range: what every kernel of FlashInfer takes
 

@@ -23,8 +23,8 @@ from quire.attention.triton.shape import AttendShape, kept_as, shape_of
 from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
 from quire.attention.triton.writer import TritonWriter
 from quire.devices import on_device
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 from quire.units import ceil_div
 
 _TRITON_DTYPES = MappingProxyType(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention, SlidingWindow
-from quire.strategies import LayerView
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

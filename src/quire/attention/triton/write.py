@@ -1,6 +1,6 @@
 """The write side's kernel: each token's key and value into its slot, quantized on the way.
 
-Source of the formats: ``quire.strategies.quantized``, whose bits it reproduces (products and sums
+Source of the formats: ``quire.kv.storage.entries``, whose bits it reproduces (products and sums
 must not be fused for that). A token with the slot -1 is kept nowhere.
 """
 

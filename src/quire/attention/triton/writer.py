@@ -10,7 +10,7 @@ from quire.attention.triton.shape import kept_as
 from quire.attention.triton.tiles import room
 from quire.attention.triton.write import write
 from quire.devices import on_device
-from quire.strategies import LayerView
+from quire.kv import LayerView
 from quire.units import ceil_div
 
 _ELEMENTS = 2048  # of a program: some heads of one token

@@ -25,15 +25,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from quire.engine.parallel.group import abort, join, leave, refuse_ranks
-from quire.engine.parallel.messages import (
-    EXCHANGES,
-    Answer,
-    Failed,
-    Heard,
-    Join,
-    Leave,
-    Message,
-)
+from quire.engine.parallel.messages import EXCHANGES, Answer, Failed, Heard, Join, Leave, Message
 from quire.engine.parallel.threads import compute_with, share_of_threads
 from quire.errors import RankLost
 

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config import EngineConfig
+from quire.kv import CacheConfig, Change
+from quire.kv.interface import Slots
 from quire.memory.residency import Residency
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig, Change
-from quire.strategies.base import Slots
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 

@@ -15,13 +15,13 @@ from quire.engine.parallel.group import meeting
 from quire.engine.parallel.messages import Assemble, Failed, Load, Look, Unload
 from quire.engine.parallel.team import Team
 from quire.errors import ConfigError
+from quire.kv import CacheConfig
 from quire.memory.machine import Machine
 from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
 from quire.models.parts import part_spec
 from quire.spec import ModelSpec
 from quire.spec.files import find_folder
-from quire.strategies import CacheConfig
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from typing import final
 
 from torch import Tensor
 
+from quire.kv import Change, LayerView, Storage
+from quire.kv.storage.states import StateRows
 from quire.memory import CountedMemory
-from quire.strategies import Change, LayerView, Storage
-from quire.strategies.states import StateRows
 
 
 @final

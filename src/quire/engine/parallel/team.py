@@ -28,11 +28,11 @@ from quire.engine.parallel.resident import RankedGauge, RankedResident
 from quire.engine.parallel.storage import RankedStorage
 from quire.engine.swap.mover import Mover
 from quire.engine.swap.timers import Note, Timer
+from quire.kv import Change, Storage
+from quire.kv.interface import Slots
 from quire.memory.machine.readings import Gauge, SharedGauge
 from quire.memory.residency import Residency, Resident
 from quire.models.placing import HostInputs
-from quire.strategies import Change, Storage
-from quire.strategies.base import Slots
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.devices.results import wait_for
 from quire.engine.plan import Draw, Sampled, StepPlan
-from quire.engine.sampling.device import DeviceChoices
+from quire.engine.sampling.device.choices import DeviceChoices
 from quire.engine.sampling.draws import key_of_seed, key_of_sequence
 from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.on_host import HostChoices

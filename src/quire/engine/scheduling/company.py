@@ -13,7 +13,7 @@ from quire.engine.scheduling.headroom import Counts, Prospects, Shares
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
-from quire.strategies import Accounting
+from quire.kv import Accounting
 
 _FIRST_ROOM = 64
 _FEW = 64  # so many are taken one by one; of more, those that are about alike together

@@ -8,11 +8,11 @@ Source: SGLang's in-batch prefix caching puts such requests behind others, too.
 
 import numpy as np
 
-from quire.blocks import BlockKey
 from quire.engine.plan import Chunk
 from quire.engine.scheduling.room import Attempt, Room
 from quire.engine.scheduling.step import Step
 from quire.engine.sequence import Sequence
+from quire.kv import BlockKey
 
 _MOST_IN_VAIN = 3  # steps that one waits without having found more afterwards
 

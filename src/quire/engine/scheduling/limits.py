@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.errors import RequestTooLong
-from quire.strategies import Accounting, Never
+from quire.kv import Accounting, Never
 from quire.units import format_count
 
 

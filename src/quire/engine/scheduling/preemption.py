@@ -15,9 +15,9 @@ from quire.engine.scheduling.policy import Policy
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
+from quire.kv import Accounting
+from quire.kv.interface import Slots
 from quire.spec import Group, KeptWhole
-from quire.strategies import Accounting
-from quire.strategies.base import Slots
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)

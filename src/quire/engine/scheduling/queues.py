@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from quire.engine.scheduling.company import Company
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
-from quire.strategies import Accounting
+from quire.kv import Accounting
 
 WaitingReason = Literal[
     "kv_memory",  # for bytes, its own or those that others will need

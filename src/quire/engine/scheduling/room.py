@@ -13,7 +13,7 @@ from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
-from quire.strategies import Accounting, Fits, Never, NotNow, PrefixHit, TokenIds
+from quire.kv import Accounting, Fits, Never, NotNow, PrefixHit, TokenIds
 from quire.units import format_count
 
 _NO_TOKENS = np.zeros(0, np.int32)

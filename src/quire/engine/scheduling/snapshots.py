@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from quire.engine.plan import Chunk
 from quire.engine.sequence import Sequence
+from quire.kv import Accounting
 from quire.spec import RecurrentState
-from quire.strategies import Accounting
 from quire.units import align_down, align_up, ceil_div
 
 _MOST_INTERVAL_TOKENS = 4096  # where a token takes few bytes, or none

@@ -9,7 +9,7 @@ from quire.engine.plan import Chunk
 from quire.engine.scheduling.limits import Limits
 from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.sequence import Sequence
-from quire.strategies import Accounting
+from quire.kv import Accounting
 
 Drafts = Mapping[int, tuple[int, ...]]
 NO_DRAFTS: Drafts = MappingProxyType({})

@@ -11,12 +11,12 @@ from quire.engine.recurrence import refuse_recurrent_draft
 from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.prompt_lookup import PromptLookup
 from quire.errors import ConfigError
+from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Needs
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig
 from quire.units import format_count
 
 

@@ -17,8 +17,8 @@ from quire.engine.scheduling.step import NO_DRAFTS, Drafts
 from quire.engine.sequence import Request, Sequence
 from quire.engine.speculation.pace import Pace, num_alike
 from quire.errors import MemoryUnavailable
+from quire.kv import Fits
 from quire.memory import CountedMemory
-from quire.strategies import Fits
 
 log = logging.getLogger(__name__)
 

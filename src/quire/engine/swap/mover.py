@@ -18,8 +18,8 @@ from quire.engine.swap.pinned import PinnedShelf
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Parts, Shelf
 from quire.engine.swap.timers import DeviceTimer, HostTimer, Note, Timer
 from quire.errors import ConfigError, MemoryUnavailable
+from quire.kv.interface import Slots
 from quire.spec import Group, KeptWhole
-from quire.strategies.base import Slots
 from quire.units import format_bytes, format_count
 
 _CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from quire.memory.budget.ledger import Ledger, Needs, Remedy, Term
-from quire.memory.machine import Machine, unified_memory_cap
 from quire.memory.machine.probe import MemoryBound
+from quire.memory.machine.snapshot import Machine, unified_memory_cap
 from quire.units import ceil_div, format_bytes, format_count
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30

@@ -25,17 +25,14 @@ from transformers.cache_utils import (
 
 from quire.attention import AttentionBackend, choose_backend
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
+from quire.kv import STRATEGIES, CacheConfig, Growth, Usage
+from quire.kv.layout import suited_to
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.budget import make_ledger
 from quire.memory.budget.ledger import Needs
 from quire.memory.by_device import known_machine, memory_for
 from quire.memory.machine.probe import spare_mappings
-from quire.models.drop_in.layers import (
-    DropInLayer,
-    DropInStateLayer,
-    LayerStates,
-    recurrent_layer,
-)
+from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, LayerStates, recurrent_layer
 from quire.models.drop_in.rows import Family, Rows
 from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import weights_of
@@ -49,8 +46,6 @@ from quire.spec import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.strategies import STRATEGIES, CacheConfig, Growth, Usage
-from quire.strategies.stacking import suited_to
 from quire.units import format_count, parse_bytes
 
 _BACKENDS = ("auto", "cpu", "sdpa")

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.attention import AttentionBackend, AttentionBatch
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 Gather: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 

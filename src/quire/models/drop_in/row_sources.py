@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.kv import Accounting, Storage
+from quire.kv.storage.states import place_of
 from quire.spec import CrossAttention
-from quire.strategies import Accounting, Storage
-from quire.strategies.states import place_of
 
 
 def equally_spaced(places: Sequence[int]) -> slice | None:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.kv import Commit, Release, Usage
+from quire.kv.layout import slot_bytes
+from quire.kv.page_tables import tables_of_one_piece
+from quire.kv.storage.states import StateRows
 from quire.memory import CountedMemory
 from quire.spec import Group, RecurrentState
-from quire.strategies import Commit, Release, Usage
-from quire.strategies.layout import slot_bytes
-from quire.strategies.page_tables import tables_of_one_piece
-from quire.strategies.states import StateRows
 
 
 def state_row_bytes(groups: Sequence[Group], page_bytes: int) -> int:

@@ -26,12 +26,7 @@ from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch, make_batch
 from quire.errors import MemoryUnavailable, OutOfKVMemory, RequestTooLong
-from quire.memory import CountedMemory, MemoryProvider
-from quire.models.drop_in.in_place import Place
-from quire.models.drop_in.row_sources import Sources, equally_spaced
-from quire.models.drop_in.row_states import RowStates, state_row_bytes
-from quire.spec import AttentionSpec, Group, LatentAttention, ModelSpec
-from quire.strategies import (
+from quire.kv import (
     Accounting,
     CacheConfig,
     Fits,
@@ -42,8 +37,13 @@ from quire.strategies import (
     build_accounting,
     build_storage,
 )
-from quire.strategies.layout import attention_groups, attention_spec
-from quire.strategies.page_tables import usage_with_tables
+from quire.kv.layout import attention_groups, attention_spec
+from quire.kv.page_tables import usage_with_tables
+from quire.memory import CountedMemory, MemoryProvider
+from quire.models.drop_in.in_place import Place
+from quire.models.drop_in.row_sources import Sources, equally_spaced
+from quire.models.drop_in.row_states import RowStates, state_row_bytes
+from quire.spec import AttentionSpec, Group, LatentAttention, ModelSpec
 from quire.units import format_bytes, format_count
 
 ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]

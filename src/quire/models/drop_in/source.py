@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from quire.errors import RequestTooLong, UnsupportedModel
+from quire.kv import Usage
 from quire.memory import CountedMemory
 from quire.models.drop_in.layers import has_gradients, without_gradients
 from quire.models.drop_in.rows import Rows
 from quire.spec import CrossAttention, KeptWhole, ModelSpec
-from quire.strategies import Usage
 from quire.units import format_count
 
 if TYPE_CHECKING:
-    from quire.models.drop_in import DropInCache
+    from quire.models.drop_in.cache import DropInCache
 
 MakeRows: TypeAlias = Callable[[ModelSpec, int], Rows]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.devices.staging import Array, to_device
+from quire.kv import Accounting
+from quire.kv.storage.states import place_of
 from quire.spec import RecurrentState
-from quire.strategies import Accounting
-from quire.strategies.states import place_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,13 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from quire.attention import RowMover, TorchRows, find_padded_rows
 from quire.errors import UnsupportedModel
+from quire.kv import Accounting, Storage
 from quire.layers.watch import Place
 from quire.models.placed import device_of
 from quire.models.states.batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
 from quire.models.states.settling import settle
 from quire.spec import RecurrentState
-from quire.strategies import Accounting, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.attention import AttentionBatch
 from quire.attention.gather import read_sequence
 from quire.attention.sdpa import attend_sequence
+from quire.kv import LayerView
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
 
 
 def gather(

@@ -22,14 +22,14 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from quire.attention import AttentionBackend, AttentionBatch, SdpaAttention
 from quire.errors import UnsupportedModel
+from quire.kv import Accounting, LayerView, Storage
+from quire.kv.layout import attention_groups, attention_spec
 from quire.models.states.recurrent import StepStates
 from quire.models.ways.gathered import attend_gathered, gather
 from quire.models.ways.latent import AbsorbedLatent
 from quire.models.ways.latent_read import attend_latents
 from quire.models.ways.source import KeptSource
 from quire.spec import AttentionSpec
-from quire.strategies import Accounting, LayerView, Storage
-from quire.strategies.layout import attention_groups, attention_spec
 
 ATTENTION_NAME = "quire"
 

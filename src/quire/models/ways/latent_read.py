@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quire.attention import AttentionBatch
+from quire.kv import LayerView
 from quire.models.ways.latent import AbsorbedLatent
 from quire.spec import AttentionSpec, FullAttention
-from quire.strategies import LayerView
 
 WORTH_EXPANDING = 129  # tokens of a chunk: more than a recorded pass has
 

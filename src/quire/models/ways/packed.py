@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.errors import UnsupportedModel
-from quire.models.recorded import Recordings
+from quire.models.recorded.recordings import Recordings
 from quire.models.stand_ins import StandIns
 from quire.models.watched import ModelWatch
 from quire.models.ways.hooks import (

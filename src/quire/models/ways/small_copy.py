@@ -22,13 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from quire.models.loader import LoadedModel
-from quire.spec import (
-    ChunkedAttention,
-    FullAttention,
-    LayerSpec,
-    ModelSpec,
-    SlidingWindow,
-)
+from quire.spec import ChunkedAttention, FullAttention, LayerSpec, ModelSpec, SlidingWindow
 from quire.units import ceil_div
 
 _OWN_CACHE_APART = 1e-3  # as chunks of scans are

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from quire.kv import Accounting, Storage
+from quire.kv.storage.states import place_of
 from quire.spec import CrossAttention
-from quire.strategies import Accounting, Storage
-from quire.strategies.states import place_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,11 +7,10 @@ then a token at a time.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from quire.blocks import Change, Commit, Fits, Release
 from quire.errors import ConfigError
+from quire.kv import Accounting, CacheConfig, Change, Commit, Fits, Release, build_accounting
+from quire.kv.page_tables import page_table_bytes
 from quire.spec import ModelSpec
-from quire.strategies import Accounting, CacheConfig, build_accounting
-from quire.strategies.page_tables import page_table_bytes
 from quire.units import format_bytes, format_count
 
 

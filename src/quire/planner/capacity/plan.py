@@ -13,6 +13,8 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
+from quire.kv import STRATEGIES, CacheConfig, Fits, build_accounting
+from quire.kv.page_tables import page_table_bytes
 from quire.memory.budget import BUDGETS, Ledger, Needs
 from quire.memory.machine import Machine
 from quire.planner.capacity.course import Moment, Request, lengths, moments
@@ -21,8 +23,6 @@ from quire.planner.capacity.ranks import rank_footprint
 from quire.planner.subjects.subject import Subject
 from quire.spec import ModelSpec
 from quire.spec.ranks import rank_spec
-from quire.strategies import STRATEGIES, CacheConfig, Fits, build_accounting
-from quire.strategies.page_tables import page_table_bytes
 from quire.units import align_up
 
 # What one of so many ranks remembers of a model. Raises: ConfigError.

@@ -9,10 +9,9 @@ says.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire.blocks import Commit
+from quire.kv import CacheConfig, Commit, build_accounting
+from quire.kv.paged import PagedAccounting
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig, build_accounting
-from quire.strategies.paged import PagedAccounting
 from quire.units import align_up
 
 

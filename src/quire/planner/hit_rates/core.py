@@ -8,11 +8,11 @@ block's token ids are not hashed and compared with it.
 
 import numpy as np
 
-from quire.blocks import Fits
+from quire.kv import Fits
+from quire.kv.interface import CacheConfig
+from quire.kv.paged import PagedAccounting
 from quire.planner.hit_rates.prompts import TELL_EVERY, OnRequest, Prompts
 from quire.spec import FullAttention, Group
-from quire.strategies.base import CacheConfig
-from quire.strategies.paged import PagedAccounting
 
 
 def core_hits(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.errors import ConfigError
+from quire.kv import DEFAULT_POLICY, POLICIES
 from quire.planner.hit_rates.core import core_hits
 from quire.planner.hit_rates.lru import infinite_hits, lru_hits
 from quire.planner.hit_rates.optimum import Optimum

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.planner.hit_rates import HitRates
+from quire.planner.hit_rates.curve import HitRates
 from quire.planner.simulation.result import SimulationResult
 
 # A strategy has its own color, in every figure and every report; the page says what it is.

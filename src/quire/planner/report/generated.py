@@ -3,15 +3,7 @@
 from collections.abc import Sequence
 
 from quire.figures import Plot, Scale, spread, ticks
-from quire.planner.report.content import (
-    Held,
-    Hover,
-    Panel,
-    Report,
-    Section,
-    Table,
-    strategy_color,
-)
+from quire.planner.report.content import Held, Hover, Panel, Report, Section, Table, strategy_color
 from quire.planner.report.words import axis_of_bytes, axis_of_counts, count, size
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 260, 58, 76

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.blocks import Fits
+from quire.kv import Accounting, CacheConfig, Fits, build_accounting
 from quire.planner.capacity.course import moments
 from quire.planner.report.content import Held
 from quire.spec import ModelSpec
-from quire.strategies import Accounting, CacheConfig, build_accounting
 
 _NUM_POINTS = 240
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from quire.blocks import DEFAULT_POLICY
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
-from quire.planner.hit_rates import HitRate, HitRates
+from quire.kv import DEFAULT_POLICY
+from quire.planner.hit_rates.curve import HitRate, HitRates
 from quire.planner.report.content import Hover, Panel, Report, Section, Table
 from quire.planner.report.words import (
     axis_of_powers,

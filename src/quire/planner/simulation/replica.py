@@ -10,6 +10,7 @@ from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
+from quire.kv import Accounting
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.prompts import prompt_of
 from quire.planner.simulation.strides import find_stride, take_stride
@@ -17,7 +18,6 @@ from quire.planner.simulation.timeline import State, Timeline
 from quire.planner.simulation.virtual import VirtualCache, VirtualClock
 from quire.planner.simulation.waste import Waste
 from quire.planner.simulation.work import Reach
-from quire.strategies import Accounting
 from quire.traces import TraceRequest
 
 _PROBE = -1  # sequences count from 0

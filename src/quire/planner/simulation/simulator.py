@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire.engine.scheduler import Limits
 from quire.engine.sequence import Sequence as EngineSequence
+from quire.kv import CacheConfig, build_accounting
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.latencies import Goals, LatencyTally
 from quire.planner.simulation.replica import Replica
@@ -19,7 +20,6 @@ from quire.planner.simulation.routing import ROUTES
 from quire.planner.simulation.virtual import VirtualClock, virtual_engine
 from quire.planner.simulation.waste import Waste
 from quire.spec import ModelSpec
-from quire.strategies import CacheConfig, build_accounting
 from quire.traces import TraceRequest
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Sequence
+from quire.kv import Accounting
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.prompts import output_id
 from quire.planner.simulation.work import Work
-from quire.strategies import Accounting
 
 MOST_STEPS = 1024
 

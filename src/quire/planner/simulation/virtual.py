@@ -7,7 +7,6 @@ tokens are known beforehand; each request generates as many as the trace says.
 from collections.abc import Iterable
 from typing import final
 
-from quire.blocks import Copy
 from quire.engine.engine import Engine
 from quire.engine.plan import Chunk, Sampled, Save, StepPlan
 from quire.engine.scheduler import Limits, Scheduler
@@ -15,10 +14,10 @@ from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.preemption import num_bytes, readable_tokens
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
+from quire.kv import Accounting, Copy
 from quire.planner.simulation.costs import StepCosts
 from quire.planner.simulation.prompts import output_id
 from quire.planner.simulation.work import Reach, Work
-from quire.strategies import Accounting
 
 
 @final

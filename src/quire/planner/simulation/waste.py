@@ -16,9 +16,9 @@ from typing import final
 
 import numpy as np
 
-from quire.strategies import Accounting
-from quire.strategies.census import CellState, Census
-from quire.strategies.contiguous import ContiguousAccounting
+from quire.kv import Accounting
+from quire.kv.contiguous import ContiguousAccounting
+from quire.kv.occupancy import CellState, Census
 
 _EVERY_FRACTION = 1 / 64  # of the time so far is one moment taken to stand for
 

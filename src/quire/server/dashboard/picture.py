@@ -6,8 +6,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quire.kv import CellState, Census
 from quire.server.dashboard.frames import LETTERS, Cells
-from quire.strategies import CellState, Census
 from quire.units import ceil_div
 
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
+from quire.kv import CellState, Census
 from quire.server.dashboard.frames import (
     About,
     Counters,
@@ -26,7 +27,6 @@ from quire.server.dashboard.picture import Ids, Picture
 from quire.server.dashboard.tenants import OwnCells, Tenant
 from quire.server.guard.keys import tenant_of
 from quire.spec import Group, LayerSpec
-from quire.strategies import CellState, Census
 
 MOST_CELLS = 4000  # in all pictures together
 _MOST_GROUPS = 4

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from quire.kv import Census
 from quire.server.dashboard.picture import Ids
-from quire.strategies import Census
 
 Tenant: TypeAlias = str | None  # its salt; None sees all
 

@@ -13,13 +13,7 @@ from quire.server.chat.chat import Chat
 from quire.server.chat.chat import ChatRequest as Conversation
 from quire.server.chat.responses import from_responses
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
-from quire.server.endpoints.items import (
-    conversation_of,
-    decoded,
-    encoded,
-    given_items,
-    readable,
-)
+from quire.server.endpoints.items import conversation_of, decoded, encoded, given_items, readable
 from quire.server.endpoints.response_events import Responding
 from quire.server.endpoints.turn import Turn, reasoning_kwargs, refuse_several, take_turn
 from quire.server.exchange import Exchange

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from quire.server.guard.keys import Caller
-from quire.server.metrics import Rejection
+from quire.server.metrics.counts import Rejection
 from quire.server.wire.errors import Refused
 from quire.units import format_count
 

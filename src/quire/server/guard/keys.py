@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Literal, TypeAlias, final
 
-from quire.blocks import PrefixKeys
+from quire.kv import PrefixKeys
 from quire.server.wire.errors import Refused
 
 # What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an

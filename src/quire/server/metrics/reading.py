@@ -7,8 +7,8 @@ from types import MappingProxyType
 from quire.engine.elastic import Elasticity
 from quire.engine.llm import LLM
 from quire.engine.statistics import Statistics
+from quire.kv import Usage
 from quire.server.metrics.counts import Counts
-from quire.strategies import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

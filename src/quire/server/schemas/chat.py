@@ -5,14 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import (
-    Count,
-    NumLogprobs,
-    PromptLogprobs,
-    Searching,
-    Text,
-    Usage,
-)
+from quire.server.schemas.fields import Count, NumLogprobs, PromptLogprobs, Searching, Text, Usage
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256

@@ -16,12 +16,7 @@ from typing import Literal, TypeAlias
 
 from quire.engine.sequence import Fault
 from quire.errors import QuireError, RequestError, RequestTooLong
-from quire.server.schemas.errors import (
-    AnthropicError,
-    AnthropicErrorAnswer,
-    Error,
-    ErrorAnswer,
-)
+from quire.server.schemas.errors import AnthropicError, AnthropicErrorAnswer, Error, ErrorAnswer
 
 Dialect: TypeAlias = Literal["openai", "anthropic"]
 

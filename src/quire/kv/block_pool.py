@@ -1,0 +1,493 @@
+"""The blocks of one group: who holds them, which are only cached, and which are empty.
+
+A block is *held* by sequences (``refs`` counts them), *cached* when none does but the prefix
+index still finds its content, or *empty*. A free block, cached or empty, is not the same as an
+unused page: pages are committed for a *granule* (the fewest blocks that fill whole pages) and given
+back when all blocks of the granule are empty.
+
+Every verb takes a batch of ids and costs a few numpy operations whatever the size of the pool.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.kv.eviction import EvictionPolicy, Priority, Times
+from quire.kv.eviction_queue import NO_IDS, Ids
+from quire.units import ceil_div
+
+# -- vacancies -------------------------------------------------------------------------------------
+
+# Which ids of a pool are vacant, and which of them to take so that neighbours stay together.
+#
+# A table's blocks are read one after the other, and faster where they lie side by side: a sequence
+# that grows is given the id after its last one if that is vacant. So that it often is, a new run
+# begins at an *extent* (32 ids from a multiple of 32 on) that is vacant as a whole, and where
+# there is none, in the middle of what is left of one. Such places are looked up for many runs at a
+# time, and again when a share of the ids has changed hands. Where there are none, what became
+# vacant last is taken first.
+#
+# All this is about addresses, which cost nothing: what has pages is the pool's business.
+
+
+_EXTENT = 32  # of 32 blocks side by side 31 have their neighbour: 97 %
+_SLACK = 64  # stale entries that are not worth a sweep
+_SHARE = 32  # one in so many ids: at least as many have changed hands between two look-ups
+
+
+class Vacancies:
+    """Ids 0 … count - 1, all vacant at first: a stack, from which any may also be taken."""
+
+    def __init__(self, count: int) -> None:
+        # An id that is taken from the middle leaves its entry behind. It counts again when the id
+        # is vacant again, but then there is another one above it, which comes first.
+        self._stack = np.empty(count + count // 32 + _SLACK, np.int32)
+        self._vacant = np.zeros(count + 1, bool)  # of ids; never of the one after the last
+        self._vacant_after = self._vacant[1:]  # of the ids after these; after -1: False
+        self._len = self._top = 0
+        self._share = len(self._vacant) // _SHARE
+        self._starts, self._lengths = NO_IDS, NO_IDS  # where runs may begin
+        self._num_changed = 0  # ids put and taken since these were looked up
+        self.put(np.arange(count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self._len
+
+    def are_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        vacant: npt.NDArray[np.bool_] = self._vacant[ids]
+        return vacant
+
+    def put(self, ids: Ids) -> None:
+        """These are vacant again."""
+        stop = self._top + len(ids)
+        if stop > len(self._stack):
+            self._sweep()
+            stop = self._top + len(ids)
+        self._stack[self._top : stop] = ids
+        self._vacant[ids] = True
+        self._top = stop
+        self._len += len(ids)
+        self._num_changed += len(ids)
+
+    def pop(self, count: int) -> Ids:
+        """Take what became vacant last; at first, the lowest ids. There are as many."""
+        assert count <= self._len, f"{count} ids asked, {self._len} left"
+        if self._top == self._len:
+            self._top -= count
+            ids = self._stack[self._top : self._top + count][::-1].astype(np.intp)
+            return self._use(ids)
+        found: list[Ids] = []
+        while count:
+            bottom = max(0, self._top - max(count, 16))
+            places, ids = self._counting(bottom)
+            found.append(self._use(ids[:count]))
+            count -= len(found[-1])
+            self._top = bottom if count else int(places[len(found[-1]) - 1])
+        if not self._len:
+            self._top = 0
+        return _joined(found)
+
+    def take(self, after: Ids) -> Ids:
+        """Take one for each entry of ``after``: the next id if it is vacant. There are as many.
+
+        A negative entry goes on where the one before it has been placed.
+        """
+        vacant = self._vacant_after[after]
+        num_vacant = int(np.count_nonzero(vacant))
+        if num_vacant < len(after) and np.count_nonzero(after < 0):
+            return self._take_runs(after, num_vacant)
+        ids = after + 1
+        if num_vacant and len(set(after.tolist())) < len(after):
+            # Those that share a block want the same one: the first of them gets it.
+            first = np.zeros(len(after), bool)
+            first[np.unique(after, return_index=True)[1]] = True
+            vacant &= first
+            num_vacant = int(np.count_nonzero(vacant))
+        if num_vacant == len(ids):
+            return self._use(ids)
+        if num_vacant:
+            self._use(ids[vacant])
+        ids[~vacant] = self._begin(len(ids) - num_vacant)
+        return ids
+
+    def take_run(self, after: int, count: int) -> Ids:
+        """Take so many for one sequence, in as few runs as can be had.
+
+        The first is the id ``after`` this one if that is vacant; it may be negative. There are as
+        many.
+        """
+        found: list[Ids] = []
+        if after >= 0:
+            used = (~self._vacant_after[after : after + count]).nonzero()[0]
+            stop = after + 1 + (int(used[0]) if len(used) else count)
+            found.append(self._use(np.arange(after + 1, stop)))
+            count -= len(found[-1])
+        while count and self._can_begin():
+            enough, longest = 1, int(self._lengths[0])
+            if longest >= count:
+                ids = int(self._starts[0]) + np.arange(longest)
+            else:
+                ends = np.cumsum(self._lengths[:count])
+                enough = int(np.searchsorted(ends, count)) + 1
+                ends, lengths = ends[:enough], self._lengths[:enough]
+                starts = self._starts[:enough] - ends + lengths
+                ids = np.repeat(starts, lengths) + np.arange(ends[-1])
+            self._starts, self._lengths = self._starts[enough:], self._lengths[enough:]
+            found.append(self._use(ids[self.are_in(ids)][:count]))
+            count -= len(found[-1])
+        return _joined([*found, self.pop(count)] if count else found)
+
+    def check(self) -> None:
+        vacant = self._vacant.nonzero()[0]
+        assert len(vacant) == self._len, "the vacant ids are miscounted"
+        assert not self._vacant[-1], "there is no such id"
+        assert np.isin(vacant, self._stack[: self._top]).all(), "a vacant id has no entry"
+
+    # -- runs ------------------------------------------------------------------------------------
+
+    def _begin(self, count: int) -> Ids:
+        """Take one id each for so many new runs."""
+        found: list[Ids] = []
+        while count and self._can_begin():
+            starts = self._starts[:count]
+            self._starts, self._lengths = self._starts[count:], self._lengths[count:]
+            found.append(self._use(starts[self.are_in(starts)]))
+            count -= len(found[-1])
+        return _joined([*found, self.pop(count)])
+
+    def _take_runs(self, after: Ids, num_vacant: int) -> Ids:
+        """Where some take several: one run after the other, behind those that take one."""
+        begins = (after >= 0).nonzero()[0]
+        if after[0] < 0:
+            begins = np.concatenate(([0], begins))
+        counts = np.concatenate((begins[1:], [len(after)])) - begins
+        ids, single = np.empty_like(after), (counts == 1) & (after[begins] >= 0)
+        if not num_vacant and self._len < self._share:  # there is no place behind or to begin at
+            alone = single.repeat(counts)
+            taken, num_alone = self.pop(len(after)), int(np.count_nonzero(alone))
+            ids[alone], ids[~alone] = taken[:num_alone], taken[num_alone:]
+            return ids
+        if len(alone := begins[single]):
+            ids[alone] = self.take(after[alone])
+        runs = zip(begins[~single].tolist(), counts[~single].tolist(), strict=True)
+        for begin, count in runs:
+            ids[begin : begin + count] = self.take_run(int(after[begin]), count)
+        return ids
+
+    def _can_begin(self) -> bool:
+        """Whether there are places for new runs. They are looked up if that is due."""
+        if self._len < self._share:  # they would be too small to be worth it
+            return False
+        if not len(self._starts) and self._num_changed >= self._share:
+            self._look_up()
+        return len(self._starts) > 0
+
+    def _look_up(self) -> None:
+        """Whole extents by address, then what is left of others, the longest first."""
+        ids = self._vacant.nonzero()[0]
+        begins = ((np.diff(ids, prepend=-2) != 1) | (ids % _EXTENT == 0)).nonzero()[0]
+        starts, lengths = ids[begins], np.diff(begins, append=len(ids))
+        # Right before the rest of an extent a sequence may be growing.
+        shift = np.where(starts % _EXTENT, lengths // 2, 0)
+        order = np.argsort(shift - lengths, kind="stable")
+        order = order[lengths[order] - shift[order] > 1]
+        self._starts, self._lengths = (starts + shift)[order], (lengths - shift)[order]
+        self._num_changed = 0
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    def _use(self, ids: Ids) -> Ids:
+        self._vacant[ids] = False
+        self._len -= len(ids)
+        self._num_changed += len(ids)
+        if not self._len:  # no entry that is left counts
+            self._top = 0
+        return ids
+
+    def _counting(self, bottom: int) -> tuple[Ids, Ids]:
+        """Entries that count from the place ``bottom`` on, the last one first: places and ids."""
+        entries = self._stack[bottom : self._top][::-1]
+        places = self._vacant[entries].nonzero()[0]
+        places = places[np.sort(np.unique(entries[places], return_index=True)[1])]
+        return self._top - 1 - places, entries[places].astype(np.intp)
+
+    def _sweep(self) -> None:
+        """Keep the entries that count, in their order."""
+        _, ids = self._counting(0)
+        self._top = len(ids)
+        self._stack[: self._top] = ids[::-1]
+
+
+def _joined(some: list[Ids]) -> Ids:
+    some = [ids for ids in some if len(ids)]
+    return some[0] if len(some) == 1 else np.concatenate([NO_IDS, *some])
+
+
+# -- pool ------------------------------------------------------------------------------------------
+
+
+NO_NODE = -1
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks - 1. How many of them may be used at once, the coordinator decides."""
+
+    def __init__(
+        self, num_blocks: int, evictable: EvictionPolicy, *, granule_blocks: int = 1
+    ) -> None:
+        assert num_blocks % granule_blocks == 0, "the pool ends within a granule"
+        self.num_blocks = num_blocks
+        self.granule_blocks = granule_blocks
+        self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.nodes: npt.NDArray[np.int32] = np.full(num_blocks, NO_NODE, np.int32)  # index rows
+        self.evictable = evictable
+        self.num_held = 0  # blocks with a holder
+        num_granules = num_blocks // granule_blocks
+        self.closed = Vacancies(num_granules)  # granules without pages
+        # With one block a granule, these are not needed.
+        count = num_granules if granule_blocks > 1 else 0
+        self._used_in = np.zeros(count, np.int32)  # blocks of a granule that are not empty
+        self._held_in = np.zeros(count, np.int32)
+        self._gaps: dict[int, None] = {}  # granules with pages and an empty block, as a stack
+        self._num_gaps = 0  # empty blocks in them
+        self._num_held_granules = 0
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.evictable)
+
+    @property
+    def num_open_granules(self) -> int:
+        """Granules that have pages."""
+        return self.num_blocks // self.granule_blocks - len(self.closed)
+
+    @property
+    def num_held_granules(self) -> int:
+        """Granules that would keep their pages if all that is only cached were evicted."""
+        return self.num_held if self.granule_blocks == 1 else self._num_held_granules
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def held_granules_after(self, released: Ids, held: Ids, num_new: int) -> int:
+        """``num_held_granules`` if these lost and gained a holder, and new blocks were taken.
+
+        A block may stand in ``released`` once for each holder that it loses; those in ``held`` are
+        distinct, and not in ``released``. With several blocks a granule this is the least: as long
+        as there is room, blocks are taken where nothing has to be evicted for them.
+        """
+        lost = released
+        if len(released):
+            lost, counts = np.unique(released, return_counts=True)
+            lost = lost[self.refs[lost] == counts]
+        gained = held[self.refs[held] == 0] if len(held) else held
+        num_held = self.num_held - len(lost) + len(gained)
+        if self.granule_blocks == 1:
+            return num_held + num_new
+        changed = np.concatenate([lost, gained]) // self.granule_blocks
+        sign = np.repeat([-1, 1], [len(lost), len(gained)])
+        granules, where = np.unique(changed, return_inverse=True)
+        before = self._held_in[granules]
+        after = before + np.bincount(where, sign, len(granules))
+        rise = int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        num_granules = self._num_held_granules + rise
+        gaps = num_granules * self.granule_blocks - num_held
+        return num_granules + ceil_div(max(0, num_new - gaps), self.granule_blocks)
+
+    def num_granules_for(self, count: int) -> int:
+        """Granules that would be opened to take so many empty blocks."""
+        return ceil_div(max(0, count - self._num_gaps), self.granule_blocks)
+
+    def cached_granules(self) -> tuple[Ids, Times]:
+        """Granules with pages of which no block is held, the first to go first.
+
+        Returns: them, and when the last of its blocks to go was used last.
+        """
+        blocks, times = self.evictable.order()
+        if self.granule_blocks == 1:
+            return blocks, times
+        granules = blocks // self.granule_blocks
+        free = self._held_in[granules] == 0
+        granules, times = granules[free], times[free]
+        last = len(granules) - 1 - np.unique(granules[::-1], return_index=True)[1]
+        last.sort()
+        return granules[last], times[last]
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def take(self, count: int, after: Ids | int | None = None) -> tuple[Ids, Ids]:
+        """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit.
+
+        ``after``: of each, which block it should lie behind; see ``Vacancies.take``. A number: all
+        of them behind this block, side by side; -1 for any place. If a granule has several blocks,
+        filling granules comes first and decides alone.
+        """
+        if self.granule_blocks == 1:
+            if after is None:
+                blocks = self.closed.pop(count)
+            elif isinstance(after, int):
+                blocks = self.closed.take_run(after, count)
+            else:
+                blocks = self.closed.take(after)
+            opened = blocks
+        else:
+            in_gaps = self._take_gaps(min(count, self._num_gaps))
+            missing = count - len(in_gaps)
+            opened = self.closed.pop(ceil_div(missing, self.granule_blocks))
+            fresh = (opened[:, None] * self.granule_blocks + np.arange(self.granule_blocks)).ravel()
+            blocks = np.concatenate([in_gaps, fresh[:missing]])
+            np.add.at(self._used_in, blocks // self.granule_blocks, 1)
+            if len(fresh) > missing:
+                self._gaps[int(opened[-1])] = None
+                self._num_gaps += len(fresh) - missing
+        self.refs[blocks] = 1
+        self._count_held(blocks, 1)
+        return blocks, opened
+
+    def hold(self, blocks: Ids) -> None:
+        """One more holder for each of these distinct blocks, which have content."""
+        if not len(blocks):
+            return
+        refs = self.refs[blocks]
+        free = blocks[refs == 0]
+        if len(free):
+            self.evictable.hold(free)
+            self._count_held(free, 1)
+        self.refs[blocks] = refs + 1
+
+    def release(self, blocks: Ids, now: int, priority: Priority) -> Ids:
+        """One holder less for each, deepest first. Returns: granules whose pages may go.
+
+        What the index knows stays, as cached; the rest is empty.
+        """
+        # Asking for indices costs a third of asking whether there are any.
+        known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
+        if len(known) == len(blocks):
+            self.evictable.use(blocks, now, priority)
+        elif len(known):
+            own = priority if isinstance(priority, int) else priority[known]
+            self.evictable.use(blocks[known], now, own)
+        refs = self.refs[blocks] - 1
+        if len(refs.nonzero()[0]):  # only then can one block be in the batch twice
+            np.subtract.at(self.refs, blocks, 1)
+            blocks = blocks[self.refs[blocks] == 0]
+            blocks = blocks[np.sort(np.unique(blocks, return_index=True)[1])]
+            known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
+        else:
+            self.refs[blocks] = 0
+        if not len(blocks):
+            return NO_IDS
+        self._count_held(blocks, -1)
+        if len(known) == len(blocks):
+            self.evictable.free(blocks)
+            return NO_IDS
+        if len(known):
+            self.evictable.free(blocks[known])
+            blocks = blocks[self.nodes[blocks] == NO_NODE]
+        return self.empty(blocks)
+
+    def evict(self, count: int, *, alike: bool) -> tuple[Ids, Ids]:
+        """Choose cached blocks (as many, or all) and take them out of the cache.
+
+        Returns: them, and their nodes. The caller hands them to ``empty``.
+        """
+        blocks = self.evictable.evict(count, alike=alike)
+        return blocks, self._out_of_cache(blocks)
+
+    def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:
+        """Take what is in these, which are not held, out of the cache. Returns: as ``evict``."""
+        blocks = granules
+        if self.granule_blocks > 1:
+            blocks, _ = self.evictable.order()
+            blocks = blocks[np.isin(blocks // self.granule_blocks, granules)]
+        self.evictable.take_out(blocks)
+        return blocks, self._out_of_cache(blocks)
+
+    def empty(self, blocks: Ids) -> Ids:
+        """Drop evicted blocks. Returns: granules whose pages may go; the last is opened first."""
+        if self.granule_blocks == 1:
+            self.closed.put(blocks)
+            return blocks
+        touched, counts = np.unique(blocks // self.granule_blocks, return_counts=True)
+        self._used_in[touched] -= counts.astype(np.int32)
+        self._num_gaps += len(blocks)
+        closed: Ids = touched[self._used_in[touched] == 0][::-1]
+        for granule in touched.tolist():
+            if self._used_in[granule]:
+                self._gaps[granule] = None
+            else:
+                self._gaps.pop(granule, None)
+        self._num_gaps -= len(closed) * self.granule_blocks
+        self.closed.put(closed)
+        return closed
+
+    def take_over(self, blocks: Ids) -> None:
+        """Hold cached blocks, which the index knows no more."""
+        self.nodes[blocks] = NO_NODE
+        self.evictable.hold(blocks)
+        self.evictable.drop(blocks)
+        self.refs[blocks] = 1
+        self._count_held(blocks, 1)
+
+    def forget(self, blocks: Ids) -> Ids:
+        """The index knows these no more. Returns: granules whose pages may go."""
+        self.nodes[blocks] = NO_NODE
+        free = blocks[self.refs[blocks] == 0]
+        self.evictable.hold(free)
+        self.evictable.drop(blocks)
+        return self.empty(free)
+
+    def check(self) -> None:
+        assert (self.refs >= 0).all(), "a reference count is negative"
+        held = np.flatnonzero(self.refs)
+        assert len(held) == self.num_held, "the held blocks are miscounted"
+        cached = np.flatnonzero((self.nodes != NO_NODE) & (self.refs == 0))
+        self.evictable.check(cached)
+        used = np.concatenate([held, cached])
+        granules = np.unique(used // self.granule_blocks)
+        self.closed.check()
+        assert not self.closed.are_in(granules).any(), "a used block has no pages"
+        assert len(granules) == self.num_open_granules, "pages are kept for empty blocks"
+        if self.granule_blocks > 1:
+            num_granules = self.num_blocks // self.granule_blocks
+            used_in = np.bincount(used // self.granule_blocks, minlength=num_granules)
+            assert (used_in == self._used_in).all(), "used blocks are miscounted in a granule"
+            held_in = np.bincount(held // self.granule_blocks, minlength=num_granules)
+            assert (held_in == self._held_in).all(), "held blocks are miscounted in a granule"
+            assert np.count_nonzero(held_in) == self._num_held_granules, "held granules miscounted"
+            num_gaps = self.num_open_granules * self.granule_blocks - len(used)
+            assert num_gaps == self._num_gaps, "the empty blocks of open granules are miscounted"
+            gaps = np.flatnonzero((used_in > 0) & (used_in < self.granule_blocks))
+            assert sorted(self._gaps) == gaps.tolist(), "the gaps are not where they are noted"
+
+    def _out_of_cache(self, blocks: Ids) -> Ids:
+        """These have left the cache. Returns: their nodes."""
+        nodes = self.nodes[blocks].astype(np.intp)
+        self.nodes[blocks] = NO_NODE
+        return nodes
+
+    # -- granules --------------------------------------------------------------------------------
+
+    def _count_held(self, blocks: Ids, sign: int) -> None:
+        self.num_held += sign * len(blocks)
+        if self.granule_blocks > 1:
+            granules, counts = np.unique(blocks // self.granule_blocks, return_counts=True)
+            before = self._held_in[granules]
+            after = before + sign * counts
+            self._held_in[granules] = after
+            self._num_held_granules += int(np.count_nonzero(after))
+            self._num_held_granules -= int(np.count_nonzero(before))
+
+    def _take_gaps(self, count: int) -> Ids:
+        found: list[int] = []
+        # Where a block is held the page stays anyway: those gaps first.
+        for granule in sorted(reversed(self._gaps), key=lambda granule: not self._held_in[granule]):
+            first = granule * self.granule_blocks
+            inside = slice(first, first + self.granule_blocks)
+            empty = (self.refs[inside] == 0) & (self.nodes[inside] == NO_NODE)
+            blocks = (first + np.flatnonzero(empty)).tolist()
+            if len(blocks) <= count - len(found):
+                del self._gaps[granule]
+            found += blocks[: count - len(found)]
+            if len(found) == count:
+                break
+        self._num_gaps -= count
+        return np.array(found, np.intp)

@@ -1,0 +1,428 @@
+"""Grow and copy: one buffer a sequence and layer, replaced by a larger one when it is full.
+
+Old and new live together while tokens are copied. Two things decide how high that peak is: whether
+all layers grow at the same step (``staggered`` spreads them, as OpenVINO's GPU plugin does), and
+whether an old buffer is given back right after its copy or, where the graph still reads it, only in
+the next step (``keep_old``). Each layer, or stack of layers, is a group of its own.
+
+By how much buffers grow is decided in ``growth``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
+from quire.kv.block_pools import Ceiling
+from quire.kv.interface import CacheConfig, Counts, Growth, Slots, Usage
+from quire.kv.layout import Stacking, apart, page_tokens, slot_bytes
+from quire.kv.occupancy import Census, Piece, RangeCells
+from quire.kv.packing import one_by_one, packed_ranges
+from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
+from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
+from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.spec import Group, KeptWhole
+from quire.units import align_up
+
+# -- growth ----------------------------------------------------------------------------------------
+
+# How large the next buffer of ``growing`` is: policies by name.
+#
+# Source: OpenVINO ``128 + id % 64`` tokens ahead; mlx-lm steps of 256; Hugging Face's DynamicCache
+# is a step of 1.
+
+
+# (capacity, needed, step, layer) → the next capacity, in tokens
+NextCapacity = Callable[[int, int, int, int], int]
+
+
+def uniform(capacity: int, needed: int, step: int, layer: int) -> int:
+    """Whole steps; every layer grows at the same token."""
+    return align_up(needed, step)
+
+
+def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
+    """Twice as much until it suffices: few copies, up to half of it unused."""
+    capacity = max(capacity, step)
+    while capacity < needed:
+        capacity *= 2
+    return capacity
+
+
+def staggered(capacity: int, needed: int, step: int, layer: int) -> int:
+    """``step + layer % 64`` tokens ahead: no two neighbouring layers are full at the same token."""
+    return needed + step + layer % 64
+
+
+GROWTH: Mapping[Growth, NextCapacity] = MappingProxyType(
+    {"uniform": uniform, "doubling": doubling, "staggered": staggered}
+)
+
+
+# -- growing ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """A sequence's buffers: for each layer its capacity, and which of its two places it is in."""
+
+    row: int
+    num_tokens: int
+    capacities: list[int]  # tokens, as the policy asked
+    sides: list[int]  # 0 or 1: a buffer grows into the place that it is not in
+    outgrown: list[Release] = field(default_factory=list)  # with keep_old: what is still kept …
+    outgrown_in: int = -1  # … since this step
+
+
+class GrowingAccounting:
+    """Buffers that grow by copying; bytes are counted in pages, old and new together."""
+
+    shares_blocks = False
+    state_block_size = 0
+
+    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+        longest, page = config.max_model_len, config.page_bytes
+        parts = apart(groups, page, config.layers_per_page)
+        self.groups = tuple(group for group, _ in parts)
+        self._stackings = [stacked for _, stacked in parts]
+        self.ceiling = Ceiling(config.capacity_bytes)
+        self._config = config
+        self._grow = GROWTH[config.growth]
+        self._slot_bytes = [s.slot_bytes if s else slot_bytes(g, page) for g, s in parts]
+        self._is_state = [isinstance(group.spec, KeptWhole) for group in self.groups]
+        self._page_tokens = [s.page_tokens(page) if s else page_tokens(g, page) for g, s in parts]
+        self._place_slots = [
+            1 if state else align_up(longest, step)
+            for state, step in zip(self._is_state, self._page_tokens, strict=True)
+        ]
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._sequences: dict[int, _Buffers] = {}
+        self._committed_bytes = 0
+        # What some lengths take; of those between, the next one is near enough.
+        self._lengths = np.unique(np.linspace(0, longest, min(longest, 256) + 1).astype(np.int64))
+        self._bytes_at = np.array([self._fresh_bytes(n) for n in self._lengths.tolist()], np.int64)
+        self._step = 0  # calls of drain so far
+        self._changes: list[Change] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self._committed_bytes
+
+    def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
+        return self._bytes_at[np.searchsorted(self._lengths, num_tokens)]
+
+    def stacking(self, group: int) -> Stacking | None:
+        """How a group's layers lie together; None: head by head, one layer."""
+        return self._stackings[group]
+
+    def num_slots(self, group: int) -> int:
+        return 2 * self._config.max_num_seqs * self._place_slots[group]
+
+    def slot_bytes(self, group: int) -> int:
+        return self._slot_bytes[group]
+
+    def block_size(self, group: int) -> int:
+        return 1 if self._is_state[group] else self._config.max_model_len
+
+    def add(
+        self,
+        seq_id: int,
+        *,
+        max_tokens: int | None = None,
+        keys: PrefixKeys = NO_KEYS,
+        priority: int = 0,
+    ) -> None:
+        if seq_id in self._sequences:
+            raise KeyError(f"sequence {seq_id} is already here")
+        none = [0] * len(self.groups)
+        self._sequences[seq_id] = _Buffers(row=-1, num_tokens=0, capacities=none, sides=none.copy())
+
+    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
+        longest, capacity_bytes = self._config.max_model_len, self.ceiling.capacity_bytes
+        # At worst it begins again at this length, without an old buffer beside the new.
+        if num_tokens > longest or self._fresh_bytes(num_tokens) > capacity_bytes:
+            return self._never(num_tokens)
+        return FITS
+
+    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
+        return no_hit(len(token_ids), "strategy")
+
+    def next_block(
+        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
+    ) -> tuple[BlockKey, int] | None:
+        return None
+
+    def mark_computed(
+        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
+    ) -> None:
+        """Nothing is shared here, whatever it is."""
+
+    def keep_state(self, seq_id: int) -> bool:
+        return False
+
+    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
+        for held in self._unread():
+            self._give_back_outgrown(held)
+        wanted = min(capacity_bytes, self._config.most_bytes)
+        return self.ceiling.move(wanted, self._committed_bytes, for_now=for_now)
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.usage().committed_bytes
+
+    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        return one_by_one(self.try_extend, seq_ids, num_tokens)
+
+    def try_extend(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        external_tokens: int = 0,
+        lookahead_tokens: int = 0,
+        promised_tokens: int = 0,
+        kept_bytes: int = 0,
+    ) -> Verdict:
+        held = self._sequences[seq_id]
+        if num_tokens <= held.num_tokens:
+            return FITS
+        if num_tokens > self._config.max_model_len:
+            return self._never(num_tokens)
+        room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
+        wanted = [
+            self._capacity(group, capacity, room) for group, capacity in enumerate(held.capacities)
+        ]
+        if wanted == held.capacities:
+            held.num_tokens = num_tokens
+            return FITS
+        # Alone it could go on as it is, or begin again at this length.
+        alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
+        if min(alone, self._fresh_bytes(room)) > self.ceiling.capacity_bytes:
+            return self._never(num_tokens)
+        if promised_tokens > room:
+            promised = self._fresh_bytes(min(promised_tokens, self._config.max_model_len))
+            kept_bytes += max(0, promised - self._buffer_bytes(wanted))
+        return self._take(held, wanted, num_tokens, kept_bytes)
+
+    def fork(self, seq_id: int, new_id: int) -> Verdict:
+        source = self._sequences[seq_id]
+        self.add(new_id)
+        target = self._sequences[new_id]
+        verdict = self._take(target, source.capacities, source.num_tokens)
+        if verdict is not FITS:
+            del self._sequences[new_id]
+        elif source.num_tokens:
+            for group in range(len(self.groups)):
+                start, goal = self._first_slot(group, source), self._first_slot(group, target)
+                count = min(source.num_tokens, source.capacities[group])
+                self._changes.append(Copy(group, start, goal, count))
+        return verdict
+
+    def steady_tokens(self, seq_id: int) -> int:
+        return min(self._sequences[seq_id].capacities)  # then it is copied
+
+    def trim(self, seq_id: int, num_tokens: int) -> None:
+        held = self._sequences[seq_id]
+        held.num_tokens = min(held.num_tokens, num_tokens)
+
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
+        held = self._sequences.pop(seq_id)
+        if held.row < 0:
+            return
+        self._give_back_outgrown(held)
+        for group in range(len(self.groups)):
+            if held.capacities[group]:
+                self._release(self._buffer(group, held))
+        self._free_rows.append(held.row)
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._sequences[seq_id].num_tokens
+
+    def spare_tokens(self, group: int, seq_id: int) -> int:
+        """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
+        return self._sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
+
+    def table(self, group: int, seq_id: int) -> Slots:
+        held = self._sequences[seq_id]
+        return np.array([self._first_slot(group, held)] if held.row >= 0 else [], np.int64)
+
+    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
+        first = self._first_slot(group, self._sequences[seq_id])
+        return np.arange(first + start, first + stop)
+
+    def packed(
+        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[Slots, Slots]:
+        several = [self._sequences[seq_id] for seq_id in seq_ids]
+        first = (self._first_slot(group, held) if held.row >= 0 else -1 for held in several)
+        return packed_ranges(first, starts, stops)
+
+    def drain(self) -> list[Change]:
+        for held in self._unread():
+            self._give_back_outgrown(held)
+        self._step += 1
+        changes, self._changes = self._changes, []
+        return changes
+
+    def usage(self) -> Usage:
+        return Usage(
+            reserved_bytes=sum(
+                self.num_slots(group) * size for group, size in enumerate(self._slot_bytes)
+            ),
+            committed_bytes=self._committed_bytes,
+            used_bytes=sum(
+                group.bytes_for(held.num_tokens)
+                for group in self.groups
+                for held in self._sequences.values()
+            ),
+            num_sequences=len(self._sequences),
+            num_tokens=sum(held.num_tokens for held in self._sequences.values()),
+        )
+
+    def census(self, group: int) -> Census:
+        return self._cells(group).census(
+            self._pieces(group),
+            num_slots=self.num_slots(group),
+            row_slots=self._place_slots[group],
+        )
+
+    def cells(self, group: int, seq_id: int) -> Slots:
+        held = self._sequences[seq_id]
+        return self._cells(group).of(self._first_slot(group, held), held.num_tokens)
+
+    def check(self) -> None:
+        rows = [held.row for held in self._sequences.values() if held.row >= 0]
+        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
+            "a row is lost or held twice"
+        )
+        total = 0
+        for held in self._sequences.values():
+            for capacity, state in zip(held.capacities, self._is_state, strict=True):
+                needed = min(held.num_tokens, 1) if state else held.num_tokens
+                assert needed <= capacity, "a buffer is too short"
+            assert held.row >= 0 or not any(held.capacities), "a buffer without a place"
+            total += self._buffer_bytes(held.capacities) + self._outgrown_bytes(held)
+        assert total == self._committed_bytes, "committed bytes differ from the buffers"
+        assert total <= self.ceiling.now_bytes, "above the ceiling"
+
+    def _never(self, num_tokens: int) -> Never:
+        capacity_bytes = self.ceiling.capacity_bytes
+        return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
+
+    def _unread(self) -> list[_Buffers]:
+        """Sequences whose outgrown buffers are not read any more: an earlier step copied them."""
+        return [held for held in self._sequences.values() if held.outgrown_in < self._step]
+
+    def _take(
+        self, held: _Buffers, wanted: list[int], num_tokens: int, kept_bytes: int = 0
+    ) -> Verdict:
+        """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
+        peak = self._peak_bytes(held, wanted)
+        # What this step just copied is not read any more.
+        unread = [held, *(other for other in self._unread() if other is not held)]
+        free = self.ceiling.now_bytes - self._committed_bytes
+        needs_row = held.row < 0 and any(wanted)
+        spare = free + sum(map(self._outgrown_bytes, unread)) - kept_bytes
+        if peak > spare or (needs_row and not self._free_rows):
+            return NotNow(
+                need_bytes=peak,
+                free_bytes=free,
+                kept_bytes=kept_bytes,
+                holders=tuple(i for i, other in self._sequences.items() if other.row >= 0),
+            )
+        if needs_row:
+            held.row = self._free_rows.pop()
+        for other in unread:
+            self._give_back_outgrown(other)
+        self._replace(held, wanted)
+        held.num_tokens = num_tokens
+        return FITS
+
+    def _capacity(self, group: int, capacity: int, num_tokens: int) -> int:
+        if num_tokens <= capacity:
+            return capacity
+        if self._is_state[group]:
+            return 1
+        layer = self.groups[group].layers[0]
+        grown = self._grow(capacity, num_tokens, self._config.growth_tokens, layer)
+        return max(num_tokens, min(grown, self._config.max_model_len))
+
+    def _peak_bytes(self, held: _Buffers, wanted: list[int]) -> int:
+        """The most by which the committed total rises on the way, layer by layer."""
+        rise = peak = 0
+        for group, (old, new) in enumerate(zip(held.capacities, wanted, strict=True)):
+            if new != old:
+                rise += self._backed_bytes(group, new)
+                peak = max(peak, rise)
+                if not self._config.keep_old:
+                    rise -= self._backed_bytes(group, old)
+        return peak
+
+    def _replace(self, held: _Buffers, wanted: list[int]) -> None:
+        before, held.capacities = held.capacities, held.capacities.copy()
+        for group, (old_capacity, capacity) in enumerate(zip(before, wanted, strict=True)):
+            if capacity == old_capacity:
+                continue
+            old = self._buffer(group, held)
+            held.capacities[group] = capacity
+            if old_capacity:
+                held.sides[group] ^= 1
+            new = self._buffer(group, held)
+            self._committed_bytes += self._release_bytes(new)
+            self._changes.append(Commit(group, new.start, new.stop))
+            if held.num_tokens:
+                self._changes.append(Copy(group, old.start, new.start, held.num_tokens))
+            if old_capacity and self._config.keep_old:
+                held.outgrown.append(old)
+                held.outgrown_in = self._step
+            elif old_capacity:
+                self._release(old)
+
+    def _give_back_outgrown(self, held: _Buffers) -> None:
+        for release in held.outgrown:
+            self._release(release)
+        held.outgrown = []
+
+    def _release(self, release: Release) -> None:
+        self._committed_bytes -= self._release_bytes(release)
+        self._changes.append(release)
+
+    def _cells(self, group: int) -> RangeCells:
+        sizes = self._slot_bytes[group], self._page_tokens[group], self._config.block_size
+        return RangeCells(self.groups[group], *sizes)
+
+    def _pieces(self, group: int) -> Iterator[Piece]:
+        """Every buffer of a group, and the outgrown ones, of which nothing is read any more."""
+        for seq_id, held in self._sequences.items():
+            new, old = self._buffer(group, held), [o for o in held.outgrown if o.group == group]
+            for each, num_tokens in ((new, held.num_tokens), *((o, 0) for o in old)):
+                if each.stop > each.start:
+                    backed = range(each.stop - each.start)
+                    yield Piece(seq_id, each.start, backed, num_tokens)
+
+    def _buffer(self, group: int, held: _Buffers) -> Release:
+        """The pages of a buffer, as what would give them back."""
+        start, step = self._first_slot(group, held), self._page_tokens[group]
+        return Release(group, start, start + align_up(held.capacities[group], step))
+
+    def _release_bytes(self, release: Release) -> int:
+        return (release.stop - release.start) * self._slot_bytes[release.group]
+
+    def _outgrown_bytes(self, held: _Buffers) -> int:
+        return sum(map(self._release_bytes, held.outgrown))
+
+    def _fresh_bytes(self, num_tokens: int) -> int:
+        """What a sequence takes that reaches its length in one step."""
+        groups = range(len(self.groups))
+        return self._buffer_bytes([self._capacity(group, 0, num_tokens) for group in groups])
+
+    def _buffer_bytes(self, capacities: list[int]) -> int:
+        return sum(self._backed_bytes(g, capacity) for g, capacity in enumerate(capacities))
+
+    def _backed_bytes(self, group: int, capacity: int) -> int:
+        return align_up(capacity, self._page_tokens[group]) * self._slot_bytes[group]
+
+    def _first_slot(self, group: int, held: _Buffers) -> int:
+        return (2 * held.row + held.sides[group]) * self._place_slots[group]
