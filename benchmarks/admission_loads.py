@@ -15,8 +15,7 @@ from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.kv import STRATEGIES, CacheConfig
-from quire.planner.simulation.costs import FittedCosts, StepCosts
-from quire.planner.simulation.work import Reach, Work
+from quire.planner.simulation.cost_model import FittedCosts, Reach, StepCosts, Work
 from quire.spec import FullAttention, Group
 
 EOS = 0

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.engine.scheduling.costs import Costs
-from quire.planner.simulation.costs import FittedCosts, RooflineCosts, StepCosts
-from quire.planner.simulation.virtual import prices_of
-from quire.planner.speeds import BANDWIDTH_FRACTION, COMPUTE_FRACTION, SPEEDS, STEP_S
+from quire.planner.hardware import BANDWIDTH_FRACTION, COMPUTE_FRACTION, SPEEDS, STEP_S
+from quire.planner.simulation.cost_model import FittedCosts, RooflineCosts, StepCosts
+from quire.planner.simulation.simulated_engine import prices_of
 
 GOAL = 1.05
 FIXED = {"on": 1.0, "half": 0.5, "off": 0.0}  # shares of the expected need that stay free
@@ -39,7 +39,7 @@ CPU = FittedCosts(
     read_s=2.9e-06,
     attended_s=5.1e-06,
 )
-# The same model on an H100, as planner/speeds.py has it.
+# The same model on an H100, as planner/hardware.py has it.
 GPU = RooflineCosts(
     flops_per_s=COMPUTE_FRACTION * SPEEDS["h100"].flops_per_s,
     bytes_per_s=BANDWIDTH_FRACTION * SPEEDS["h100"].bytes_per_s,

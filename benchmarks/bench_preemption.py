@@ -22,7 +22,7 @@ from rich.table import Table
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.sequence import Sequence
-from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.cost_model import FittedCosts
 
 GOAL = 0.05
 STEP = FittedCosts(step_s=1.0)  # a step is a step

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.bench.trace import read_trace
+from quire.bench.traffic import read_trace
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
 

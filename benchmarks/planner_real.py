@@ -36,10 +36,9 @@ from quire.engine.statistics import Statistics
 from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.models.recorded import recordings
-from quire.planner.simulation.costs import FittedCosts
-from quire.planner.simulation.fitting import Fit
+from quire.planner.simulation.cost_model import Fit, FittedCosts
+from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.simulation.simulator import Fleet, make_replica
-from quire.planner.simulation.virtual import prices_of
 
 ROUNDS = 5
 THROUGHPUT_GOAL, COUNT_GOAL = 0.10, 0.02

@@ -22,10 +22,9 @@ from report import Table
 
 from quire.cli.plan import place_of
 from quire.config import EngineConfig
-from quire.planner.simulation.scenario import fleet_for
-from quire.planner.simulation.simulator import simulate
-from quire.planner.speeds import roofline
-from quire.planner.subjects.subject import find_subject
+from quire.planner.hardware import roofline
+from quire.planner.simulation.simulator import fleet_for, simulate
+from quire.planner.subject import find_subject
 from quire.traces import open_trace
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"

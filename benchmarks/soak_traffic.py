@@ -15,7 +15,7 @@ from typing import Any
 
 from server_process import Answer, post, wire
 
-from quire.bench.trace import read_trace, replay
+from quire.bench.traffic import read_trace, replay
 from quire.bench.workload import Query, Vocabulary
 from quire.traces import TraceRequest
 

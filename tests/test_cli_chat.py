@@ -20,9 +20,8 @@ import pytest
 from rich.console import Console
 
 from bench.sse_server import Behaviour, serving
-from quire.cli.conversation import Conversation, Figures
+from quire.cli.chat import Conversation, Figures, Talk, described
 from quire.cli.keyboard import unseen
-from quire.cli.talk import Talk, described
 from quire.http import Http, RefusedByServer
 from test_cli import quire
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from quire.cli import command_line
 from quire.errors import QuireError
-from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.cost_model import FittedCosts
 
 
 @pytest.fixture

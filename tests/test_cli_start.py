@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 
 from quire.models.loader import load
-from quire.planner.subjects.subject import find_subject
+from quire.planner.subject import find_subject
 from quire.spec.files import find_folder
 
 SEVERAL = """

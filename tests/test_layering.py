@@ -115,7 +115,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """Without the leading ``quire.``: ``kv.interface``; ``strategies`` for its __init__."""
+        """Without the leading ``quire.``: ``kv.interface``; ``kv`` for its __init__."""
         parts = self.path.relative_to(SRC / "quire").with_suffix("").parts
         return ".".join(part for part in parts if part != "__init__")
 
@@ -200,6 +200,40 @@ def test_imports_follow_the_arrows() -> None:
         "Move the code to a room that may import it, or pass in what it needs. If the arrow is "
         "right, draw it in MAY_IMPORT (tests/test_layering.py).",
     )
+
+
+def test_no_circle_of_modules() -> None:
+    """Also none inside a room, and none for the sake of types alone."""
+    imports = {
+        module.name: {module_of(name) for _, name in module.own_imports()} - {module.name}
+        for module in MODULES
+        if module.name
+    }
+    reached: dict[str, set[str]] = {}
+    for name in imports:
+        todo, seen = [name], set[str]()
+        while todo:
+            more = imports[todo.pop()] - seen
+            seen |= more
+            todo += more
+        reached[name] = seen
+    report(
+        (
+            f"{name} -> {other} -> … -> {name}"
+            for name, others in imports.items()
+            for other in sorted(others)
+            if name in reached[other]
+        ),
+        "Move what both need to a module below them, or let one take a protocol.",
+    )
+
+
+def module_of(name: str) -> str:
+    """The module that a dotted name, without the leading ``quire.``, is or is in."""
+    parts = name.split(".")
+    while f"quire.{'.'.join(parts)}" not in NAMES:
+        parts.pop()
+    return ".".join(parts)
 
 
 def test_no_module_imports_the_package_itself() -> None:

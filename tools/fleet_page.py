@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from quire.planner.devices import device
+from quire.planner.hardware import device
 from quire.traces import open_trace
 from quire.units import format_bytes, format_count, parse_count
 

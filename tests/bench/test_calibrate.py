@@ -6,10 +6,9 @@ from itertools import count
 import pytest
 
 from quire.bench import calibrate as calibration
-from quire.bench.calibrate import calibrate
-from quire.bench.copying import price_copies
+from quire.bench.calibrate import calibrate, price_copies
 from quire.engine.llm import LLM
-from quire.planner.simulation.work import Work
+from quire.planner.simulation.cost_model import Work
 
 TICK_S = 1e-3
 NUM_LAYERS = 8  # of the demo model

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from bench.sse_server import Behaviour, Framing, serving
-from quire.bench.load import Outcome, Piece, send, send_all
-from quire.bench.server import CompletionsServer, first_model
+from quire.bench.load import CompletionsServer, Outcome, Piece, first_model, send, send_all
 from quire.bench.workload import Query
 from quire.errors import ConfigError
 from quire.http import Http

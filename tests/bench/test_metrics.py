@@ -14,9 +14,9 @@ from quire.bench.metrics import (
     parse_percentiles,
     peak_concurrency,
     peak_tokens_per_s,
+    table,
     tpot_s,
 )
-from quire.bench.report import table
 from quire.errors import ConfigError
 
 # Three requests of which two succeed, in 4 seconds:

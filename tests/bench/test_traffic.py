@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.trace import replay
-from quire.bench.traffic import Traffic
+from quire.bench.traffic import Traffic, replay
 from quire.bench.workload import RandomLengths, Vocabulary, arrivals
 from quire.errors import ConfigError
 from quire.traces import TraceRequest

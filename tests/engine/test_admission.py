@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from conformance.covering import in_turn
 from quire.engine.scheduling.costs import Costs, Prices
-from quire.planner.simulation.costs import StepCosts
-from quire.planner.simulation.virtual import prices_of
+from quire.planner.simulation.cost_model import StepCosts
+from quire.planner.simulation.simulated_engine import prices_of
 
 # Of the numbers of requests and of pools: seconds, and still many more than find room at once.
 SCALES = (1, 1, 0.15, 0.15, 0.3, 0.4, 0.4, 0.25, 0.3, 0.06)

@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.engine.scheduler import Limits
 from quire.kv import CacheConfig
-from quire.planner.simulation.costs import FittedCosts
+from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulator import Fleet
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec, SlidingWindow
 from quire.traces import TraceRequest

@@ -3,10 +3,10 @@
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.plan import Place, Plan, plan
-from quire.planner.devices import device, machine_of, machine_with
-from quire.planner.subjects.subject import Subject, find_subject
+from quire.planner.hardware import device, machine_of, machine_with
+from quire.planner.plan import Place, Plan, plan
+from quire.planner.sequence_memory import Request
+from quire.planner.subject import Subject, find_subject
 
 GIB = 1 << 30
 THOUSAND = Request(input_tokens=1000, output_tokens=250)

@@ -5,8 +5,8 @@ from functools import cache
 from planner.fleets import fleet_of, request
 from quire.planner.hit_rates import hit_rate_curve
 from quire.planner.report import Report, Variant, held_by_batch, held_by_one
-from quire.planner.report.held import Lengths
-from quire.planner.simulation.latencies import Goals
+from quire.planner.report.content import Lengths
+from quire.planner.simulation.result import Goals
 from quire.planner.simulation.simulator import simulate
 from quire.traces import TraceRequest
 

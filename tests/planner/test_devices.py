@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.memory.machine import unified_memory_cap
-from quire.planner.devices import DEVICES, device, machine_of, machine_with
+from quire.planner.hardware import DEVICES, device, machine_of, machine_with
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))

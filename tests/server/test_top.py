@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from engine.test_llm import demo
 from quire import AsyncLLM, SamplingParams
 from quire.cli import command_line
-from quire.cli.top_view import View
+from quire.cli.top import View
 from quire.config import ServerConfig
 from quire.server.app import make_app
 from quire.server.dashboard.frames import (

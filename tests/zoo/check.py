@@ -22,9 +22,9 @@ from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.models.loader import adopt
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.plan import Place
-from quire.planner.subjects.subject import find_subject
+from quire.planner.plan import Place
+from quire.planner.sequence_memory import Request
+from quire.planner.subject import find_subject
 from quire.spec import (
     ChunkedAttention,
     FullAttention,

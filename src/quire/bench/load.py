@@ -1,13 +1,25 @@
 """Sends a workload and keeps the times at which answers came."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.bench.workload import Query
+from quire.bench.workload import Query, Vocabulary
+from quire.engine.params import SamplingParams
+from quire.errors import ConfigError
+from quire.http import Http, RefusedByServer
+from quire.kv import Usage
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.llm import LLM
+
+
+# -- load ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +131,155 @@ async def send(target: Target, query: Query) -> Outcome:
     outcome.output_tokens = counted if told is None else told
     outcome.text = "".join(texts)
     return outcome
+
+
+# -- here ------------------------------------------------------------------------------------------
+
+# The engine of this process as a target, and what its KV cache took meanwhile.
+
+
+def vocabulary_of(llm: "LLM") -> Vocabulary:
+    """What its tokenizer has, but for special tokens."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return Vocabulary()
+    return Vocabulary(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
+
+
+class EngineHere:
+    """Answers with an ``AsyncLLM``. An answer that ends in an error has failed."""
+
+    def __init__(self, llm: "AsyncLLM", *, temperature: float, ignore_eos: bool) -> None:
+        self._llm = llm
+        self._temperature, self._ignore_eos = temperature, ignore_eos
+
+    async def answer(self, query: Query) -> AsyncIterator[Piece]:
+        params = SamplingParams(
+            max_tokens=query.max_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
+        )
+        async for delta in self._llm.generate(query.token_ids, params):
+            yield Piece(
+                text=delta.text,
+                num_tokens=len(delta.token_ids),
+                cached_tokens=delta.num_cached_tokens,
+            )
+            if delta.finish_reason not in (None, "stop", "length"):
+                raise RuntimeError(f"ended by {delta.finish_reason}: {delta.detail}")
+
+
+class CacheWatch:
+    """The cache's usage after each step, as few numbers."""
+
+    def __init__(self) -> None:
+        self._peak: Usage | None = None
+        self._used_bytes = self._held_bytes = 0  # summed over steps in which a sequence ran
+        self._before = (0, 0, 0)
+
+    def begin(self, llm: "AsyncLLM") -> None:
+        """Forget what was before."""
+        self._peak, self._used_bytes, self._held_bytes = None, 0, 0
+        self._before = _counts(llm)
+
+    def __call__(self, usage: Usage) -> None:
+        if self._peak is None or _size(usage) > _size(self._peak):
+            self._peak = usage
+        if usage.num_sequences:
+            self._used_bytes += usage.used_bytes
+            self._held_bytes += usage.used_bytes + usage.wasted_bytes
+
+    def figures(self, llm: "AsyncLLM", outcomes: list[Outcome]) -> dict[str, Any]:
+        """Since ``begin``; bytes are those of the step with most committed."""
+        peak = self._peak
+        preemptions, swaps, recomputed = (
+            now - before for now, before in zip(_counts(llm), self._before, strict=True)
+        )
+        done = [outcome for outcome in outcomes if outcome.succeeded]
+        num_cached = sum(outcome.cached_tokens for outcome in done)
+        num_input = sum(outcome.prompt_tokens for outcome in done)
+        return {
+            "strategy": llm.llm.config.cache,
+            "peak_committed_bytes": peak.committed_bytes if peak else 0,
+            "used_bytes": peak.used_bytes if peak else 0,
+            "cached_bytes": peak.cached_bytes if peak else 0,
+            "wasted_bytes": peak.wasted_bytes if peak else 0,
+            "mean_utilization": self._used_bytes / self._held_bytes if self._held_bytes else 0.0,
+            "num_preemptions": preemptions,
+            "num_swaps": swaps,
+            "num_recomputed_tokens": recomputed,
+            "num_cached_tokens": num_cached,
+            "prefix_hit_rate": num_cached / num_input if num_input else 0.0,
+        }
+
+
+def _counts(llm: "AsyncLLM") -> tuple[int, int, int]:
+    stats = llm.llm.engine.scheduler.stats
+    return stats.num_preemptions, stats.num_swaps, stats.num_recomputed_tokens
+
+
+def _size(usage: Usage) -> tuple[int, int]:
+    return usage.committed_bytes, usage.used_bytes
+
+
+# -- server ----------------------------------------------------------------------------------------
+
+# A server elsewhere as a target: OpenAI's ``/v1/completions``, streamed.
+
+
+class CompletionsServer:
+    """Sends prompts as token ids; usage is asked for, so that lengths are the server's own."""
+
+    def __init__(self, http: Http, model: str, *, temperature: float, ignore_eos: bool) -> None:
+        self._http, self.model = http, model
+        self._temperature, self._ignore_eos = temperature, ignore_eos
+
+    async def answer(self, query: Query) -> AsyncIterator[Piece]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": query.token_ids,
+            "max_tokens": query.max_tokens,
+            "temperature": self._temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._ignore_eos:  # not OpenAI's: a server that is strict is asked without it
+            body["ignore_eos"] = True
+        async with aclosing(self._http.events("/v1/completions", body)) as events:
+            async for event in events:
+                yield _piece(event)
+
+
+async def first_model(http: Http) -> str:
+    """What the server calls the first of its models. Raises: ConfigError."""
+    return (await models_of(http))[0]
+
+
+async def models_of(http: Http) -> list[str]:
+    """What the server calls its models, at least one. Raises: ConfigError."""
+    try:
+        answer = await http.get("/v1/models")
+        names: list[str] = [str(model["id"]) for model in answer["data"]]
+        names[0]
+    except RefusedByServer as error:
+        raise ConfigError(f"--url {http.url} refuses: {error.reason}") from error
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"--url {http.url}: no model can be had from /v1/models ({type(error).__name__}: "
+            f"{error}). Is the server up? --model names one without asking"
+        ) from error
+    return names
+
+
+def _piece(event: str) -> Piece:
+    """Raises: ValueError for an event that is an error, or no JSON object."""
+    data = json.loads(event)
+    if not isinstance(data, dict) or data.get("error"):
+        raise ValueError(f"the server says {event[:300]}")
+    choices, usage = data.get("choices") or [], data.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Piece(
+        text=(choices[0].get("text") or "") if choices else "",
+        num_tokens=None if choices else 0,
+        prompt_tokens=usage.get("prompt_tokens"),
+        output_tokens=usage.get("completion_tokens"),
+        cached_tokens=cached or 0,
+    )

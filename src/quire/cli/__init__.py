@@ -112,10 +112,7 @@ def main() -> None:
 def _run(named: list[str]) -> None:
     try:
         if named:
-            from quire.config import (  # read what --help has no use for
-                keep_few_shapes,
-                wait_patiently,
-            )
+            from quire.config import keep_few_shapes, wait_patiently
 
             wait_patiently()
             keep_few_shapes()

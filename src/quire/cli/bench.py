@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,19 +17,35 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.bench.here import CacheWatch, EngineHere, vocabulary_of
-from quire.bench.load import Outcome, Target, send_all
-from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles
-from quire.bench.report import table
-from quire.bench.server import CompletionsServer, first_model
-from quire.bench.trace import write_trace
-from quire.bench.traffic import Traffic
+from quire.bench.load import (
+    CacheWatch,
+    CompletionsServer,
+    EngineHere,
+    Outcome,
+    Target,
+    first_model,
+    send_all,
+    vocabulary_of,
+)
+from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles, table
+from quire.bench.traffic import Traffic, write_trace
 from quire.bench.workload import Query, RandomLengths, Vocabulary
 from quire.cli.client import ApiKey, Timeout, client
-from quire.cli.options import Temperature, engine_of, load_model, with_engine_options
+from quire.cli.options import (
+    Temperature,
+    engine_of,
+    load_llm,
+    load_model,
+    plain_table,
+    with_engine_options,
+)
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
 from quire.http import Http
+from quire.planner.simulation.cost_model import COEFFICIENTS, Fit
+
+# -- bench -----------------------------------------------------------------------------------------
+
 
 _LINE_S = 5.0  # between two lines of progress, at least
 _OF_VLLM = ("serve", "throughput", "latency")
@@ -144,7 +161,7 @@ def bench(  # noqa: PLR0913 - each is a flag
         _refuse_misplaced(url, header, api_key, engine, {"--calibrate": calibrate})
         if url is not None:
             raise ConfigError("--calibrate measures an engine in here: leave out --url")
-        from quire.cli.calibrate import write_calibration
+        pass  # local
 
         write_calibration(model, engine, calibrate)
         return
@@ -368,3 +385,58 @@ def _header(text: str) -> tuple[str, str]:
     if not colon or not name.strip() or "\n" in text or "\r" in text:
         raise ConfigError(f"--header {text!r} must be a name, a colon and a value")
     return name.strip(), value.strip()
+
+
+# -- calibrate -------------------------------------------------------------------------------------
+
+# ``quire bench --calibrate``: what steps take on this machine, written for ``quire simulate``.
+
+
+def write_calibration(model: str | None, engine: dict[str, Any], path: Path) -> None:
+    """Raises: ConfigError, RequestError."""
+    # A prompt that comes again is to be computed again.
+    llm = load_llm(model, {**engine, "enable_prefix_caching": False})
+    from torch import get_num_threads
+
+    from quire.bench.calibrate import about, calibrate
+
+    columns = (TextColumn("stepping"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with llm, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        found = calibrate(
+            llm, report=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+        name, cache = llm.name, llm.config.cache
+    found = about(
+        found,
+        machine=f"{platform.node()}, {platform.machine()}",
+        model=model or name,
+        cache=cache,
+        num_threads=get_num_threads(),
+    )
+    found.costs.write(path)
+    _print(found, path)
+
+
+def _print(found: Fit, path: Path) -> None:
+    console = Console(highlight=False)
+    table = plain_table("What a step takes here", "", "µs", "of")
+    for name, unit in zip(COEFFICIENTS, _UNITS, strict=True):
+        seconds = getattr(found.costs, name)
+        table.add_row(name.removesuffix("_s").replace("_", " "), f"{seconds * 1e6:,.4g}", unit)
+    console.print(table)
+    console.print(
+        f"{found.num_steps:,} steps of {found.num_kinds:,} kinds. A kind's time is off by "
+        f"{found.median_error:.1%} in the median, by {found.p90_error:.1%} at most in nine of ten, "
+        f"all together by {found.total_error:+.1%}. Half of the steps of a kind lay within "
+        f"{found.spread:.1%} of each other: what is off by less than that is the machine.",
+        soft_wrap=True,
+    )
+    console.print(f"written to {path}: quire simulate … --calibration {path}", soft_wrap=True)
+
+
+_UNITS = (
+    *("a step", "more for one of over 128 tokens", "a sequence in it", "a token drawn"),
+    *("a chunk of a prompt", "a token, of the first 8", "a token, up to 64", "a token, up to 128"),
+    *("a token, beyond", "an entry read", "a token and an entry"),
+)

@@ -1,21 +1,383 @@
 """``quire chat``: talk to a server of OpenAI's API in the terminal, or to an engine of its own."""
 
 import asyncio
+import json
+import re
+import secrets
+import socket
+import subprocess
 import sys
-from contextlib import ExitStack
-from typing import Annotated, Any
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from quire.bench.server import first_model, models_of
+from quire.bench.load import first_model, models_of
 from quire.cli.client import DEFAULT_URL, ApiKey, Timeout, Url, client
-from quire.cli.conversation import Conversation
-from quire.cli.own_server import own_server
-from quire.cli.talk import Talk
+from quire.cli.keyboard import unseen
 from quire.errors import ConfigError, RequestError
-from quire.http import Http
+from quire.http import Http, RefusedByServer
+from quire.units import format_count, format_seconds
+
+# -- conversation ----------------------------------------------------------------------------------
+
+# A conversation with a server of OpenAI's API: what was said, and the answer as it comes.
+
+
+_DEFAULT_MAX_TOKENS = 512  # where there is no chat: OpenAI's own default is 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A piece of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """Of one answer. Units: seconds."""
+
+    output_tokens: int = 0
+    prompt_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    elapsed_s: float = 0.0
+    finish_reason: str | None = None  # None: it was stopped here
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """After the first token; None where there was no second."""
+        took_s = self.elapsed_s - self.ttft_s
+        return (self.output_tokens - 1) / took_s if self.output_tokens > 1 and took_s > 0 else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """What has been said, and how more is asked for.
+
+    A server whose model has no chat template is asked for completions from then on: it continues
+    the text of the whole conversation, with nothing around it.
+    """
+
+    http: Http
+    model: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    has_chat: bool = True
+    figures: Figures = field(default_factory=Figures)
+
+    def reset(self) -> None:
+        """Forget what has been said; the system prompt stays."""
+        self.messages.clear()
+
+    async def ask(self, text: str) -> AsyncGenerator[Said, None]:
+        """The answer, piece by piece; what has come of it is kept when it is left early.
+
+        Raises: OSError, ValueError; then nothing of it is kept.
+        """
+        self.messages.append({"role": "user", "content": text})
+        answer: list[str] = []
+        begin, self.figures = perf_counter(), Figures()
+        failed = True
+        try:
+            async with aclosing(self._pieces()) as pieces:
+                async for piece in pieces:
+                    if not self.figures.ttft_s:
+                        self.figures.ttft_s = perf_counter() - begin
+                    answer.append(piece.text)
+                    yield piece
+            failed = False
+        except (OSError, ValueError):
+            raise
+        except BaseException:  # stopped here: that is no failure
+            failed = False
+            raise
+        finally:
+            self.figures.elapsed_s = perf_counter() - begin
+            if failed:
+                self.messages.pop()
+            else:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    async def _pieces(self) -> AsyncGenerator[Said, None]:
+        if self.has_chat:
+            chat = self._events("/v1/chat/completions", {"messages": self._all()})
+            try:
+                async with aclosing(chat) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except RefusedByServer as error:
+                if not _has_no_chat(error):
+                    raise
+                self.has_chat = False
+        prompt = "\n".join(message["content"] for message in self._all())
+        body = {"prompt": prompt, "max_tokens": _DEFAULT_MAX_TOKENS}
+        async with aclosing(self._events("/v1/completions", body)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def _all(self) -> list[dict[str, str]]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Said, None]:
+        asked = {
+            **body,
+            "model": self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.sampling,
+        }
+        async with aclosing(self.http.events(path, asked)) as events:
+            async for event in events:
+                data = json.loads(event)
+                if not isinstance(data, dict) or data.get("error"):
+                    raise ValueError(f"the server says {event[:300]}")
+                self._note(data.get("usage") or {})
+                for choice in data.get("choices") or []:
+                    delta = choice.get("delta") or choice
+                    self.figures.finish_reason = choice.get("finish_reason")
+                    text = delta.get("content") or delta.get("text") or ""
+                    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    if text or reasoning:
+                        self.figures.output_tokens += 1  # until the server says how many
+                        yield Said(text=text, reasoning=reasoning)
+
+    def _note(self, usage: dict[str, Any]) -> None:
+        if not usage:
+            return
+        details = usage.get("prompt_tokens_details") or {}
+        self.figures.prompt_tokens = usage.get("prompt_tokens")
+        self.figures.cached_tokens = details.get("cached_tokens") or 0
+        self.figures.output_tokens = usage.get("completion_tokens") or self.figures.output_tokens
+
+
+def _has_no_chat(error: RefusedByServer) -> bool:
+    """Whether who refuses to chat cannot: it has no template, or no such route."""
+    text = error.text.lower()
+    if error.status == 400:
+        return "chat template" in text or "chat_template" in text
+    return error.status in (404, 405, 501) and "model" not in text
+
+
+# -- talk ------------------------------------------------------------------------------------------
+
+# The turns of a chat in a terminal: lines in, answers out, and commands that begin with /.
+
+
+HELP = """\
+/reset          forget what has been said
+/system TEXT    tell the model TEXT beforehand, from now on; without TEXT, show it
+/save FILE      write the conversation to a file (JSON, as OpenAI's messages)
+/help           this list
+/exit           end; so does Ctrl-D
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+
+# A model's text could move the cursor, or set a terminal's title and clipboard.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@final
+class Talk:
+    """One conversation at a terminal. Answers go to standard output, all else to ``console``."""
+
+    def __init__(self, conversation: Conversation, console: Console) -> None:
+        self._conversation, self._console = conversation, console
+        self._commands: dict[str, Callable[[str], bool]] = {
+            "/reset": self._reset,
+            "/system": self._system,
+            "/save": self._save,
+            "/help": self._help,
+            "/exit": lambda _: False,
+            "/quit": lambda _: False,
+        }
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Until /exit or the end of what is read."""
+        self._console.print(
+            f"{escape(self._conversation.model)} at {escape(self._conversation.http.url)}; "
+            "/help says what can be said, Ctrl-D ends",
+            style="dim",
+        )
+        while True:
+            try:
+                text = read().strip()
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._console.print("\nCtrl-D or /exit ends", style="dim")
+                continue
+            if text.startswith("/"):
+                if not self.command(text):
+                    return
+            elif text:
+                self.answer(text)
+
+    def command(self, text: str) -> bool:
+        """Do what a line with a / says; False if that is to end."""
+        name, _, rest = text.partition(" ")
+        if name in self._commands:
+            return self._commands[name](rest.strip())
+        self._console.print(f"{escape(name)} is no command: /help lists them", style="yellow")
+        return True
+
+    def answer(self, text: str) -> bool:
+        """Ask, and write the answer as it comes; False if there was none."""
+        had_chat = self._conversation.has_chat
+        try:
+            with unseen():  # else what is typed meanwhile stands in the midst of the answer
+                asyncio.run(self._write_answer(text))
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            self._console.print("stopped", style="dim")
+        except (OSError, ValueError) as error:
+            said = error.reason if isinstance(error, RefusedByServer) else str(error)
+            said = said or type(error).__name__
+            self._console.print(f"[bold red]error:[/] {escape(said)}", soft_wrap=True)
+            return False
+        if had_chat and not self._conversation.has_chat:
+            self._console.print(
+                "this model has no chat template: it continues the text as it is (/v1/completions)",
+                style="yellow",
+            )
+        self._console.print(escape(described(self._conversation.figures)), style="dim")
+        return True
+
+    async def _write_answer(self, text: str) -> None:
+        shows_all = not sys.stdout.isatty()
+        async with aclosing(self._conversation.ask(text)) as pieces:
+            async for piece in pieces:
+                if piece.reasoning:
+                    self._console.print(escape(_clean(piece.reasoning)), style="dim", end="")
+                sys.stdout.write(piece.text if shows_all else _clean(piece.text))
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _reset(self, _: str) -> bool:
+        self._conversation.reset()
+        self._console.print("forgotten", style="dim")
+        return True
+
+    def _system(self, text: str) -> bool:
+        if text:
+            self._conversation.system = text
+        self._console.print(escape(f"system: {self._conversation.system or 'none'}"), style="dim")
+        return True
+
+    def _save(self, name: str) -> bool:
+        if not name:
+            self._console.print("/save needs a file's name", style="yellow")
+            return True
+        system = self._conversation.system
+        said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        found = {"model": self._conversation.model, "messages": said + self._conversation.messages}
+        try:
+            path = Path(name).expanduser()
+            path.write_text(json.dumps(found, indent=2, ensure_ascii=False), encoding="utf-8")
+        except OSError as error:
+            self._console.print(escape(f"{name} cannot be written: {error.strerror}"), style="red")
+            return True
+        self._console.print(escape(f"{len(found['messages'])} messages are in {path}"), style="dim")
+        return True
+
+    def _help(self, _: str) -> bool:
+        self._console.print(escape(HELP), style="dim")
+        return True
+
+
+def described(figures: Figures) -> str:
+    """An answer's figures in a line."""
+    parts = [f"{format_count(figures.output_tokens)} tokens"]
+    if figures.tokens_per_s is not None:
+        parts.append(f"{figures.tokens_per_s:.1f} tokens/s")
+    parts.append(f"first after {format_seconds(figures.ttft_s)}")
+    if figures.prompt_tokens is not None:
+        cached, prompt = format_count(figures.cached_tokens), format_count(figures.prompt_tokens)
+        parts.append(f"{cached} of {prompt} prompt tokens cached")
+    if figures.finish_reason not in (None, "stop"):
+        parts.append(f"ended by {figures.finish_reason}")
+    return ", ".join(parts)
+
+
+def _clean(text: str) -> str:
+    return _CONTROLS.sub("", text)
+
+
+# -- own server ------------------------------------------------------------------------------------
+
+# A server for one terminal, in a process of its own, at a Unix socket in a private folder.
+#
+# It ends with this process, however that ends.
+
+
+_LOOK_S = 0.05  # between two looks whether it is up
+_END_S = 10.0  # that it gets to end
+# The pipe at its standard input ends with the process that holds the other end.
+_SERVE = """
+import os, signal, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+from quire.cli import main
+main()
+"""
+
+
+@contextmanager
+def own_server(model: str | None) -> Iterator[tuple[str, str]]:
+    """Its address and its key, once it answers; what it waits for it says on standard error.
+
+    Raises: typer.Exit with its exit code, where it ends before: it has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="quire-chat-") as folder:
+        path, key = Path(folder) / "socket", secrets.token_urlsafe()
+        key_file = Path(folder) / "key"
+        key_file.write_text(key, encoding="utf-8")
+        flags = ("--uds", str(path), "--api-key", f"@{key_file}", "--shutdown-timeout", "0")
+        logs = ("--uvicorn-log-level", "warning", "--disable-log-stats")
+        with subprocess.Popen(
+            [sys.executable, "-c", _SERVE, "serve", *flags, *logs, *([model] if model else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C stops an answer here, and not the server
+        ) as child:
+            try:
+                while not _is_open(path):
+                    if (code := child.poll()) is not None:
+                        raise typer.Exit(code or 1)
+                    time.sleep(_LOOK_S)
+                yield f"unix:{path}", key
+            finally:
+                child.terminate()
+                try:
+                    child.wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+
+def _is_open(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+# -- chat ------------------------------------------------------------------------------------------
 
 
 def _flag(help: str) -> Any:

@@ -19,15 +19,14 @@ from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.fit import changes, longest, most_sequences
-from quire.planner.capacity.plan import Divide, Place, Plan, typical
-from quire.planner.capacity.plan import plan as make_plan
-from quire.planner.devices import DEVICES, machine_of, machine_with
-from quire.planner.devices import device as device_of
-from quire.planner.subjects.published import published_models
-from quire.planner.subjects.subject import Subject, find_subject
-from quire.spec.ranks import rank_spec
+from quire.planner.fit import changes, longest, most_sequences
+from quire.planner.hardware import DEVICES, machine_of, machine_with
+from quire.planner.hardware import device as device_of
+from quire.planner.plan import Divide, Place, Plan, typical
+from quire.planner.plan import plan as make_plan
+from quire.planner.sequence_memory import Request
+from quire.planner.subject import Subject, find_subject, published_models
+from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096

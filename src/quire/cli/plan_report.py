@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -11,10 +11,9 @@ from rich.table import Table
 
 from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
-from quire.planner.capacity.fit import Change
-from quire.planner.capacity.plan import Cell, Plan
-from quire.planner.capacity.vllm_log import start_up
-from quire.planner.subjects.published import Table as Models
+from quire.planner.fit import OptionChange
+from quire.planner.plan import Cell, Plan
+from quire.planner.subject import Table as Models
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -26,11 +25,67 @@ from quire.spec import (
     SlidingWindow,
 )
 from quire.spec.layers import LayerSpec
-from quire.spec.ranks import is_replicated
+from quire.spec.tensor_parallel import is_replicated
 from quire.units import format_bytes, format_count
 
+# -- vllm log --------------------------------------------------------------------------------------
 
-def print_plan(found: Plan, remedies: Sequence[Change], fitted: str | None) -> None:
+# What vLLM writes when it starts: the size of its KV cache in tokens, and in longest requests.
+#
+# Its rule for the available memory is the budget ``vllm``; here is how it cuts that into blocks,
+# for models whose layers are all alike. Where layers differ it pads and shares blocks between
+# groups, and its two lines no longer agree with each other.
+#
+# Source: vLLM, vllm/v1/core/kv_cache_utils.py: blocks = available // (bytes of a layer's block) //
+# layers; tokens = blocks × block size; concurrency = tokens / max_model_len, in whole blocks a
+# request since 0.9.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """Its two lines."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def concurrency(self) -> float:
+        """Longest requests at once."""
+        return self.num_tokens / self.max_model_len
+
+    @property
+    def text(self) -> str:
+        return (
+            f"GPU KV cache size: {format_count(self.num_tokens)} tokens; maximum concurrency for "
+            f"{format_count(self.max_model_len)} tokens per request: {self.concurrency:.2f}x"
+        )
+
+
+def start_up(
+    spec: ModelSpec, available_bytes: int, *, max_model_len: int, block_size: int = 16
+) -> StartUp | None:
+    """Of one rank's spec, and the memory it has for KV; None where layers differ."""
+    groups = spec.groups
+    if len(groups) != 1 or not isinstance(groups[0].spec, FullAttention | LatentAttention):
+        return None
+    group = groups[0]
+    layer_block_bytes = group.spec.block_bytes(block_size)
+    return StartUp(
+        num_blocks=max(0, available_bytes) // layer_block_bytes // group.num_layers,
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+
+
+# -- plan report -----------------------------------------------------------------------------------
+
+
+def print_plan(found: Plan, remedies: Sequence[OptionChange], fitted: str | None) -> None:
     """What is planned, bytes per token, the budget, the comparison, and what to change."""
     console = Console(highlight=False)
     for line in _subject(found):
@@ -78,7 +133,7 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def as_dict(found: Plan, remedies: Sequence[Change], fitted: str | None) -> dict[str, Any]:
+def as_dict(found: Plan, remedies: Sequence[OptionChange], fitted: str | None) -> dict[str, Any]:
     """The plan for a program."""
     return {
         "model": found.subject.name,

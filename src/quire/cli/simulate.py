@@ -1,36 +1,256 @@
 """``quire simulate``: traffic through the real scheduler and accounting, on a virtual clock."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import plain_table, with_engine_options
 from quire.cli.plan import num_ranks_of, place_of
-from quire.cli.simulate_report import Named, print_results
-from quire.cli.simulate_traffic import NUM_DRAWN, Drawing, Traffic, num_skipped
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
-from quire.planner.capacity.plan import Place
-from quire.planner.simulation.chrome_trace import ChromeTrace
-from quire.planner.simulation.costs import FittedCosts, StepCosts
-from quire.planner.simulation.latencies import Goals
+from quire.planner.hardware import SPEEDS, roofline
+from quire.planner.plan import Place
+from quire.planner.simulation.cost_model import FittedCosts, StepCosts
+from quire.planner.simulation.result import Goals, SimulationResult
 from quire.planner.simulation.routing import ROUTES
-from quire.planner.simulation.scenario import fleet_for
-from quire.planner.simulation.simulator import Fleet
+from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
-from quire.planner.speeds import SPEEDS, roofline
-from quire.planner.subjects.subject import Subject, find_subject
-from quire.spec.ranks import rank_spec
-from quire.traces import form_names
+from quire.planner.simulation.timeline import ChromeTrace
+from quire.planner.subject import Subject, find_subject
+from quire.spec.tensor_parallel import rank_spec
+from quire.traces import Trace, TraceRequest, form_names, open_trace
+from quire.traces.synthetic import Gamma, LogNormal, Synthetic
+from quire.units import format_bytes, format_count
+
+# -- simulate report -------------------------------------------------------------------------------
+
+# How ``quire simulate`` looks on a terminal: a column a variant, a row a figure.
+
+
+Named = tuple[str, SimulationResult]
+Row: TypeAlias = tuple[str, Callable[[SimulationResult], str]]
+
+
+def print_results(several: Several[Named], *, notes: Several[str]) -> None:
+    """Four sections: what was served, held and found, and how long it took."""
+    console = Console(highlight=False)
+    table = plain_table("", "", *(name for name, _ in several))
+    table.columns[0].no_wrap = True
+    results = [result for _, result in several]
+    for title, rows in (
+        ("served", _SERVED),
+        ("held, in the mean over time", _HELD),
+        ("found, and done twice", [*_misses(results), *_TWICE]),
+        ("how long it took", list(_latencies())),
+    ):
+        table.add_section()
+        table.add_row(f"[bold]{title}[/]")
+        for label, figure in rows:
+            table.add_row(f"  {label}", *map(figure, results))
+    console.print(table)
+    for note in notes:
+        console.print(f"[dim]{note}[/]", soft_wrap=True)
+
+
+def _ended(result: SimulationResult) -> str:
+    return format_count(result.num_finished.get("length", 0) + result.num_finished.get("stop", 0))
+
+
+def _good(result: SimulationResult) -> str:
+    return f"{result.good_requests_per_s:,.3g}" if any(result.goals.values()) else ""
+
+
+_SERVED: tuple[Row, ...] = (
+    ("requests", lambda r: format_count(r.num_requests)),
+    ("… that ended", _ended),
+    ("… longer than could be", lambda r: format_count(r.num_refused)),
+    ("virtual time", lambda r: f"{r.duration_s:,.1f} s"),
+    ("requests/s", lambda r: f"{r.requests_per_s:,.3g}"),
+    ("… within the goals", _good),
+    ("output tokens/s", lambda r: f"{r.output_tokens_per_s:,.1f}"),
+    ("tokens a step", lambda r: f"{r.num_scheduled_tokens / max(1, r.num_steps):,.1f}"),
+)
+
+_HELD: tuple[Row, ...] = (
+    ("memory of all replicas", lambda r: format_bytes(r.memory_bytes * r.num_replicas)),
+    ("committed", lambda r: format_bytes(round(r.committed_bytes))),
+    ("… only cached", lambda r: format_bytes(round(r.cached_bytes))),
+    ("… used", lambda r: format_bytes(round(r.used_bytes))),
+    ("used of what is held", lambda r: f"{r.utilization:.1%}"),
+    ("most committed by one", lambda r: format_bytes(r.peak_committed_bytes)),
+    ("sequences running", lambda r: f"{r.num_running:,.1f}"),
+    ("… most, in one", lambda r: format_count(r.most_running)),
+    ("… waiting", lambda r: f"{r.num_waiting:,.1f}"),
+)
+
+_TWICE: tuple[Row, ...] = (
+    ("preemptions", lambda r: format_count(r.num_preemptions)),
+    ("… by swapping", lambda r: format_count(r.num_swaps)),
+    ("tokens computed again", lambda r: format_count(r.num_recomputed_tokens)),
+    ("bytes swapped", lambda r: format_bytes(r.saved_bytes + r.loaded_bytes)),
+    ("bytes copied", lambda r: format_bytes(r.copied_bytes)),
+)
+
+
+def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
+    """Shares of the prompts' tokens: hits, and why the rest was not found."""
+    yield "prompt tokens found", lambda r: f"{r.hit_rate:.1%}"
+    reasons = dict.fromkeys(
+        reason
+        for result in results
+        for reason, count in result.prefix_missed_tokens.items()
+        if count
+    )
+
+    def missed(reason: str) -> Callable[[SimulationResult], str]:
+        return lambda r: (
+            f"{r.prefix_missed_tokens.get(reason, 0) / max(1, r.prefix_query_tokens):.1%}"
+        )
+
+    for reason in reasons:
+        yield f"… not: {_WORDS.get(reason, reason)}", missed(reason)
+
+
+# Of ``PrefixHit.shortfall``, for people.
+_WORDS = MappingProxyType({"unknown": "never seen", "strategy": "none are kept"})
+
+
+def _latencies() -> Iterator[Row]:
+    def figure(key: str, part: str) -> Callable[[SimulationResult], str]:
+        return lambda r: _duration(r.latencies[key][part])
+
+    for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E")):
+        for part in ("p50", "p90", "p99"):
+            yield f"{name} {part}", figure(key, part)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:,.1f} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+# -- simulate traffic ------------------------------------------------------------------------------
+
+# The traffic that ``quire simulate`` plays: of traces, or drawn where none is given.
+
+
+OnProgress: TypeAlias = Callable[[int, int | None], None]
+
+DRAWN = "drawn traffic"
+NUM_DRAWN = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What is drawn, as flags say it; None where nothing was said. Units as in quire bench."""
+
+    request_rate: float | None = None
+    burstiness: float | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    prefix_len: int | None = None
+    seed: int = 0
+
+    @property
+    def is_asked(self) -> bool:
+        return any(
+            given is not None
+            for given in (
+                *(self.request_rate, self.burstiness),
+                *(self.input_len, self.output_len, self.prefix_len),
+            )
+        )
+
+    def requests(self, count: int) -> Synthetic:
+        """Raises: ConfigError."""
+        burstiness = 1.0 if self.burstiness is None else self.burstiness
+        if not burstiness > 0:
+            raise ConfigError(f"--burstiness {burstiness} must be above 0; 1 is a Poisson process")
+        return Synthetic(
+            arrivals=Gamma(rate=_given(self.request_rate, 4.0), cv=burstiness**-0.5),
+            input_tokens=LogNormal(mean_tokens=_given(self.input_len, 1024)),
+            output_tokens=LogNormal(mean_tokens=_given(self.output_len, 128)),
+            num_requests=count,
+            prefix_tokens=self.prefix_len or 0,
+            seed=self.seed,
+        )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Raises: ConfigError for what cannot be played."""
+
+    traces: Several[str]
+    trace_format: str | None
+    max_skipped: int
+    num_requests: int | None  # of each, the first ones
+    rate: float  # times as fast
+    drawing: Drawing
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < float("inf"):
+            raise ConfigError(f"--rate {self.rate} must be a number above 0")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError(f"--num-requests {self.num_requests} must be at least 1")
+        if self.traces and self.drawing.is_asked:
+            raise ConfigError(
+                "--request-rate, --burstiness and --random-… are of traffic that is drawn: leave "
+                "them out with a trace, which --rate plays faster, or leave out the trace"
+            )
+
+    @property
+    def sources(self) -> Several[str]:
+        return self.traces or (DRAWN,)
+
+    def open(self, source: str, on_progress: OnProgress | None = None) -> Iterable[TraceRequest]:
+        """From its first request, at its own pace."""
+        if source == DRAWN and not self.traces:
+            return self.drawing.requests(self.num_requests or NUM_DRAWN)
+        trace = open_trace(
+            source, self.trace_format, max_skipped=self.max_skipped, on_progress=on_progress
+        )
+        return _First(trace, self.num_requests)
+
+    def paced(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """As fast as was asked for."""
+        for request in requests:
+            yield request if self.rate == 1 else replace(request, at_s=request.at_s / self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """A trace's first requests; each iteration reads it anew."""
+
+    trace: Trace
+    count: int | None
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return islice(iter(self.trace), self.count)
+
+
+def num_skipped(requests: Iterable[TraceRequest]) -> int:
+    """Rows that were no requests, of what ``Traffic.open`` gave and was read."""
+    return requests.trace.counts.num_skipped if isinstance(requests, _First) else 0
+
+
+# -- simulate --------------------------------------------------------------------------------------
+
 
 DEFAULT_DEVICE = "h100"
 # Of these several can be given, with commas between them: each is simulated with each.

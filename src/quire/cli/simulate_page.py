@@ -12,10 +12,10 @@ from typing import TypeAlias
 from quire.errors import ConfigError
 from quire.planner.hit_rates import HitRates, Prompts, hit_rate_curve, policy_names, prompts_of
 from quire.planner.report import Report, Variant, held_by_batch, held_by_one, render
-from quire.planner.report.held import Lengths
+from quire.planner.report.content import Lengths
 from quire.planner.simulation.result import SimulationResult
 from quire.planner.simulation.simulator import Fleet
-from quire.planner.subjects.subject import Subject
+from quire.planner.subject import Subject
 from quire.traces import TraceRequest
 
 OnWork: TypeAlias = Callable[[str], None]

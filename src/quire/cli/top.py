@@ -4,21 +4,251 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.text import Text
 
 from quire.cli.client import DEFAULT_URL, ApiKey, client
 from quire.cli.keyboard import unseen
-from quire.cli.top_view import View
 from quire.errors import ConfigError
 from quire.http import Http, RefusedByServer
-from quire.server.dashboard.frames import FEED, About, Frame
+from quire.server.dashboard.frames import (
+    FEED,
+    LETTERS,
+    About,
+    Cells,
+    Counters,
+    Frame,
+    SequenceFrame,
+)
+from quire.units import ceil_div, format_bytes, format_count
+
+# -- top view --------------------------------------------------------------------------------------
+
+# How ``quire top`` looks: a frame of the feed as text, in 80 columns or as many as there are.
+
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_HUES = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red", "bright_blue")
+# Letter of the feed → what is drawn where it is no sequence's own, and its word.
+_SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "s": ("#", "shared"),
+        "h": ("A", "held"),
+        "r": ("/", "spare"),
+        "c": ("o", "cached"),
+        "e": ("_", "empty"),
+        ".": ("·", "not committed"),
+    }
+)
+_MOST_LINES = 14  # of a picture
+_HEAD_LINES = 5  # before the pictures
+_ENTRY_WIDTH, _GAP = 39, 2  # of a sequence; between two of them
+_WINDOW_S = 5.0  # over which rates are taken
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is seen at one moment. ``then`` gives the next one."""
+
+    url: str
+    about: About
+    frame: Frame
+    now_s: float
+    is_live: bool = True
+    slots: dict[int, int] = field(default_factory=dict)  # sequence → its letter, while it is there
+    past: tuple[tuple[float, Counters], ...] = ()
+
+    def __post_init__(self) -> None:
+        there = [sequence.id for sequence in self.frame.sequences]
+        kept = {seq_id: self.slots[seq_id] for seq_id in there if seq_id in self.slots}
+        free = deque(n for n in range(len(there)) if n not in kept.values())
+        for seq_id in there:
+            if seq_id not in kept:
+                kept[seq_id] = free.popleft()
+        object.__setattr__(self, "slots", kept)
+        counted = self.frame.counters
+        moments = [*self.past] if counted is None else [*self.past, (self.now_s, counted)]
+        while len(moments) > 2 and moments[0][0] < self.now_s - _WINDOW_S:
+            moments.pop(0)
+        object.__setattr__(self, "past", tuple(moments))
+
+    def then(self, frame: Frame, now_s: float) -> "View":
+        return replace(self, frame=frame, now_s=now_s, is_live=True)
+
+    def lost(self) -> "View":
+        """The feed has ended; what was seen last stays."""
+        return replace(self, is_live=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, groups = options.max_width, self.about.groups
+        yield self._title()
+        yield from self._bytes(width)
+        yield self._rates()
+        # Half of what is left is for sequences, but for what they do not need.
+        left = options.max_height - _HEAD_LINES - 2 * len(groups)
+        left -= self.frame.others_percent is not None
+        entries = [self._entry(sequence) for sequence in self.frame.sequences]
+        in_line = max(1, (width + _GAP) // (_ENTRY_WIDTH + _GAP))
+        wanted = 1 + ceil_div(len(entries), in_line) + (self.frame.num_more > 0)
+        most = _MOST_LINES
+        if console.is_terminal and groups:
+            most = max(1, min(most, (left - min(wanted, left // 2)) // len(groups)))
+        for about, cells in zip(groups, self.frame.cells, strict=True):
+            picture = list(self._picture(cells, width, most))
+            scale = self._scale(cells, about.cell_tokens, width, most)
+            yield Text(f"{about.label}: {scale}", style="dim", no_wrap=True, overflow="ellipsis")
+            yield from picture
+            yield self._counts(cells)
+            left -= len(picture)
+        room = max(1, left - 1) if console.is_terminal else len(entries)
+        yield from self._listed(entries, in_line, room)
+
+    def _title(self) -> Text:
+        about, title = self.about, Text("quire top", style="bold")
+        title.append(f"  {about.model}, {about.strategy}, {self.url}", style="dim")
+        if not self.is_live:
+            title.append("  no answer, trying again", style="bold red")
+        title.no_wrap, title.overflow = True, "ellipsis"
+        return title
+
+    def _bytes(self, width: int) -> Iterator[Text]:
+        memory, others_percent = self.frame.memory, self.frame.others_percent
+        wasted = memory.committed - memory.used - memory.cached
+        words = f"{format_bytes(memory.committed)} committed of {format_bytes(memory.ceiling)}"
+        more, more_word = memory.cached, f"{format_bytes(memory.cached)} cached"
+        if others_percent is not None:
+            words += " for this key"
+            more = memory.capacity * others_percent // 100
+            more_word = f"others about {others_percent} %"
+        elif memory.ceiling < memory.capacity:
+            words += f", the ceiling now; the capacity is {format_bytes(memory.capacity)}"
+        yield Text(words, style="bold")
+        bar, done = Text(), 0
+        for count, sign, style in (
+            (memory.used, "█", "blue"),
+            (more, "▒", ""),
+            (wasted, "░", "dark_orange"),
+        ):
+            cells = min(width - done, round(width * count / max(1, memory.capacity)))
+            bar.append(sign * cells, style=style)
+            done += cells
+        bar.append("·" * (width - done), style="dim")
+        yield bar
+        yield Text.assemble(
+            ("█ ", "blue"),
+            f"{format_bytes(memory.used)} used   ▒ {more_word}   ",
+            ("░ ", "dark_orange"),
+            f"{format_bytes(wasted)} wasted",
+        )
+
+    def _rates(self) -> Text:
+        frame, now = self.frame, self.frame.counters
+        sequences = f"{frame.num_running} running, {frame.num_waiting} waiting"
+        if now is None:
+            return Text(f"{sequences}, of this key")
+        then_s, before = self.past[0]
+        took_s, queries = self.now_s - then_s, now.queries - before.queries
+        rate = f"{(now.generated - before.generated) / took_s:,.0f}" if took_s else "–"
+        hits = f"{100 * (now.hits - before.hits) / queries:.0f} %" if queries else "–"
+        return Text(
+            f"{sequences}   {rate} tokens/s   hit rate {hits}   "
+            f"{format_count(now.preemptions)} preemptions"
+        )
+
+    def _scale(self, cells: Cells, cell_tokens: int, width: int, most: int) -> str:
+        each = cells.each * _thinned(cells, width, most)[0]
+        one = f"{cell_tokens} token{'s' if cell_tokens > 1 else ''} a cell"
+        return one if each == 1 else f"{one}, {format_count(each)} cells a sign"
+
+    def _picture(self, cells: Cells, width: int, most: int) -> Iterator[Text]:
+        each, columns = _thinned(cells, width, most)
+        owners = [-1] * len(cells.states)
+        at = 0
+        for holder, count in zip(cells.holders[::2], cells.holders[1::2], strict=True):
+            owners[at : at + count] = [holder] * count
+            at += count
+        signs = [
+            self._sign(cells.states[i : i + each], owners[i : i + each])
+            for start in range(0, len(cells.states), cells.row_cells or len(cells.states) or 1)
+            for i in _row(start, cells, each)
+        ]
+        for first in range(0, len(signs), columns):
+            yield Text.assemble(*signs[first : first + columns], no_wrap=True, overflow="crop")
+
+    def _sign(self, states: str, owners: list[int]) -> tuple[str, str]:
+        """Of several cells, what most of those with pages are."""
+        backed = states.replace(".", "")
+        if not backed:
+            return _SIGNS["."][0], "dim"
+        state = Counter(backed).most_common(1)[0][0]
+        holder = next((o for s, o in zip(states, owners, strict=True) if s == state), -1)
+        slot = self.slots.get(holder)
+        hue = "" if slot is None or state in "ce" else _HUES[slot % len(_HUES)]
+        if state == "h":
+            return (_LETTERS[slot % len(_LETTERS)] if slot is not None else "+"), hue
+        return _SIGNS[state][0], hue
+
+    def _counts(self, cells: Cells) -> Text:
+        counts = dict(zip(LETTERS, cells.counts, strict=True))
+        parts = (
+            f"{sign} {format_count(counts[state])} {word}"
+            for state, (sign, word) in _SIGNS.items()
+            if counts[state]
+        )
+        return Text("   ".join(parts), style="dim", no_wrap=True, overflow="ellipsis")
+
+    def _entry(self, sequence: SequenceFrame) -> Text:
+        """A sequence, as long as ``_ENTRY_WIDTH``."""
+        slot = self.slots[sequence.id]
+        tokens = f"{format_count(sequence.computed)}/{format_count(sequence.max_tokens)}"
+        state = f"{sequence.state[:3]} {sequence.preemptions}×" if sequence.preemptions else ""
+        entry = Text(_LETTERS[slot % len(_LETTERS)], style=_HUES[slot % len(_HUES)])
+        entry.append(f" {sequence.id:<6}", style="default")
+        entry.append(f" {state or sequence.state:<9.9}", style="default")
+        entry.append(f" {tokens:>13} {format_count(sequence.cached):>6}", style="default")
+        return entry
+
+    def _listed(self, entries: list[Text], in_line: int, room: int) -> Iterator[Text]:
+        """As many as there is room for, and how many are left out."""
+        num_all = len(entries) + self.frame.num_more
+        if num_all > min(room, ceil_div(len(entries), in_line)) * in_line:
+            entries = entries[: max(1, room - 1) * in_line]
+        heading = f"{'  sequence state':<19}{'tokens of':>12} {'cached':>6}"
+        yield Text((heading + " " * _GAP) * min(in_line, max(1, len(entries))), style="dim")
+        for first in range(0, len(entries), in_line):
+            line = Text(" " * _GAP).join(entries[first : first + in_line])
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
+        if more := num_all - len(entries):
+            yield Text(f"  and {format_count(more)} more", style="dim")
+        if self.frame.others_percent is not None:
+            yield Text(f"  others hold about {self.frame.others_percent} %", style="dim")
+
+
+def _thinned(cells: Cells, width: int, most: int) -> tuple[int, int]:
+    """How many of the feed's cells are one sign, and how many signs are in a line."""
+    if cells.row_cells:
+        each = ceil_div(cells.row_cells, width)
+        return each, ceil_div(cells.row_cells, each)
+    return max(1, ceil_div(len(cells.states), width * most)), width
+
+
+def _row(start: int, cells: Cells, each: int) -> range:
+    return range(start, start + (cells.row_cells or len(cells.states)), each)
+
+
+# -- top -------------------------------------------------------------------------------------------
+
 
 _AGAIN_S = 2.0  # after the feed has ended
 _SILENCE_S = 60.0  # a server whose memory does not change says so every ten

@@ -16,9 +16,9 @@ from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.needs import stored_spec
 from quire.kv import STRATEGIES
-from quire.planner.capacity.course import Request, moments, tables_after
-from quire.planner.capacity.plan import Place, plan, sizes_of
-from quire.planner.subjects.subject import Subject
+from quire.planner.plan import Place, plan, sizes_of
+from quire.planner.sequence_memory import Request, moments, tables_after
+from quire.planner.subject import Subject
 from quire.units import format_count
 
 if TYPE_CHECKING:

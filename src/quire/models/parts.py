@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from quire.errors import ConfigError, UnsupportedModel
 from quire.spec import KeptWhole, LatentAttention, ModelSpec
-from quire.spec.ranks import divisors, rank_spec
+from quire.spec.tensor_parallel import divisors, rank_spec
 from quire.units import format_count
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "qkv", "query_key_value")

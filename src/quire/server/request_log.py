@@ -1,7 +1,7 @@
 """Requests as a trace to plan with: when they came, how long they were, which began alike.
 
 Each continuation is a line. Nothing of what was asked or answered is in the file, and callers who
-share no blocks have no ids in common there. The file's form is that of ``quire.traces.log``.
+share no blocks have no ids in common there. The file is in the form of ``traces.request_log``.
 """
 
 import time

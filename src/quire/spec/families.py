@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from quire.spec import heads, recurrent, sources
+from quire.spec import fields as heads
+from quire.spec import recurrent, sources
 from quire.spec.fields import Fields
 from quire.spec.layers import RecurrentState
 from quire.spec.patterns import (

@@ -6,8 +6,7 @@ convolution states in the model's dtype, scan states in float32, in which the co
 Shapes: W convolution width, I inner channels, N state size, H heads, D head dim, G groups.
 """
 
-from quire.spec.fields import Fields
-from quire.spec.heads import stated_head_dim, stated_kv_heads
+from quire.spec.fields import Fields, stated_head_dim, stated_kv_heads
 from quire.spec.layers import RecurrentState, StateTensor
 
 _SCAN_DTYPE = "float32"

@@ -13,7 +13,7 @@ from typing import ClassVar, Final, TypeAlias, assert_never, final
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.traces.request import MAX_TOKENS, TraceRequest
+from quire.traces.trace import MAX_TOKENS, TraceRequest
 
 _BATCH: Final = 1024  # draws at a time
 

@@ -29,9 +29,9 @@ from quire.engine.parallel.crew import Crew
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Usage
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.plan import plan
-from quire.planner.subjects.subject import find_subject
+from quire.planner.plan import plan
+from quire.planner.sequence_memory import Request
+from quire.planner.subject import find_subject
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

@@ -17,9 +17,9 @@ from quire.memory.cuda import CudaMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.loader import adopt
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.plan import Place
-from quire.planner.subjects.subject import find_subject
+from quire.planner.plan import Place
+from quire.planner.sequence_memory import Request
+from quire.planner.subject import find_subject
 from readers import tiny_reader
 from tiny import tiny_model as tiny
 from zoo.build import tiny_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.places import GIB, card, host, planned
-from quire.planner.capacity.fit import changes, longest, most_sequences
-from quire.planner.capacity.plan import Plan
+from quire.planner.fit import changes, longest, most_sequences
+from quire.planner.plan import Plan
 
 
 def again(found: Plan, **options: object) -> Plan:

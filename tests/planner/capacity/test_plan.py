@@ -14,9 +14,9 @@ from quire.engine.needs import kv_needs, ledger_for, stored_spec
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.memory.budget import BUDGETS
-from quire.planner.capacity.course import Request, lengths, moments
-from quire.planner.capacity.plan import Plan, sizes_of, typical
-from quire.planner.subjects.subject import find_subject
+from quire.planner.plan import Plan, sizes_of, typical
+from quire.planner.sequence_memory import Request, lengths, moments
+from quire.planner.subject import find_subject
 
 MIB = 1 << 20
 

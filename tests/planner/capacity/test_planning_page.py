@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.cli import main
-from quire.planner.devices import DEVICES
-from quire.planner.subjects.published import published_models
+from quire.planner.hardware import DEVICES
+from quire.planner.subject import published_models
 from quire.spec import ModelSpec
 from quire.units import format_count
 

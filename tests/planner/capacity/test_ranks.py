@@ -15,10 +15,10 @@ from quire.cli import main
 from quire.errors import ConfigError
 from quire.models.loader import read_config
 from quire.models.parts import part_of_type, part_spec, tensor_parallel_plan
-from quire.planner.capacity.ranks import rank_footprint
-from quire.planner.subjects.subject import find_subject
+from quire.planner.plan import rank_footprint
+from quire.planner.subject import find_subject
 from quire.spec import ModelSpec, RecurrentState
-from quire.spec.ranks import is_replicated, rank_spec
+from quire.spec.tensor_parallel import is_replicated, rank_spec
 from zoo.sizes import tiny_config
 
 

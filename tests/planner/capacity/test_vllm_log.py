@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.planner.capacity.vllm_log import StartUp, start_up
-from quire.planner.subjects.subject import find_subject
+from quire.cli.plan_report import StartUp, start_up
+from quire.planner.subject import find_subject
 from quire.spec import ModelSpec
-from quire.spec.ranks import rank_spec
+from quire.spec.tensor_parallel import rank_spec
 
 GIB = 1 << 30
 # Qwen2.5's 1.5 B and 0.5 B have the memory of Qwen2's: 28 and 24 layers, 2 heads of 128 and 64.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.planner.hit_rates import hit_rate_curve, policy_names, prompts_of
-from quire.planner.hit_rates.core import core_hits
-from quire.planner.hit_rates.lru import infinite_hits, lru_curve, lru_hits
+from quire.planner.hit_rates.curve import core_hits
 from quire.planner.hit_rates.optimum import Optimum
+from quire.planner.hit_rates.stack_distances import infinite_hits, lru_curve, lru_hits
 from quire.traces import TraceRequest
 
 TOKENS = 4  # of a hash id

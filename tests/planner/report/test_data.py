@@ -10,11 +10,11 @@ from planner.fleets import BLOCK_BYTES, fleet_of, spec_of
 from planner.reports import report
 from quire.kv import CacheConfig
 from quire.planner.report import held_by_batch, held_by_one
-from quire.planner.report.held import Lengths
-from quire.planner.report.series import series_of
-from quire.planner.report.words import duration, rate
+from quire.planner.report.content import Lengths
+from quire.planner.report.memory_section import series_of
+from quire.planner.report.number_format import duration, rate
 from quire.planner.simulation.timeline import FIGURES, State, Timeline
-from quire.planner.subjects.subject import find_subject
+from quire.planner.subject import find_subject
 from quire.units import ceil_div
 
 NOTES = st.lists(

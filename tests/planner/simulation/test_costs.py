@@ -9,12 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
-from quire.planner.simulation.costs import COEFFICIENTS, FittedCosts, RooflineCosts, features
-from quire.planner.simulation.fitting import fit, nonnegative_least_squares
-from quire.planner.simulation.quantiles import ACCURACY, Quantiles
-from quire.planner.simulation.work import Work
-from quire.planner.speeds import roofline
-from quire.planner.subjects.subject import find_subject
+from quire.planner.hardware import roofline
+from quire.planner.simulation.cost_model import (
+    COEFFICIENTS,
+    FittedCosts,
+    RooflineCosts,
+    Work,
+    features,
+    fit,
+    nonnegative_least_squares,
+)
+from quire.planner.simulation.result import ACCURACY, Quantiles
+from quire.planner.subject import find_subject
 
 TRUTH = FittedCosts(
     step_s=1e-3,

@@ -16,8 +16,8 @@ from quire.engine.plan import StepPlan
 from quire.engine.scheduler import Scheduler
 from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
+from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.simulation.simulator import Fleet, make_replica
-from quire.planner.simulation.virtual import prices_of
 from quire.traces import TraceRequest
 from tiny import tiny_model
 

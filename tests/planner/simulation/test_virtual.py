@@ -2,8 +2,8 @@
 
 from planner.fleets import spec_of
 from quire.kv import CacheConfig, build_accounting
-from quire.planner.simulation.costs import FittedCosts
-from quire.planner.simulation.virtual import VirtualCache, VirtualClock
+from quire.planner.simulation.cost_model import FittedCosts
+from quire.planner.simulation.simulated_engine import VirtualCache, VirtualClock
 
 LAYERS, TOKEN_BYTES = 2, 2 * 2 * 64 * 4
 

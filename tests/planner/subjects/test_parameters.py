@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.models.footprint import footprint
-from quire.planner.subjects.parameters import estimated_footprint, num_parameters, shapes_of
+from quire.planner.weights import estimated_footprint, num_parameters, shapes_of
 from quire.spec import ModelSpec
 from tiny import CONFIGS, tiny_model
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import ModelNotLoadable
-from quire.planner.subjects.published import published_models
-from quire.planner.subjects.subject import find_subject
+from quire.planner.subject import find_subject, published_models
 
 # layers × (elements of keys and values, or of the latent) × bytes of one, by hand.
 BYTES_PER_TOKEN = {

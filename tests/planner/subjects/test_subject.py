@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from quire.errors import ModelNotLoadable
-from quire.planner.subjects.subject import find_subject
+from quire.planner.subject import find_subject
 from quire.spec.files import find_folder
 
 DEMO = find_folder(None)

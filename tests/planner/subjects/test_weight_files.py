@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from quire.errors import ModelNotLoadable
 from quire.models.footprint import footprint
 from quire.models.loader import load
-from quire.planner.subjects.subject import find_subject
-from quire.planner.subjects.weight_files import read_header, stored_tensors
+from quire.planner.subject import find_subject
+from quire.planner.weights import read_header, stored_tensors
 from quire.spec.files import find_folder
 from tiny import tiny_model
 

@@ -7,7 +7,7 @@ from quire.planner.hit_rates.curve import (
     policy_names,
     round_sizes,
 )
-from quire.planner.hit_rates.prompts import Prompts, prompts_of
+from quire.planner.hit_rates.prefix_tree import Prompts, prompts_of
 
 __all__ = [
     "HitRate",

@@ -16,7 +16,7 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import final
 
-from quire.planner.hit_rates.prompts import TELL_EVERY, OnRequest, Prompts
+from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 
 
 @final

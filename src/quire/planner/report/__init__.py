@@ -4,8 +4,7 @@ plot.
 ``Report`` is what it is made from, ``render`` makes it. Nothing is simulated here.
 """
 
-from quire.planner.report.content import Held, Report, Variant
-from quire.planner.report.held import held_by_batch, held_by_one
+from quire.planner.report.content import Held, Report, Variant, held_by_batch, held_by_one
 from quire.planner.report.page import render
 
 __all__ = ["Held", "Report", "Variant", "held_by_batch", "held_by_one", "render"]

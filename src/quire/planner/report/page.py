@@ -4,18 +4,307 @@ All text that comes from elsewhere is escaped here, and only here; what is drawn
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import TypeAlias
 
-from quire.planner.report.answer import answers, comparison
-from quire.planner.report.content import Bar, Panel, Report, Section, Table
-from quire.planner.report.generated import generated_section
-from quire.planner.report.latency import latency_section, work_section
-from quire.planner.report.memory import memory_section
-from quire.planner.report.prefixes import prefix_section
-from quire.planner.report.utilization import utilization_section
-from quire.planner.report.words import duration, file_name
+from quire.figures import Plot, Scale, spread, ticks
+from quire.planner.report.content import (
+    Bar,
+    Held,
+    Hover,
+    Panel,
+    Report,
+    Section,
+    Table,
+    Variant,
+    strategy_color,
+)
+from quire.planner.report.latency_section import latency_section, work_section
+from quire.planner.report.memory_section import memory_section, utilization_section
+from quire.planner.report.number_format import (
+    axis_of_bytes,
+    axis_of_counts,
+    count,
+    duration,
+    file_name,
+    rate,
+    share,
+    size,
+    times,
+)
+from quire.planner.report.prefix_section import prefix_section
+from quire.planner.simulation.result import SimulationResult
+
+# -- answer ----------------------------------------------------------------------------------------
+
+# The answer in a few sentences, and all variants in one table.
+
+
+Figure: TypeAlias = Callable[[SimulationResult], float]
+
+
+def answers(report: Report) -> list[str]:
+    """Say which variant serves most, waits least and wastes least; of a single one, how it does."""
+    variants = [each for each in report.variants if each.result.num_requests]
+    if not variants:
+        return ["No request came: there is nothing to say."]
+    if len(variants) == 1:
+        return list(_of_one(variants[0]))
+    return list(_of_several(report, variants))
+
+
+def _of_one(variant: Variant) -> Iterator[str]:
+    result = variant.result
+    yield (
+        f"{count(_ended(result))} of {count(result.num_requests)} requests came to their end in "
+        f"{duration(result.duration_s)}: {rate(result.requests_per_s)} requests and "
+        f"{rate(result.output_tokens_per_s)} output tokens a second."
+    )
+    ttft = result.latencies["ttft_s"]
+    yield (
+        f"The first token came after {duration(ttft['p50'])} in the median and "
+        f"{duration(ttft['p99'])} at the 99th percentile."
+    )
+    yield (
+        f"{share(result.utilization)} of the memory that sequences held was used; "
+        f"{share(result.hit_rate)} of prompt tokens were found cached."
+    )
+
+
+def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
+    asked = [*_QUESTIONS]
+    if any(goal is not None for goal in report.goals.values()):
+        asked.insert(0, _GOOD)
+    served = [each for each in variants if _ended(each.result)]
+    if idle := [each.name for each in variants if not _ended(each.result)]:
+        yield f"No request came to its end with {_listed(idle)}."
+    if len(served) == 1:
+        yield f"With {served[0].name}:"
+        yield from _of_one(served[0])
+    elif served:
+        all_of = "All" if len(served) == len(variants) else "The others"
+        yield from (_compared(served, question, all_of) for question in asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Which variant has most of a figure, or least, and how that is said."""
+
+    figure: Figure
+    write: Callable[[float], str]
+    one: str  # what the best one does
+    several: str  # … if they are several
+    alike: str  # what all do, if they are alike
+    least: bool = False
+    has_ratio: bool = True
+
+
+_GOOD = _Question(
+    figure=lambda r: r.good_requests_per_s,
+    write=lambda value: f"{rate(value)} requests/s",
+    one="meets the goals most often",
+    several="meet the goals most often",
+    alike="meet the goals as often",
+)
+_QUESTIONS = (
+    _Question(
+        figure=lambda r: r.output_tokens_per_s,
+        write=lambda value: f"{rate(value)} output tokens/s",
+        one="serves most",
+        several="serve most",
+        alike="serve as much",
+    ),
+    _Question(
+        figure=lambda r: r.latencies["ttft_s"]["p99"],
+        write=duration,
+        one="waits least for a first token (99th percentile)",
+        several="wait least for a first token (99th percentile)",
+        alike="wait as long for a first token (99th percentile)",
+        least=True,
+    ),
+    _Question(
+        figure=lambda r: r.utilization,
+        write=share,
+        one="uses most of what it holds",
+        several="use most of what they hold",
+        alike="use as much of what they hold",
+        has_ratio=False,
+    ),
+)
+
+
+def _compared(variants: Sequence[Variant], question: _Question, all_of: str) -> str:
+    """The best, with all that look the same, and the worst."""
+    figures = [question.figure(each.result) for each in variants]
+    write = question.write
+    low, high = min(figures), max(figures)
+    if _close(low, high):
+        return f"{all_of} {question.alike}: {write(high)}."
+    best, worst = (low, high) if question.least else (high, low)
+    first = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, best)]
+    last = [v.name for v, figure in zip(variants, figures, strict=True) if _close(figure, worst)]
+    does = question.one if len(first) == 1 else question.several
+    ratio = f" ({times(high / low)})" if question.has_ratio and low > 0 else ""
+    against = f"{write(worst)} with {_listed(last)}{ratio}"
+    return f"{_listed(first)} {does}: {write(best)}, against {against}."
+
+
+def _close(value: float, other: float) -> bool:
+    return abs(value - other) <= 0.01 * max(abs(value), abs(other))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _ended(result: SimulationResult) -> int:
+    return result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
+
+
+def _latency(metric: str, part: str) -> Callable[[SimulationResult], str]:
+    return lambda r: duration(r.latencies[metric][part]) if _ended(r) else "–"
+
+
+def comparison(report: Report) -> Table:
+    """A row a figure, a column a variant."""
+    rows: list[tuple[str, Callable[[SimulationResult], str]]] = [
+        ("requests", lambda r: count(r.num_requests)),
+        ("… that came to their end", lambda r: count(_ended(r))),
+        ("… too long for model or memory", lambda r: count(r.num_refused)),
+        ("requests/s", lambda r: rate(r.requests_per_s)),
+        ("output tokens/s", lambda r: rate(r.output_tokens_per_s)),
+        ("memory", lambda r: size(r.memory_bytes * r.num_replicas)),
+        ("… committed, mean", lambda r: size(r.committed_bytes)),
+        ("… used, mean", lambda r: size(r.used_bytes)),
+        ("utilization", lambda r: share(r.utilization) if r.committed_bytes else "–"),
+        ("running, mean", lambda r: f"{r.num_running:,.1f}"),
+        ("waiting, mean", lambda r: f"{r.num_waiting:,.1f}"),
+        ("prompt tokens found", lambda r: share(r.hit_rate)),
+        ("preemptions", lambda r: count(r.num_preemptions)),
+        ("TTFT, median", _latency("ttft_s", "p50")),
+        ("TTFT, 99th percentile", _latency("ttft_s", "p99")),
+        ("TPOT, median", _latency("tpot_s", "p50")),
+        ("TPOT, 99th percentile", _latency("tpot_s", "p99")),
+        ("E2E, median", _latency("e2e_s", "p50")),
+        ("E2E, 99th percentile", _latency("e2e_s", "p99")),
+    ]
+    if any(goal is not None for goal in report.goals.values()):
+        rows.insert(4, ("… within the goals", lambda r: rate(r.good_requests_per_s)))
+    return Table(
+        head=("", *(variant.name for variant in report.variants)),
+        rows=[[name, *(each(v.result) for v in report.variants)] for name, each in rows],
+    )
+
+
+# -- generated -------------------------------------------------------------------------------------
+
+# Bytes held against tokens generated: one sequence, and a batch of the trace's own requests.
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 260, 58, 76
+_NUM_ROWS = 12
+
+
+def generated_section(report: Report) -> Section | None:
+    groups = [
+        ("One sequence that goes on to the longest", report.one),
+        (f"The trace's first {report.num_batch:,} requests, all at once", report.batch),
+    ]
+    shown = [(title, held) for title, held in groups if held]
+    if not shown:
+        return None
+    return Section(
+        name="generated",
+        title="Bytes held against tokens generated",
+        text=[
+            "Computed by each strategy's accounting, with memory enough for all. What lies between "
+            "a line and the grey area is held and empty.",
+        ],
+        keys=(("needed", "the tokens' own bytes"),),
+        panels=[_held_panel(title, held) for title, held in shown],
+        table=Table(
+            head=("", "", "tokens generated", "held", "used"),
+            rows=[row for title, held in shown for row in _rows(title, held)],
+        ),
+    )
+
+
+def _held_panel(title: str, several: Sequence[Held]) -> Panel:
+    last = max(each.num_tokens[-1] for each in several)
+    highest = max(max(each.committed_bytes) for each in several)
+    tops = ticks(highest, base=1024)
+    plot = Plot(
+        width=_WIDTH,
+        height=_HEIGHT,
+        x=Scale(low=0, high=max(last, 1), start=_LEFT, stop=_WIDTH - _RIGHT),
+        y=Scale(low=0, high=tops[-1], start=_HEIGHT - 48, stop=12),
+    )
+    plot.y_axis(tops, axis_of_bytes(tops))
+    marks = [mark for mark in ticks(last, num_steps=4) if mark <= last]
+    plot.x_axis(marks, axis_of_counts(marks), "tokens generated by each")
+    needed = list(zip(several[-1].num_tokens, several[-1].used_bytes, strict=True))
+    plot.area(needed, [(x, 0) for x, _ in needed], "var(--ink)", opacity=0.16)
+    for each in several:
+        points = list(zip(each.num_tokens, each.committed_bytes, strict=True))
+        # What lies on another's line is dashed, so that both are seen.
+        plot.line(points, strategy_color(each.strategy), dashes=_dashes(each, several))
+    # Where lines end together, at nothing, they are told apart where they are highest.
+    tails = [each.committed_bytes[-1] for each in several]
+    places = tails if len(set(tails)) > 1 else [max(each.committed_bytes) for each in several]
+    labels = spread([plot.y(place) for place in places], 15, _HEIGHT - 48)
+    for each, y in zip(several, labels, strict=True):
+        color = strategy_color(each.strategy)
+        plot.text(_WIDTH - _RIGHT + 6, y + 4, each.strategy, color=color)
+    said = "; ".join(f"{each.strategy} up to {size(max(each.committed_bytes))}" for each in several)
+    return Panel(title=title, drawings=[plot.svg(f"{title}. {said}")], hover=_hover(several, plot))
+
+
+def _dashes(each: Held, several: Sequence[Held]) -> str:
+    before = several[: [other.strategy for other in several].index(each.strategy)]
+    alike = any(
+        other.num_tokens == each.num_tokens
+        and all(
+            abs(a - b) <= 0.02 * max(a, b, 1)
+            for a, b in zip(each.committed_bytes, other.committed_bytes, strict=True)
+        )
+        for other in before
+    )
+    return "4 5" if alike else ""
+
+
+def _hover(several: Sequence[Held], plot: Plot) -> Hover:
+    tokens = several[0].num_tokens
+    return Hover(
+        at=[plot.x(each) / _WIDTH for each in tokens],
+        titles=[f"{count(each)} tokens" for each in tokens],
+        series=[
+            *((each.strategy, [size(value) for value in each.committed_bytes]) for each in several),
+            ("tokens' own", [size(value) for value in several[-1].used_bytes]),
+        ],
+    )
+
+
+def _rows(title: str, several: Sequence[Held]) -> list[list[str]]:
+    rows = []
+    for each in several:
+        last = len(each.num_tokens) - 1
+        for number in sorted({round(at * last / _NUM_ROWS) for at in range(_NUM_ROWS + 1)}):
+            rows.append(
+                [
+                    title,
+                    each.strategy,
+                    count(each.num_tokens[number]),
+                    size(each.committed_bytes[number]),
+                    size(each.used_bytes[number]),
+                ]
+            )
+    return rows
+
+
+# -- page ------------------------------------------------------------------------------------------
 
 
 def render(report: Report) -> str:

@@ -1,9 +1,14 @@
 """What a simulation found: plain data, for a table, a report or another program."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from math import ceil, exp, log
+from typing import Any, final
 
+from quire.engine.sequence import Sequence
+from quire.engine.statistics import Latencies
 from quire.planner.simulation.timeline import FIGURES, Point
+
+# -- result ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +108,120 @@ class SimulationResult:
 
     def _a_second(self, count: int) -> float:
         return count / self.duration_s if self.duration_s else 0.0
+
+
+# -- quantiles -------------------------------------------------------------------------------------
+
+# Percentiles of a stream in bounded memory, each within half a percent of a value that was there.
+#
+# Source: DDSketch (Masson, Rim, Lee 2019), logarithmic buckets, without merging the smallest ones.
+
+
+ACCURACY = 0.005
+_LOG_GAMMA = log((1 + ACCURACY) / (1 - ACCURACY))
+_LEAST = 1e-9  # what is smaller counts as 0
+
+
+@final
+class Quantiles:
+    """Of values that are not negative."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.max = 0.0
+        self._counts: dict[int, int] = {}  # by the logarithm of the upper bound
+        self._num_zeros = 0
+
+    def note(self, value: float) -> None:
+        self.count += 1
+        self.sum += value
+        self.max = max(self.max, value)
+        if value < _LEAST:
+            self._num_zeros += 1
+            return
+        bucket = ceil(log(value) / _LOG_GAMMA)
+        self._counts[bucket] = self._counts.get(bucket, 0) + 1
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else 0.0
+
+    def percentile(self, percentile: float) -> float:
+        """The value that so many percent of all are not above; 0 of nothing."""
+        rank = max(1, ceil(self.count * percentile / 100))
+        seen = self._num_zeros
+        if rank <= seen or not self.count:
+            return 0.0
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
+            if seen >= rank:
+                upper = exp(bucket * _LOG_GAMMA)
+                return min(self.max, upper * (1 - ACCURACY))
+        return self.max
+
+
+# -- latencies -------------------------------------------------------------------------------------
+
+# How long simulated requests waited and took, and how many met their goals. Of bounded size.
+
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """What a request must meet to be good. Seconds; None: no matter how long."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def are_met(self, ttft_s: float, tpot_s: float | None) -> bool:
+        if self.ttft_s is not None and ttft_s > self.ttft_s:
+            return False
+        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
+
+
+@final
+class LatencyTally:
+    """TTFT, TPOT and E2E of the requests that came to their end."""
+
+    def __init__(self, goals: Goals) -> None:
+        self.ttft_s, self.tpot_s, self.e2e_s = Quantiles(), Quantiles(), Quantiles()
+        self.queue_s = Quantiles()
+        self.num_good = 0
+        self.num_input_tokens = self.num_output_tokens = 0
+        self._goals = goals
+
+    def note(self, sequence: Sequence) -> None:
+        """It has ended; what ended for lack of room counts for nothing here."""
+        if sequence.finish_reason not in ("stop", "length"):
+            return
+        took, num_output = Latencies.of(sequence), sequence.num_output_tokens
+        assert took.first_token_s is not None
+        assert took.decode_s is not None
+        tpot_s = took.decode_s / (num_output - 1) if num_output > 1 else None
+        self.ttft_s.note(took.first_token_s)
+        self.e2e_s.note(took.e2e_s)
+        self.queue_s.note(took.queue_s)
+        if tpot_s is not None:
+            self.tpot_s.note(tpot_s)
+        self.num_good += self._goals.are_met(took.first_token_s, tpot_s)
+        self.num_input_tokens += sequence.num_prompt_tokens
+        self.num_output_tokens += num_output
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Means, percentiles and the longest, in seconds."""
+        return {
+            name: {
+                "mean": each.mean,
+                **{f"p{p}": each.percentile(p) for p in PERCENTILES},
+                "max": each.max,
+            }
+            for name, each in (
+                ("ttft_s", self.ttft_s),
+                ("tpot_s", self.tpot_s),
+                ("e2e_s", self.e2e_s),
+                ("queue_s", self.queue_s),
+            )
+        }

@@ -9,18 +9,24 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Protocol
 
+from quire.config import EngineConfig
+from quire.engine.needs import kv_needs, ledger_for, stored_spec
 from quire.engine.scheduler import Limits
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
-from quire.planner.simulation.costs import StepCosts
-from quire.planner.simulation.latencies import Goals, LatencyTally
+from quire.planner.plan import Place, rank_footprint, sizes_of
+from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.replica import Replica
-from quire.planner.simulation.result import SimulationResult
+from quire.planner.simulation.result import Goals, LatencyTally, SimulationResult
 from quire.planner.simulation.routing import ROUTES
-from quire.planner.simulation.virtual import VirtualClock, virtual_engine
+from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.waste import Waste
+from quire.planner.subject import Subject
 from quire.spec import ModelSpec
+from quire.spec.tensor_parallel import rank_spec
 from quire.traces import TraceRequest
+
+# -- simulator -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +190,44 @@ def _added(several: Iterable[dict[str, int]]) -> dict[str, int]:
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
     return total
+
+
+# -- scenario --------------------------------------------------------------------------------------
+
+# From a model, options and a place to a fleet to simulate: sized as an engine would be.
+
+
+def fleet_for(
+    subject: Subject,
+    config: EngineConfig,
+    place: Place,
+    costs: StepCosts,
+    *,
+    num_replicas: int = 1,
+    routing: str = "round-robin",
+    num_ranks: int = 1,
+) -> Fleet:
+    """Replicas of ``num_ranks`` devices each, of which one is accounted: all hold the same tokens.
+
+    Raises: ConfigError where the budget leaves no room, with its ledger.
+    """
+    on_rank = rank_spec(subject.spec, num_ranks)
+    own = rank_footprint(subject.own, num_ranks)
+    needs = kv_needs(config, subject.name, on_rank, own, place.page_bytes)
+    sizes = sizes_of(config, on_rank, place, ledger_for(config, needs, place.machine).require())
+    return Fleet(
+        spec=stored_spec(config, on_rank),
+        cache=config.cache,
+        sizes=sizes,
+        limits=Limits(
+            max_model_len=sizes.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            watermark_bytes=int(config.watermark * sizes.capacity_bytes),
+        ),
+        costs=costs,
+        swap_bytes=config.swap_space,
+        num_replicas=num_replicas,
+        routing=routing,
+    )

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import encode
 
-from quire.traces.request import TraceRequest
+from quire.traces.trace import TraceRequest
 
 VERSION: Final = 1
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.planner.hit_rates.prompts import TELL_EVERY, Ints, OnRequest, Prompts
+from quire.planner.hit_rates.prefix_tree import TELL_EVERY, Ints, OnRequest, Prompts
 
 
 def infinite_hits(prompts: Prompts, *, first_counted: int = 0) -> int:

@@ -7,7 +7,7 @@ from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
 from quire.kv import DEFAULT_POLICY
 from quire.planner.hit_rates.curve import HitRate, HitRates
 from quire.planner.report.content import Hover, Panel, Report, Section, Table
-from quire.planner.report.words import (
+from quire.planner.report.number_format import (
     axis_of_powers,
     axis_of_shares,
     count,

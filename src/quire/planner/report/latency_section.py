@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from quire.figures import Plot, Scale, ticks_of_powers
 from quire.planner.report.content import Bar, Panel, Part, Report, Section, Table, Variant
-from quire.planner.report.words import count, duration, share, short, size
+from quire.planner.report.number_format import count, duration, share, short, size
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
 _LABEL = 44  # that a name of a mark may be wide

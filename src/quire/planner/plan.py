@@ -5,7 +5,7 @@ the strategies' accountings: there is no second formula here. What would have to
 does not fit is ``fit``'s matter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -13,17 +13,95 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
-from quire.kv import STRATEGIES, CacheConfig, Fits, build_accounting
+from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, build_accounting
 from quire.kv.page_tables import page_table_bytes
-from quire.memory.budget import BUDGETS, Ledger, Needs
+from quire.kv.paged import PagedAccounting
+from quire.memory.budget import BUDGETS, Footprint, Ledger, Needs
 from quire.memory.machine import Machine
-from quire.planner.capacity.course import Moment, Request, lengths, moments
-from quire.planner.capacity.pooled import Share, pooled_shares
-from quire.planner.capacity.ranks import rank_footprint
-from quire.planner.subjects.subject import Subject
+from quire.planner.sequence_memory import Moment, Request, lengths, moments
+from quire.planner.subject import Subject
 from quire.spec import ModelSpec
-from quire.spec.ranks import rank_spec
-from quire.units import align_up
+from quire.spec.tensor_parallel import rank_spec
+from quire.units import align_up, ceil_div
+
+# -- pooled ----------------------------------------------------------------------------------------
+
+# What many sequences that are alike take of one pool of blocks.
+#
+# A pool commits blocks in granules of whole pages, which neighbours share: on a GPU, with pages of
+# 2 MiB, a granule may be a thousand blocks. So a sequence among others takes its blocks, and all
+# of them together one granule more at most. How many blocks, and how large a granule is, the
+# accounting says.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One sequence's part of a group's pool, in bytes."""
+
+    end: int  # its blocks when it has come to its end
+    most: int  # … and at most on the way
+    granule: int  # what the pool commits at once
+
+    def together(self, num_sequences: int) -> int:
+        """Committed for so many at their ends, the last of them at its most."""
+        if not num_sequences:
+            return 0
+        return align_up((num_sequences - 1) * self.end + self.most, self.granule)
+
+
+def pooled_shares(
+    strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int]
+) -> tuple[Share, ...] | None:
+    """A share of each group, for a sequence of these lengths, step by step.
+
+    None for a strategy in which no two sequences share a granule.
+    """
+    accounting = build_accounting(strategy, spec, sizes)
+    if not isinstance(accounting, PagedAccounting):
+        return None
+    groups = range(len(accounting.groups))
+    block_bytes = [accounting.block_size(g) * accounting.slot_bytes(g) for g in groups]
+    accounting.add(0)
+    accounting.try_extend(0, 1)
+    granules = [0 for _ in groups]
+    for change in accounting.drain():
+        if isinstance(change, Commit):
+            slots = change.stop - change.start
+            granules[change.group] += slots * accounting.slot_bytes(change.group)
+    held = most = [0 for _ in groups]
+    for num_tokens in each:
+        accounting.try_extend(0, num_tokens)
+        accounting.drain()
+        blocks = [int((accounting.table(g, 0) >= 0).sum()) for g in groups]
+        held = [count * size for count, size in zip(blocks, block_bytes, strict=True)]
+        most = [max(pair) for pair in zip(most, held, strict=True)]
+    return tuple(
+        Share(end=end, most=peak, granule=granule)
+        for end, peak, granule in zip(held, most, granules, strict=True)
+    )
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+# A rank's part of a model besides its cache, of several that share it (tensor parallelism).
+#
+# Weights are divided evenly: an estimate, since norms are kept by all. What each remembers is
+# ``spec.tensor_parallel``' matter.
+
+
+def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
+    """A rank's part of the weights, and of what a step computes in between."""
+    if num_ranks == 1:
+        return own
+    return replace(
+        own,
+        weights_bytes=ceil_div(own.weights_bytes, num_ranks),
+        widest_rows=max(own.hidden_size, ceil_div(own.widest_rows, num_ranks)),
+    )
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
 
 # What one of so many ranks remembers of a model. Raises: ConfigError.
 Divide: TypeAlias = Callable[[ModelSpec, int], ModelSpec]

@@ -3,27 +3,96 @@
 Nothing is loaded, and no weight is read: of files of weights only the headers.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelNotLoadable
 from quire.memory.budget import Footprint
-from quire.planner.subjects.parameters import (
+from quire.planner.weights import (
+    Stored,
     estimated_footprint,
+    footprint_of,
     num_active_parameters,
     num_parameters,
     shapes_of,
+    stored_tensors,
     weight_bits,
 )
-from quire.planner.subjects.published import Published, published_models
-from quire.planner.subjects.weight_files import Stored, footprint_of, stored_tensors
 from quire.spec import ModelSpec
 from quire.spec.config_json import load, text_section
 from quire.spec.files import DEMO_MODEL, cached_folder, first_line
 from quire.spec.layers import dtype_bytes
+
+# -- published -------------------------------------------------------------------------------------
+
+# The bundled table of published models: what their config.json files state, and who was asked.
+#
+# A name is found whatever its case, with or without its organisation. Nothing is looked up on a
+# network, and nothing in the table is a guess: each entry names the public place that it was read
+# from, and leaves out what that place does not say.
+
+
+_TABLE = "published.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One model of the table."""
+
+    name: str  # as on the Hugging Face hub
+    config: Mapping[str, Any]  # of its config.json, what sizes it
+    source: str  # where that was read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All of it, and when its sources were read."""
+
+    read_on: str  # a date
+    models: tuple[Published, ...]
+
+    def find(self, name: str) -> Published | None:
+        """By its name, or the part behind the organisation."""
+        wanted = name.strip().lower()
+        for model in self.models:
+            if wanted in (model.name.lower(), _short(model.name)):
+                return model
+        return None
+
+    def nearest(self, name: str) -> str | None:
+        """The name that was probably meant."""
+        known = {_short(model.name): model.name for model in self.models}
+        near = get_close_matches(name.strip().lower().rpartition("/")[2], known, n=1)
+        return known[near[0]] if near else None
+
+
+def published_models() -> Table:
+    """Read the table."""
+    said = json.loads((files("quire.planner.subjects") / _TABLE).read_text(encoding="utf-8"))
+    sources = said["sources"]
+    return Table(
+        read_on=said["read_on"],
+        models=tuple(
+            Published(
+                name=name,
+                config=entry["config"],
+                source=sources.get(entry["source"], entry["source"]),
+            )
+            for name, entry in said["models"].items()
+        ),
+    )
+
+
+def _short(name: str) -> str:
+    return name.lower().rpartition("/")[2]
+
+
+# -- subject ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.capacity.course import Request
-from quire.planner.capacity.plan import Course, Place, Plan, plan
-from quire.spec.ranks import rank_spec
+from quire.planner.plan import Course, Place, Plan, plan
+from quire.planner.sequence_memory import Request
+from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, format_bytes, format_count
 
 _GIB = 1 << 30
@@ -25,7 +25,7 @@ _RANKS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class OptionChange:
     """One option, and what comes of it."""
 
     flag: str
@@ -58,7 +58,7 @@ def most_sequences(found: Plan) -> int:
     return _most(fits, 1, _MOST_SEQUENCES)
 
 
-def changes(found: Plan) -> Iterator[Change]:
+def changes(found: Plan) -> Iterator[OptionChange]:
     """What, each by itself, would make a plan fit that does not."""
     yield from _more_memory(found)
     yield from _shorter_context(found)
@@ -66,7 +66,7 @@ def changes(found: Plan) -> Iterator[Change]:
     yield from _more_ranks(found)
 
 
-def _more_memory(found: Plan) -> Iterator[Change]:
+def _more_memory(found: Plan) -> Iterator[OptionChange]:
     def fits(extra_gib: int) -> bool:
         place = replace(found.place, machine=_with_more(found.place.machine, extra_gib * _GIB))
         again = _again(found, place=place, course=found.cell.course)
@@ -76,20 +76,20 @@ def _more_memory(found: Plan) -> Iterator[Change]:
     extra = _least(fits, 1, _MOST_MEMORY_BYTES // _GIB)
     if extra is not None:
         wanted = align_up(total + extra * _GIB, _GIB)
-        yield Change(
+        yield OptionChange(
             flag=f"--memory {wanted // _GIB}GiB",
             outcome=f"{format_bytes(wanted - total)} more than the {format_bytes(total)} there are",
         )
 
 
-def _shorter_context(found: Plan) -> Iterator[Change]:
+def _shorter_context(found: Plan) -> Iterator[OptionChange]:
     asked, fitting = found.needs.context_tokens, longest(found)
     if 0 < fitting < asked:
         outcome = f"instead of {format_count(asked)}"
-        yield Change(flag=f"--max-model-len {fitting}", outcome=outcome)
+        yield OptionChange(flag=f"--max-model-len {fitting}", outcome=outcome)
 
 
-def _smaller_entries(found: Plan) -> Iterator[Change]:
+def _smaller_entries(found: Plan) -> Iterator[OptionChange]:
     if found.config.kv_cache_dtype != "auto":
         return
     for dtype in ("int8_per_token_head", "fp8"):
@@ -99,10 +99,10 @@ def _smaller_entries(found: Plan) -> Iterator[Change]:
             continue
         if again.fits:
             size = format_bytes(again.needs.bytes_per_token)
-            yield Change(flag=f"--kv-cache-dtype {dtype}", outcome=f"{size} a token")
+            yield OptionChange(flag=f"--kv-cache-dtype {dtype}", outcome=f"{size} a token")
 
 
-def _more_ranks(found: Plan) -> Iterator[Change]:
+def _more_ranks(found: Plan) -> Iterator[OptionChange]:
     for num_ranks in _RANKS:
         if num_ranks <= found.num_ranks:
             continue
@@ -113,7 +113,9 @@ def _more_ranks(found: Plan) -> Iterator[Change]:
         if again.fits:
             each = format_bytes(again.needs.weights_bytes)
             option = "--tp" if found.divide is rank_spec else "--tensor-parallel-size"
-            yield Change(flag=f"{option} {num_ranks}", outcome=f"{each} of weights on each device")
+            yield OptionChange(
+                flag=f"{option} {num_ranks}", outcome=f"{each} of weights on each device"
+            )
             return
 
 

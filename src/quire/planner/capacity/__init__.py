@@ -1,1 +1,0 @@
-"""What a model needs and what fits, in bytes, from its files alone."""

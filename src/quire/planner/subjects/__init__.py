@@ -1,1 +1,0 @@
-"""The models that can be planned for: where their configs, shapes and weights are read."""
