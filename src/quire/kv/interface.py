@@ -458,3 +458,8 @@ class Storage(Protocol):
     def close(self) -> None:
         """Give every page back."""
         ...
+
+
+def place_of(accounting: Accounting, group: int, seq_id: int) -> int:
+    """Find the slot of a sequence's states, or of its source."""
+    return int(accounting.table(group, seq_id)[0])

@@ -73,7 +73,7 @@ class RangeStorage:
         self._groups = accounting.groups
         self._num_slots = [accounting.num_slots(group) for group in range(len(self._groups))]
         self._layers: dict[int, _Range] = {}
-        self._states = make_states(self.memory, accounting)
+        self._states = make_states(self.memory, accounting.groups, accounting.num_slots)
         for index, group in enumerate(self._groups):
             if index in self._states:
                 continue
@@ -174,7 +174,7 @@ class BlockStorage:
         self._groups = accounting.groups
         # Groups of states come last; without any group there is no token to find.
         self._block_size = accounting.block_size(0) if self._groups else 1
-        self._states = make_states(self.memory, accounting)
+        self._states = make_states(self.memory, accounting.groups, accounting.num_slots)
         self._layers: dict[int, _Blocks] = {}
         self._memory: dict[int, _Memory] = {}  # of each group
         for index, group in enumerate(self._groups):

@@ -133,7 +133,7 @@ class StackedStorage:
     ) -> None:
         self.memory = CountedMemory(provider)
         self._layers: dict[int, tuple[_Stack, RangeLayer]] = {}
-        self._states = make_states(self.memory, accounting)
+        self._states = make_states(self.memory, accounting.groups, accounting.num_slots)
         self._stacks: dict[int, list[_Stack]] = {}  # of each group with tokens
         for index, group in enumerate(accounting.groups):
             if index in self._states:

@@ -5,9 +5,9 @@ side: it is committed, copied and given back as one. Rows are slots, which accou
 what is written into them is the models' affair.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.kv.interface import Accounting
 from quire.kv.layout import slot_bytes, state_offsets
 from quire.kv.storage.pages import Pages, back
 from quire.kv.storage_ops import Change, Commit, Copy, Release
@@ -72,15 +72,12 @@ class StateRows:
         self._region.close()
 
 
-def place_of(accounting: Accounting, group: int, seq_id: int) -> int:
-    """The slot of a sequence's states, or of its source."""
-    return int(accounting.table(group, seq_id)[0])
-
-
-def make_states(memory: CountedMemory, accounting: Accounting) -> dict[int, StateRows]:
+def make_states(
+    memory: CountedMemory, groups: tuple[Group, ...], num_slots: Callable[[int], int]
+) -> dict[int, StateRows]:
     """Rows for the groups that keep something whole, by the groups' numbers."""
     return {
-        index: StateRows(memory, group, accounting.num_slots(index))
-        for index, group in enumerate(accounting.groups)
+        index: StateRows(memory, group, num_slots(index))
+        for index, group in enumerate(groups)
         if isinstance(group.spec, KeptWhole)
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kv import Accounting, Storage
-from quire.kv.storage.states import place_of
+from quire.kv.interface import place_of
 from quire.spec import CrossAttention
 
 

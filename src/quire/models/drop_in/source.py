@@ -7,7 +7,7 @@ asked of the rows themselves, so that a cache that was emptied begins anew.
 
 from collections.abc import Callable, Iterator, MutableMapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from quire.errors import RequestTooLong, UnsupportedModel
 from quire.kv import Usage
 from quire.memory import CountedMemory
+from quire.models.drop_in.cache import DropInCache
 from quire.models.drop_in.layers import has_gradients, without_gradients
 from quire.models.drop_in.rows import Rows
 from quire.spec import CrossAttention, KeptWhole, ModelSpec
 from quire.units import format_count
-
-if TYPE_CHECKING:
-    from quire.models.drop_in.cache import DropInCache
 
 MakeRows: TypeAlias = Callable[[ModelSpec, int], Rows]
 
@@ -40,7 +38,7 @@ class SourceCache(EncoderDecoderCache):
         model_config: Any,
         spec: ModelSpec,
         make_rows: MakeRows,
-        make_text: "Callable[[Any, ModelSpec, MakeRows], DropInCache]",
+        make_text: Callable[[Any, ModelSpec, MakeRows], DropInCache],
     ) -> None:
         """``make_text`` makes the text's cache of a config, a spec and what makes its rows."""
         config = deepcopy(model_config)
@@ -54,7 +52,7 @@ class SourceCache(EncoderDecoderCache):
 
         self._lie_in(make_text(config, spec.text_alone, make_both), spec)
 
-    def _lie_in(self, text: "DropInCache", spec: ModelSpec) -> None:
+    def _lie_in(self, text: DropInCache, spec: ModelSpec) -> None:
         """``text``: the cache that has the rows."""
         self.text, self._spec = text, spec
         self.sources = [
@@ -129,7 +127,7 @@ class SourceLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, text: "DropInCache", layer: int, spec: CrossAttention) -> None:
+    def __init__(self, text: DropInCache, layer: int, spec: CrossAttention) -> None:
         self._text, self._layer, self._spec = text, layer, spec
         self._written: Rows | None = None  # in which it lies
         self._length = 0  # tokens

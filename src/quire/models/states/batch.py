@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.devices.staging import Array, to_device
 from quire.kv import Accounting
-from quire.kv.storage.states import place_of
+from quire.kv.interface import place_of
 from quire.spec import RecurrentState
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from quire.kv import Accounting, Storage
-from quire.kv.storage.states import place_of
+from quire.kv.interface import place_of
 from quire.spec import CrossAttention
 
 
