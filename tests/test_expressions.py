@@ -17,7 +17,7 @@ import pytest
 import quire
 
 ROOT = Path(quire.__file__).parent
-ROOMS = ("server", "cli", "traces", "planner", "config", "units.py")
+ROOMS = ("chat", "server", "cli", "traces", "planner", "config", "units.py")
 _METHODS = ("match", "fullmatch", "search", "findall", "finditer", "sub", "split")
 _AT_MOST_S = 60  # all of them together take a few seconds on a busy machine
 

@@ -58,8 +58,9 @@ MAY_IMPORT = {
     "planner": "errors units traces config spec memory kv engine.params"
     " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
     " engine.parts engine.engine engine.needs figures",
+    "chat": "errors units engine.params",
     "server": "errors units traces config spec kv engine.params engine.sequence"
-    " engine.plan engine.statistics engine.scheduling engine.scheduler engine",
+    " engine.plan engine.statistics engine.scheduling engine.scheduler engine chat",
     "http": "errors",
     "bench": "errors units traces kv engine.params engine.plan engine.scheduling engine"
     " http planner",
@@ -91,7 +92,7 @@ ONLY_IN = {
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
     "msgspec": {"server", "cli", "traces"},
-    "jinja2": {"server"},
+    "jinja2": {"chat"},
 }
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
@@ -100,7 +101,7 @@ TORCH_FREE = (
     *("engine.params", "engine.sequence", "engine.plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.needs"),
     *("engine.parts", "engine.engine", "engine.kv_cache"),
-    *("traces", "planner", "figures", "compare", "http", "bench", "cli", "server.chat"),
+    *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     "server.run",
 )
 

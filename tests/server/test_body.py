@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import ServerConfig
-from quire.server.schemas.completions import CompletionRequest
+from quire.server.schemas.completion_request import CompletionRequest
 from quire.server.wire.body import check, ignored, parse
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from server.asking import nothing_runs, run, serving
 
 JSON = st.recursive(

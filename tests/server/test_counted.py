@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 
 from quire.config import ServerConfig
-from quire.server.log_stats import Progress
+from quire.server.loop import Progress
 from server.asking import Client, run, serving
 
 

@@ -16,11 +16,9 @@ from quire import SamplingParams
 from quire.config import ServerConfig
 from quire.kv import CellState, Census
 from quire.server.dashboard.feed import Feed
-from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
-from quire.server.dashboard.picture import Picture
-from quire.server.dashboard.snapshot import MOST_CELLS
-from quire.server.dashboard.tenants import OwnCells
+from quire.server.dashboard.routes import FILES
+from quire.server.dashboard.snapshot import MOST_CELLS, OwnCells, Picture
 from server.asking import Call, run, serving
 
 PROMPT = "def secret_of_mine(number):\n    return number\n" * 8

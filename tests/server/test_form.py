@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from quire.config import ServerConfig
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from quire.server.wire.form import boundary_of, parse_form
 from readers import tiny_reader
 from server.asking import run, serving

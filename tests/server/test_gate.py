@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.guard.gate import Bounds, Gate, Pass
-from quire.server.guard.keys import Caller
-from quire.server.wire.errors import Refused
+from quire.server.admission import Bounds, Gate, Pass
+from quire.server.api_keys import Caller
+from quire.server.wire.error_responses import Refused
 
 ALICE, BOB = Caller(number=0, salt="a"), Caller(number=1, salt="b")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.guard.keys import Caller
-from quire.server.guard.shares import Bodies, TextThreads
+from quire.server.admission import Bodies, TextThreads
+from quire.server.api_keys import Caller
 from quire.server.wire import body as body_module
 from quire.server.wire.body import parse
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from server.asking import Client, nothing_runs, run, serving
 from server.random_requests import TEMPLATE
 from server.sockets import listening, posting, until

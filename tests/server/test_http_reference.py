@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.dashboard.files import FILES
-from quire.server.operations import Operation
+from quire.server.dashboard.routes import FILES
+from quire.server.routes import Operation
 from quire.server.schemas.fields import Asked
 from server.asking import run, serving
 

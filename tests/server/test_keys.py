@@ -8,12 +8,12 @@ import pytest
 from starlette.routing import Route
 
 from quire.config import ServerConfig
-from quire.server.dashboard.files import FILES
+from quire.server import api_keys as keys_module
+from quire.server.api_keys import Keys
+from quire.server.dashboard.routes import FILES
 from quire.server.endpoints.tokens import tokenize
-from quire.server.guard import keys as keys_module
-from quire.server.guard.keys import Keys
-from quire.server.operations import Operation
-from quire.server.wire.errors import Refused
+from quire.server.routes import Operation
+from quire.server.wire.error_responses import Refused
 from server.asking import Client, run, serving
 
 OPEN = {"/health", "/ping", *FILES}  # the page's files say nothing of any client

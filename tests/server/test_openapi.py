@@ -6,9 +6,9 @@ import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from quire.config import ServerConfig
-from quire.server.dashboard.files import FILES
+from quire.server.dashboard.routes import FILES
 from quire.server.openapi import document as make_document
-from quire.server.schemas.completions import Completion, CompletionRequest
+from quire.server.schemas.completion_request import Completion, CompletionRequest
 from server.asking import Client, run, serving
 
 NOTHING = {"/health", "/ping", "/reset_prefix_cache", "/sleep", "/wake_up"}  # is what they give

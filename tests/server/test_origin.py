@@ -3,8 +3,8 @@
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.guard.origin import Origins
-from quire.server.wire.errors import Refused
+from quire.server.api_keys import Origins
+from quire.server.wire.error_responses import Refused
 from server.asking import run, serving
 
 ALLOWED = ("https://chat.example.org", "http://other.example:3000/")

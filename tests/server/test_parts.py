@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import ServerConfig
-from quire.server.wire.parts import MOST_HEAD_BYTES, MOST_HEAD_LINES, Malformed, Parts
+from quire.server.connections import MOST_HEAD_BYTES, MOST_HEAD_LINES, Malformed, Parts
 from server.asking import run
 from server.sockets import listening, posting
 

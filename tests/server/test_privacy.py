@@ -12,8 +12,8 @@ import pytest
 from quire.config import ServerConfig
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM
-from quire.server.exchange import Exchange
 from quire.server.logs import PlaceFormatter
+from quire.server.request_context import Exchange
 from quire.server.service import Service
 from server.asking import Client, nothing_runs, run
 from server.sockets import Listening, listening, posting

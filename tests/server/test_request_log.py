@@ -7,7 +7,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.server.request_log import RequestWriter
+from quire.server.logs import RequestWriter
 from quire.traces import open_trace
 from server.asking import leave_while_it_runs, nothing_runs, run, serving
 

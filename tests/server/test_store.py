@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.server.kept.store import Kept, Store
+from quire.server.response_store import Kept, Store
 
 MOST_BYTES = 40_000
 CALLERS, NAMES = st.integers(0, 2), st.sampled_from("abcdefgh")

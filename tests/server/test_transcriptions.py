@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, WhisperFeatureExtractor, WhisperTokenizer
 
+from quire.chat.token_texts import _bytes_of_characters
 from quire.config import ServerConfig
-from quire.server import recording as recordings
-from quire.server.token_texts import _bytes_of_characters
+from quire.server import audio as recordings
 from readers import tiny_reader
 from server.asking import Answer, Client, nothing_runs, run, serving
 

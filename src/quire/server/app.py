@@ -16,31 +16,35 @@ from starlette.routing import Route
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server.dashboard.endpoints import memory_feed, page_file
 from quire.server.dashboard.feed import Feed
-from quire.server.dashboard.files import FILES
 from quire.server.dashboard.frames import FEED
+from quire.server.dashboard.routes import FILES, memory_feed, page_file
 from quire.server.endpoints.administration import (
+    described,
+    health,
     is_sleeping,
     load,
+    metrics,
+    model,
+    models,
     reset_prefix_cache,
     sleep,
+    version,
     wake_up,
 )
-from quire.server.endpoints.chat import chat_completions
+from quire.server.endpoints.chat_completions import chat_completions
 from quire.server.endpoints.completions import completions
 from quire.server.endpoints.embeddings import embeddings, score
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
 from quire.server.endpoints.messages import count_tokens, messages
-from quire.server.endpoints.models import described, health, metrics, model, models, version
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.endpoints.transcriptions import transcriptions, translations
-from quire.server.entrance import Entrance, as_answer
-from quire.server.operations import Operation
+from quire.server.route_handler import Entrance, as_answer
+from quire.server.routes import Operation
 from quire.server.service import Service
 from quire.server.wire.body import NO_ADAPTERS
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.server.guard.keys import Access
-from quire.server.operations import Operation
-from quire.server.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
+from quire.server.api_keys import Access
+from quire.server.routes import Operation
 from quire.server.schemas.fields import Upload
-from quire.server.wire.errors import Dialect
+from quire.server.wire.error_responses import AnthropicErrorAnswer, Dialect, ErrorAnswer
 
 Json: TypeAlias = dict[str, Any]
 

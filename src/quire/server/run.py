@@ -9,9 +9,9 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire.chat.reasoning_parsers import reasoning_format
+from quire.chat.tools.registry import tool_format
 from quire.config import ServerConfig
-from quire.server.chat.reasoning import reasoning_format
-from quire.server.chat.tools.formats import tool_format
 from quire.server.listen import allow_open_files, open_doors
 from quire.server.logs import log_to_stderr
 from quire.server.stop import StopSignals

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 
+from quire.chat.conversation import Chat
+from quire.chat.token_texts import TokenTexts
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
@@ -14,21 +16,16 @@ from quire.engine.params import Params, SamplingParams, StructuredOutputsParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
-from quire.server.chat.chat import Chat
-from quire.server.guard.gate import Bounds, Gate, Pass
-from quire.server.guard.keys import Caller, Keys
-from quire.server.guard.origin import Origins
-from quire.server.guard.shares import Bodies, TextThreads
-from quire.server.kept.background import Background
-from quire.server.kept.store import Store
+from quire.server.admission import Bodies, Bounds, Gate, Pass, TextThreads
+from quire.server.api_keys import Caller, Keys, Origins
+from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
-from quire.server.request_log import RequestWriter
-from quire.server.sampling import sampling_defaults, sampling_params
+from quire.server.response_store import Background, Store
+from quire.server.sampling_params import sampling_defaults, sampling_params
 from quire.server.schemas.fields import Routed, Sampling, Searching
-from quire.server.token_texts import TokenTexts
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from quire.units import format_count
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from engine.test_llm import demo
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.chat.conversation import Chat, ChatRequest
+from quire.chat.output_events import Call, Reply, reply
+from quire.chat.reasoning_parsers import REASONING
+from quire.chat.tools.choice import ToolChoice, forced_form
+from quire.chat.tools.declared import checked_tools
+from quire.chat.tools.registry import TOOL_FORMATS, tool_format
 from quire.config import ServerConfig
 from quire.errors import ConfigError, RequestError
-from quire.server.chat.chat import Chat, ChatRequest
-from quire.server.chat.events import Call, Reply, reply
-from quire.server.chat.reasoning import REASONING
-from quire.server.chat.tools.choice import ToolChoice, forced_form
-from quire.server.chat.tools.declared import checked_tools
-from quire.server.chat.tools.formats import TOOL_FORMATS, tool_format
 from server.chat.answers import TOOLS, hermes, pieces
 from server.chat.families import CHATML, DEEPSEEK, FAMILIES, LLAMA3, MISTRAL, tokenizer
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from quire.chat.anthropic_input import from_anthropic
+from quire.chat.conversation import Chat
+from quire.chat.responses_input import from_responses
+from quire.chat.templates import checked_messages
 from quire.errors import RequestError
-from quire.server.chat.anthropic import from_anthropic
-from quire.server.chat.chat import Chat
-from quire.server.chat.messages import checked_messages
-from quire.server.chat.responses import from_responses
 from server.chat.families import CHATML, tokenizer
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.chat.chat import ChatPrompt, Reader
-from quire.server.chat.events import (
+from quire.chat.conversation import ChatPrompt, Reader
+from quire.chat.output_events import (
     ArgumentsDelta,
     CallBroken,
     CallEnded,
@@ -20,9 +20,9 @@ from quire.server.chat.events import (
     Reply,
     reply,
 )
-from quire.server.chat.tools.choice import ToolChoice
-from quire.server.chat.tools.declared import checked_tools
-from quire.server.chat.tools.formats import TOOL_FORMATS
+from quire.chat.tools.choice import ToolChoice
+from quire.chat.tools.declared import checked_tools
+from quire.chat.tools.registry import TOOL_FORMATS
 from server.chat.answers import CASES, TOOLS, Case, pieces
 
 ANY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.chat.conversation import Chat, ChatPrompt, ChatRequest
+from quire.chat.harmony import HARMONY
+from quire.chat.output_events import Reply, reply
 from quire.errors import ConfigError
-from quire.server.chat.chat import Chat, ChatPrompt, ChatRequest
-from quire.server.chat.events import Reply, reply
-from quire.server.chat.harmony import HARMONY
 from server.chat.answers import TOOLS, pieces
 from server.chat.families import GPT_OSS, LLAMA3, tokenizer
 

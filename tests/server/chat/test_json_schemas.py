@@ -7,11 +7,10 @@ import pytest
 
 from engine.test_structured import taken_of
 from quire import StructuredOutputsParams
+from quire.chat.tools.choice import ToolChoice, arguments_schema, closed, forced_form, moved
+from quire.chat.tools.declared import checked_tools
 from quire.errors import RequestError
-from quire.server.chat.json_schemas import arguments_schema, closed, moved
-from quire.server.chat.tools.choice import ToolChoice, forced_form
-from quire.server.chat.tools.declared import checked_tools
-from quire.server.sampling import sampling_params
+from quire.server.sampling_params import sampling_params
 from quire.server.schemas.fields import JsonSchema, ResponseFormat, Sampling
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

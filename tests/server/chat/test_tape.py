@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.chat.tape import Broken, Reading, Tape
+from quire.chat.lexer import Broken, Reading, Tape
 from server.chat.answers import pieces
 
 cuts = st.lists(st.integers(0, 10**6), max_size=12)

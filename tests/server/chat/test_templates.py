@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from jinja2 import Environment, TemplateSyntaxError
 
+from quire.chat.template_sandbox import Limits, Sandbox
+from quire.chat.templates import ChatTemplate
 from quire.errors import ConfigError, RequestError
-from quire.server.chat.sandbox import Limits, Sandbox
-from quire.server.chat.templates import ChatTemplate
 from server.chat.families import CHATML, DEEPSEEK, FAMILIES, PARTS, tokenizer
 
 TOOLS = [

@@ -19,12 +19,7 @@ from quire.models.drop_in.rows import Family, Rows
 from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
-from quire.spec import (
-    AttentionSpec,
-    Layer,
-    ModelSpec,
-    RecurrentState,
-)
+from quire.spec import AttentionSpec, Layer, ModelSpec, RecurrentState
 from quire.units import format_count, parse_bytes
 
 _BACKENDS = ("auto", "cpu", "sdpa")

@@ -21,8 +21,7 @@ from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError
 from quire.server.dashboard.frames import About, Frame
-from quire.server.dashboard.snapshot import about, frames
-from quire.server.dashboard.tenants import Tenant
+from quire.server.dashboard.snapshot import Tenant, about, frames
 from quire.server.logs import place_of
 
 log = logging.getLogger(__name__)

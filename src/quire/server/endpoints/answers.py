@@ -7,11 +7,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from quire.server.exchange import Exchange
 from quire.server.logs import place_of
-from quire.server.wire.errors import refusal
-from quire.server.wire.events import COMPLETIONS, EventForm
-from quire.server.wire.streams import EventStream
+from quire.server.request_context import Exchange
+from quire.server.wire.error_responses import refusal
+from quire.server.wire.streams import COMPLETIONS, EventForm, EventStream
 
 log = logging.getLogger(__name__)
 

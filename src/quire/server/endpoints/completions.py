@@ -9,17 +9,17 @@ from msgspec import UNSET
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
+from quire.server.endpoints.generation import Gathered, Work, one_by_one, prompts_of, stop_reason
 from quire.server.endpoints.logprobs import of_completion, of_prompt
-from quire.server.endpoints.work import Gathered, Work, one_by_one, prompts_of, stop_reason
-from quire.server.exchange import Exchange
-from quire.server.sampling import searched
-from quire.server.schemas.completions import (
+from quire.server.request_context import Exchange
+from quire.server.sampling_params import searched
+from quire.server.schemas.completion_request import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
 
 _DEFAULT_TOKENS = 16  # OpenAI's

@@ -2,26 +2,78 @@
 
 import base64
 from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
 
 from quire.engine.params import PoolingParams
 from quire.engine.pooling import pairs, scores
 from quire.engine.sequence import Embedding as Vector
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.endpoints.work import Work, one_by_one, prompts_of
-from quire.server.exchange import Exchange
-from quire.server.schemas.completions import MAX_PROMPTS
-from quire.server.schemas.embeddings import (
-    Embedding,
-    EmbeddingRequest,
-    Embeddings,
-    Score,
-    ScoreRequest,
-    Scores,
-    Texts,
-)
-from quire.server.schemas.fields import Addressed, Usage
-from quire.server.wire.errors import Refused
+from quire.server.endpoints.generation import Work, one_by_one, prompts_of
+from quire.server.request_context import Exchange
+from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
+from quire.server.schemas.fields import Addressed, Count, Usage
+from quire.server.wire.error_responses import Refused
 from quire.units import format_count
+
+# -- embeddings ------------------------------------------------------------------------------------
+
+# ``/v1/embeddings``, as OpenAI has it, and ``/v1/score``, as vLLM has it.
+
+
+class EmbeddingRequest(Addressed, kw_only=True):
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None  # float
+    dimensions: Count | None = None
+    normalize: bool | None = None  # to the length 1: so it is if nothing is said
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    kind: Literal["embedding"] = field(default="embedding", name="object")
+    index: int
+    embedding: list[float] | str  # in base64: 32-bit floats, the lowest byte first
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    kind: Literal["list"] = field(default="list", name="object")
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class ScoreRequest(Addressed, kw_only=True):
+    """``text_1`` and ``text_2``, or under their other names ``queries`` and ``documents``."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class Score(msgspec.Struct, kw_only=True):
+    kind: Literal["score"] = field(default="score", name="object")
+    index: int
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    kind: Literal["list"] = field(default="list", name="object")
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+# -- embeddings ------------------------------------------------------------------------------------
+
 
 # Numbers of an answer. As JSON each takes some ten times as long to write, and the loop waits.
 _MOST_FLOATS, _MOST_IN_BASE64 = 2**20, 2**22

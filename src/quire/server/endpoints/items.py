@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.server.kept.store import Kept
+from quire.server.response_store import Kept
 
 Items: TypeAlias = list[dict[str, Any]]
 

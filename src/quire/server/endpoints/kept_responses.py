@@ -4,11 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from quire.server.endpoints.answers import Json, as_json, as_written
 from quire.server.endpoints.items import Items, decoded
-from quire.server.exchange import Exchange
-from quire.server.kept.background import Run
-from quire.server.kept.store import Kept
-from quire.server.schemas.responses import DeletedResponse, ItemList, Response, ResponseEvent
-from quire.server.wire.errors import Refused
+from quire.server.request_context import Exchange
+from quire.server.response_store import Kept, Run
+from quire.server.schemas.response_request import DeletedResponse, ItemList, Response, ResponseEvent
+from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
 
 _MOST_ITEMS, _USUAL_ITEMS = 100, 20

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
+from quire.chat.token_texts import TokenTexts
 from quire.engine.sequence import TokenLogprobs
-from quire.server.schemas.chat import ChatLogprob, ChatLogprobs, LikelyToken
-from quire.server.schemas.completions import CompletionLogprobs
+from quire.server.schemas.chat_request import ChatLogprob, ChatLogprobs, LikelyToken
+from quire.server.schemas.completion_request import CompletionLogprobs
 from quire.server.schemas.fields import PromptLogprob, PromptLogprobs
-from quire.server.token_texts import TokenTexts
 
 _LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
 

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any, final
 
 from quire.engine.sequence import TokenLogprobs
-from quire.server.endpoints.blocks import Begun, Block, Blocks, Change, Grown, Kind
+from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown, Kind
+from quire.server.endpoints.generation import Piece, Turn
 from quire.server.endpoints.logprobs import of_chat
-from quire.server.endpoints.turn import Piece, Turn
 from quire.server.logs import place_of
-from quire.server.schemas.chat import ChatLogprob
-from quire.server.schemas.responses import (
+from quire.server.schemas.chat_request import ChatLogprob
+from quire.server.schemas.response_request import (
     CallItem,
     Item,
     MessageItem,
@@ -25,7 +25,7 @@ from quire.server.schemas.responses import (
     ResponseEvent,
     ResponseUsage,
 )
-from quire.server.wire.errors import Refused, refusal
+from quire.server.wire.error_responses import Refused, refusal
 
 log = logging.getLogger(__name__)
 

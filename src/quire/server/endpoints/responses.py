@@ -8,19 +8,18 @@ from functools import partial
 
 import msgspec
 
+from quire.chat.conversation import Chat
+from quire.chat.conversation import ChatRequest as Conversation
+from quire.chat.responses_input import from_responses
 from quire.errors import RequestTooLong
-from quire.server.chat.chat import Chat
-from quire.server.chat.chat import ChatRequest as Conversation
-from quire.server.chat.responses import from_responses
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
+from quire.server.endpoints.generation import Turn, reasoning_kwargs, refuse_several, take_turn
 from quire.server.endpoints.items import conversation_of, decoded, encoded, given_items, readable
 from quire.server.endpoints.response_events import Responding
-from quire.server.endpoints.turn import Turn, reasoning_kwargs, refuse_several, take_turn
-from quire.server.exchange import Exchange
-from quire.server.kept.background import Run
-from quire.server.kept.store import Kept
+from quire.server.request_context import Exchange
+from quire.server.response_store import Kept, Run
 from quire.server.schemas.fields import JsonSchema, ResponseFormat
-from quire.server.schemas.responses import (
+from quire.server.schemas.response_request import (
     Reasoning,
     Response,
     ResponseEvent,
@@ -29,9 +28,8 @@ from quire.server.schemas.responses import (
     TextFormat,
 )
 from quire.server.service import Service
-from quire.server.wire.errors import Refused
-from quire.server.wire.events import RESPONSES
-from quire.server.wire.streams import EventStream, while_connected
+from quire.server.wire.error_responses import Refused
+from quire.server.wire.streams import RESPONSES, EventStream, while_connected
 
 _LOGPROBS = "message.output_text.logprobs"
 _FORMATS = ("text", "json_object", "json_schema")

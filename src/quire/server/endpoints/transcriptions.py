@@ -16,12 +16,12 @@ from starlette.responses import PlainTextResponse
 from quire.engine.outputs import TextDelta as Piece
 from quire.engine.params import SamplingParams
 from quire.engine.sequence import Request
+from quire.server.audio import Recording, Window
 from quire.server.endpoints.answers import Json, as_events, as_json
-from quire.server.endpoints.work import Work
-from quire.server.exchange import Exchange
-from quire.server.recording import Recording, Window
+from quire.server.endpoints.generation import Work
+from quire.server.request_context import Exchange
 from quire.server.schemas.fields import Sampling
-from quire.server.schemas.transcriptions import (
+from quire.server.schemas.transcription_request import (
     Duration,
     Segment,
     TextDelta,
@@ -30,9 +30,8 @@ from quire.server.schemas.transcriptions import (
     TranscriptionRequest,
     VerboseTranscription,
 )
-from quire.server.wire.errors import Refused
-from quire.server.wire.events import RESPONSES
-from quire.server.wire.streams import EventStream, while_connected
+from quire.server.wire.error_responses import Refused
+from quire.server.wire.streams import RESPONSES, EventStream, while_connected
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 Answer: TypeAlias = (

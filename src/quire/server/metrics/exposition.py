@@ -21,10 +21,8 @@ from prometheus_client.utils import floatToGoString
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram
-from quire.server.metrics.counts import Counts
-from quire.server.metrics.families import FAMILIES
-from quire.server.metrics.family import Family
-from quire.server.metrics.reading import Reading, read
+from quire.server.metrics.definitions import FAMILIES
+from quire.server.metrics.family import Counts, Family, Reading, read
 
 
 class Metrics:

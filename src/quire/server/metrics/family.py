@@ -4,12 +4,140 @@ Names and labels are vLLM's where it has one, so that boards and autoscalers mad
 only Quire counts is called ``quire:…``. docs/reference/metrics.md has the same table.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
 
-from quire.engine.statistics import Histogram
-from quire.server.metrics.reading import Reading
+from quire.engine.elastic import Elasticity
+from quire.engine.llm import LLM
+from quire.engine.statistics import Histogram, Statistics
+from quire.kv import Usage
+
+# -- counts ----------------------------------------------------------------------------------------
+
+# What the server itself counts: its answers, and whom it has refused before the engine saw them.
+#
+# All that a client sends ends in a closed set of labels here, so that no client can make them
+# grow.
+
+
+Rejection = Literal[
+    "max_num_queued_reqs",  # vLLM's two
+    "max_num_queued_tokens",
+    "max_num_reqs_per_key",
+    "draining",  # the server is being shut down
+    "sleeping",  # an operator has put it to sleep
+]
+REJECTIONS: tuple[str, ...] = get_args(Rejection)
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+OTHER = "other"
+
+
+class Counts:
+    """Any thread may count and read. ``routes``: the templates of paths that have a label."""
+
+    def __init__(self, routes: Collection[str]) -> None:
+        self._routes = set(routes)
+        self._lock = threading.Lock()
+        self._answers: Counter[tuple[str, ...]] = Counter()
+        self._rejections = dict.fromkeys(REJECTIONS, 0)
+
+    def know(self, route: str) -> None:
+        """Give a route's template a label of its own."""
+        self._routes.add(route)
+
+    def note_answer(self, method: str, route: str, status: int) -> None:
+        labels = (
+            route if route in self._routes else OTHER,
+            method if method in METHODS else OTHER,
+            str(status) if 100 <= status <= 599 else OTHER,
+        )
+        with self._lock:
+            self._answers[labels] += 1
+
+    def note_rejection(self, reason: str) -> None:
+        """Raises: ValueError for a reason that has no label."""
+        if reason not in self._rejections:
+            raise ValueError(f"reason={reason!r} must be one of {', '.join(REJECTIONS)}")
+        with self._lock:
+            self._rejections[reason] += 1
+
+    @property
+    def answers(self) -> dict[tuple[str, ...], float]:
+        """How many, by route, method and status."""
+        with self._lock:
+            return {labels: count for labels, count in self._answers.items()}
+
+    @property
+    def rejections(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._rejections)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+# What an engine's figures are at one moment, read without waiting for a step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """All that a scrape shows. ``statistics`` go on counting meanwhile."""
+
+    statistics: Statistics
+    usage: Usage
+    elastic: Elasticity
+    num_running: int
+    waiting: Mapping[str, int]  # by reason
+    swap_used_bytes: int
+    is_up: bool
+    sleep_level: int
+    cache_config: Mapping[str, str]
+    counts: Counts
+
+    @property
+    def usage_share(self) -> float:
+        """Of what may be held now; what is only cached is free for others."""
+        held = self.usage.committed_bytes - self.usage.cached_bytes
+        return held / self.elastic.ceiling_bytes if self.elastic.ceiling_bytes else 0.0
+
+
+def read(llm: LLM, counts: Counts) -> Reading:
+    scheduler = llm.engine.scheduler
+    return Reading(
+        statistics=llm.statistics,
+        usage=llm.usage(wait=False),
+        elastic=llm.elastic,
+        num_running=scheduler.num_running,
+        waiting=scheduler.waiting_by_reason,
+        swap_used_bytes=scheduler.swap.used_bytes,
+        is_up=not llm.is_closed,
+        sleep_level=llm.sleep_level,
+        cache_config=_cache_config(llm),
+        counts=counts,
+    )
+
+
+def _cache_config(llm: LLM) -> Mapping[str, str]:
+    """Under vLLM's names where it has them; a block is one of each group."""
+    config, capacity_bytes = llm.config, llm.elastic.capacity_bytes
+    block_bytes = sum(group.bytes_for(config.block_size) for group in llm.spec.groups)
+    return MappingProxyType(
+        {
+            "block_size": str(config.block_size),
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "kv_cache_memory_bytes": str(capacity_bytes),
+            "kv_strategy": config.cache,
+            "num_gpu_blocks": str(capacity_bytes // block_bytes if block_bytes else 0),
+        }
+    )
+
+
+# -- family ----------------------------------------------------------------------------------------
+
 
 Figures: TypeAlias = Mapping[tuple[str, ...], float | Histogram]  # by the values of the labels
 

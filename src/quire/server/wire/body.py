@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 from quire.units import format_bytes, format_count
 
 T = TypeVar("T")

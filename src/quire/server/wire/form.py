@@ -9,7 +9,7 @@ from typing import Any, final
 
 from starlette.datastructures import Headers
 
-from quire.server.wire.errors import Refused
+from quire.server.wire.error_responses import Refused
 
 _MOST_PARTS = 64
 _MOST_BOUNDARY = 70  # characters; Source: RFC 2046, section 5.1.1

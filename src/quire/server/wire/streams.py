@@ -7,9 +7,16 @@ made while a task listens there.
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
+
+from quire.server.wire.error_responses import Dialect, Refused
+
+# -- streams ---------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -107,3 +114,33 @@ class EventStream(Generic[T]):
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+# Server-sent events as each interface writes them: with names or without, and how they end.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventForm:
+    """``named``: an event has a line with its name, which is its JSON's ``type``."""
+
+    dialect: Dialect
+    named: bool
+    ping: bytes = b""  # what says that something may still come
+    end: bytes = b""  # what says that nothing comes any more, where no event does
+
+    def event(self, chunk: Any) -> bytes:
+        data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return b"event: %b\n%b" % (chunk.type.encode(), data) if self.named else data
+
+    def error(self, refused: Refused) -> bytes:
+        data = b"data: " + msgspec.json.encode(refused.body(self.dialect)) + b"\n\n"
+        return b"event: error\n" + data if self.named else data
+
+
+COMPLETIONS = EventForm(dialect="openai", named=False, end=b"data: [DONE]\n\n")
+RESPONSES = EventForm(dialect="openai", named=True)
+MESSAGES = EventForm(
+    dialect="anthropic", named=True, ping=b'event: ping\ndata: {"type":"ping"}\n\n'
+)

@@ -1,0 +1,134 @@
+"""Anthropic's messages as the plain ones that templates know.
+
+What is one message there may be several here: results of tools are messages of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.chat.conversation import ChatRequest
+from quire.chat.plain_json import Message, plain, text_of, tool_message
+from quire.errors import RequestError
+
+_CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
+
+
+def from_anthropic(body: Mapping[str, Any]) -> ChatRequest:
+    """Of a request to ``/v1/messages`` what concerns the conversation.
+
+    An assistant's message at the end is continued. Raises: RequestError.
+    """
+    given = body.get("messages")
+    if not isinstance(given, list | tuple) or not given:
+        raise RequestError("messages must be a list with at least one message")
+    messages: list[Message] = []
+    system = text_of(body.get("system"), "system")
+    if system:
+        messages.append({"role": "system", "content": system})
+    names: dict[str, str] = {}
+    for index, message in enumerate(given):
+        messages += _messages(message, f"messages[{index}]", names)
+    choice, parallel = _choice(body.get("tool_choice"))
+    continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    return ChatRequest(
+        messages=messages,
+        tools=_tools(body.get("tools")),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
+
+
+def _messages(given: Any, where: str, names: dict[str, str]) -> list[Message]:
+    """``names`` are of the tools called so far, by the call's id."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object with a role")
+    role = given.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}: the role {str(role)[:40]!r} must be user or assistant")
+    content = given.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where}.content must be a string or a list of blocks")
+    if role == "assistant":
+        return [_assistant(content, f"{where}.content", names)]
+    found: list[Message] = []
+    texts: list[Any] = []
+    for index, block in enumerate(content):
+        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+            if texts:
+                found.append({"role": role, "content": text_of(texts, f"{where}.content")})
+                texts = []
+            found.append(_result(block, f"{where}.content[{index}]", names))
+        else:
+            texts.append(block)
+    if texts or not found:
+        found.append({"role": role, "content": text_of(texts, f"{where}.content") or ""})
+    return found
+
+
+def _assistant(blocks: Any, where: str, names: dict[str, str]) -> Message:
+    texts: list[Any] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use":
+            call = plain(block, f"{where}[{index}]")
+            identity, name = call.get("id"), call.get("name")
+            if not isinstance(identity, str) or not isinstance(name, str):
+                raise RequestError(f"{where}[{index}] must have an id and a name")
+            names[identity] = name
+            function = {"name": name, "arguments": call.get("input") or {}}
+            calls.append({"id": identity, "type": "function", "function": function})
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind != "redacted_thinking":  # which says nothing to any other model
+            texts.append(block)
+    message: Message = {"role": "assistant", "content": text_of(texts, where) or ""}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> Message:
+    identity = block.get("tool_use_id")
+    if not isinstance(identity, str):
+        raise RequestError(f"{where} has no tool_use_id")
+    return tool_message(identity, block.get("content"), f"{where}.content", names)
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
+        raise RequestError("tools must be a list")
+    tools = []
+    for index, tool in enumerate(given):
+        if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
+            raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        function |= {
+            key: tool[key] for key in ("description", "strict") if tool.get(key) is not None
+        }
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _choice(given: Any) -> tuple[Any, bool | None]:
+    """``tool_choice`` in OpenAI's words, and whether several calls may come, if it says that."""
+    if given is None:
+        return None, None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "tool":
+        choice: Any = {"type": "function", "function": {"name": given.get("name")}}
+    else:
+        choice = next((ours for theirs, ours in _CHOICES if theirs == kind), None)
+        if choice is None:
+            raise RequestError("tool_choice must have the type auto, any, tool or none")
+    alone = given.get("disable_parallel_tool_use")
+    return choice, None if alone is None else not alone

@@ -1,0 +1,271 @@
+"""One model's conversations: requests become prompts, and generated text becomes an answer.
+
+What all three interfaces (chat completions, responses, messages) need of this room.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from quire.chat.lexer import Reading, Tape
+from quire.chat.output_events import CallEnded, Event, Events, Reply, call_id, reply
+from quire.chat.reasoning_parsers import REASONING, ReasoningFormat, reasoning_format
+from quire.chat.template_sandbox import Limits
+from quire.chat.templates import ChatTemplate
+from quire.chat.token_texts import TokenTexts
+from quire.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
+from quire.chat.tools.declared import Tool, checked_tools
+from quire.chat.tools.interface import ToolFormat
+from quire.chat.tools.json_objects import arguments_of, required
+from quire.chat.tools.registry import TOOL_FORMATS, tool_format
+from quire.engine.params import Reasoning, StructuredOutputsParams
+from quire.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a client asks for, in OpenAI's words; nothing of it has been checked yet."""
+
+    messages: Iterable[Any]
+    tools: Iterable[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None  # one where a call is required, any number elsewhere
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A request as the engine takes it, and what is needed to read the answer.
+
+    ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
+    ``reasoning`` may come before a text of any form, that one or another; None where none may.
+    ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
+    reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
+    what the client asks for: models without a token for that name strings, as
+    ``chat_stop_strings`` in tokenizer_config.json.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    structured_outputs: StructuredOutputsParams | None
+    reasoning: Reasoning | None
+    skip_special_tokens: bool
+    tools: Mapping[str, Tool]
+    choice: ToolChoice
+    parallel: bool
+    begun: str = ""
+    stop: tuple[str, ...] = ()
+
+
+@final
+class Chat:
+    """Any thread may use it. ``texts`` are the tokenizer's, with a bound where there is one.
+
+    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
+    text tells; calls, which are read without a name too, also as the model's type does.
+    Raises: ConfigError for a template or a name that cannot be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        texts: TokenTexts | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        model_type: str = "",
+        limits: Limits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts or TokenTexts(tokenizer)
+        self.template = ChatTemplate(tokenizer, chat_template, limits=limits)
+        self._tools, self._reasoning = _formats(
+            tool_call_parser, reasoning_parser, self.template.source, model_type
+        )
+        self._has_special_marks = self._marks_are_special()
+        init = getattr(tokenizer, "init_kwargs", None) or {}
+        self._stop = tuple(str(text) for text in init.get("chat_stop_strings", ()))
+        if self._tools is not None:
+            self._stop += self._tools.stop
+
+    def prompt(self, request: ChatRequest) -> ChatPrompt:
+        """The request, checked and written down. It may take as long as a template may.
+
+        Raises: RequestError naming what is wrong.
+        """
+        given, tools = allowed(request.tool_choice, checked_tools(request.tools))
+        choice = checked_choice(given, tools)
+        if choice.kind == "auto" and self._tools is None:
+            raise RequestError(
+                "tool_choice=auto: neither the chat template nor the model's type tells how this "
+                "model writes tool calls: start the server with --tool-call-parser, one of "
+                f"{', '.join(TOOL_FORMATS)}; or ask with tool_choice required, or none"
+            )
+        parallel = request.parallel_tool_calls
+        if parallel is None:
+            # A grammar for any number of calls lets a small model go on until its tokens end.
+            parallel = choice.kind != "required"
+        form = forced_form(choice, tools, parallel=parallel)
+        shown = () if choice.kind == "none" else tools
+        text = self.template.render(
+            request.messages,
+            [dict(tool.declaration) for tool in shown] or None,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            kwargs=request.chat_template_kwargs,
+        )
+        reads_marks = choice.kind == "auto" or self._reasoning is not None
+        marks, continues = self._reasoning, request.continue_final_message
+        return ChatPrompt(
+            text=text,
+            # No second beginning of sequence: where one is wanted, the template wrote it.
+            token_ids=tuple(
+                self._texts.encode(text, add_special_tokens=request.add_special_tokens)
+            ),
+            structured_outputs=form,
+            reasoning=None
+            if marks is None
+            else marks.before_a_form(text, continues=continues, function=choice.name),
+            skip_special_tokens=not (self._has_special_marks and reads_marks),
+            tools=MappingProxyType({tool.name: tool for tool in shown}),
+            choice=choice,
+            parallel=parallel,
+            begun="" if marks is None else marks.begun(text, continues=continues),
+            stop=() if form is not None else self._stop,
+        )
+
+    def reader(self, prompt: ChatPrompt) -> "Reader":
+        """For one continuation of a prompt; each of several has a reader of its own."""
+        tools = self._tools
+        reads_all = tools is not None and tools.is_all and not prompt.choice.is_forced
+        return Reader(
+            prompt,
+            tools=tools if reads_all or prompt.choice.kind == "auto" else None,
+            reasoning=None if reads_all else self._reasoning,
+            make_id=call_id if tools is None else tools.make_id,
+        )
+
+    def _marks_are_special(self) -> bool:
+        marks = (*self._tools.opens, *self._tools.marks) if self._tools else ()
+        marks += self._reasoning.marks if self._reasoning else ()
+        special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
+        # Most tokenizers have more than they give a role to, and leave all of them out.
+        added = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
+        special |= {str(token) for token in added.values() if token.special}
+        return any(mark in special for mark in marks)
+
+
+def _formats(
+    tool_call_parser: str | None, reasoning_parser: str | None, template: str, model_type: str
+) -> tuple[ToolFormat | None, ReasoningFormat | None]:
+    """Those of the names, or found. Of Harmony's two names one is enough. Raises: ConfigError."""
+    tools = tool_format(tool_call_parser, template, model_type)
+    reasoning = reasoning_format(reasoning_parser, template)
+    harmony = TOOL_FORMATS["openai"], REASONING["openai_gptoss"]
+    if (tools is harmony[0]) == (reasoning is harmony[1]):
+        return tools, reasoning
+    names = tool_call_parser, reasoning_parser
+    if any(name not in (None, "auto", "openai", "openai_gptoss") for name in names):
+        raise ConfigError(
+            f"--tool-call-parser {tool_call_parser or 'auto'} and --reasoning-parser "
+            f"{reasoning_parser or 'auto'} are for different models: the calls and the reasoning "
+            "of Harmony are read together, by openai and openai_gptoss"
+        )
+    return harmony
+
+
+@final
+class Reader:
+    """Reads one answer as it is generated.
+
+    What it finds does not depend on how the text was cut into pieces, but for where a piece of
+    reasoning, content or arguments ends.
+    """
+
+    def __init__(
+        self,
+        prompt: ChatPrompt,
+        *,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        make_id: Callable[[], str],
+    ) -> None:
+        self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
+        self._tape, self._out = Tape(), Events(make_id)
+        self._tape.add(prompt.begun)
+        self._num_calls, self._is_full = 0, False
+        self._reading: Reading[None] | None = self._read()
+        self._go_on()
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether it tells reasoning from the rest."""
+        return self._reasoning is not None or (self._tools is not None and self._tools.is_all)
+
+    @property
+    def is_full(self) -> bool:
+        """The one call that ``parallel_tool_calls=False`` allows has come: generation may end."""
+        return self._is_full
+
+    @property
+    def num_calls(self) -> int:
+        """Complete ones; the reason to finish is "tool_calls" where there is one."""
+        return self._num_calls
+
+    def feed(self, text: str) -> list[Event]:
+        """What more text turns out to be. Some of it may be held until it is clear."""
+        self._tape.add(text)
+        self._go_on()
+        return self._taken()
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What is left when no more text comes. ``cut``: though the model had not come to an end.
+
+        Of a call that is cut its beginning stays; of one that the model left as it is, the text.
+        """
+        self._tape.end(cut=cut)
+        self._go_on()
+        return self._taken()
+
+    def read(self, text: str, *, cut: bool = False) -> Reply:
+        """All of an answer at once."""
+        return reply([*self.feed(text), *self.finish(cut=cut)])
+
+    def _taken(self) -> list[Event]:
+        """What has been found; after the only call that there may be, nothing more."""
+        taken: list[Event] = []
+        for event in self._out.take():
+            if self._is_full:
+                break
+            taken.append(event)
+            if isinstance(event, CallEnded):
+                self._num_calls += 1
+                self._is_full = not self._prompt.parallel
+        return taken
+
+    def _go_on(self) -> None:
+        if self._reading is not None:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._reading = None
+
+    def _read(self) -> Reading[None]:
+        prompt, tape, out = self._prompt, self._tape, self._out
+        if self._reasoning is not None:
+            yield from self._reasoning.read(tape, out)
+        if prompt.choice.kind == "named":
+            yield from arguments_of(prompt.choice.name, tape, out)
+        elif prompt.choice.kind == "required":
+            yield from required(tape, out)
+        elif self._tools is not None:
+            yield from self._tools.read(tape, out, prompt.tools)
+        else:
+            yield from tape.upto(put=out.content)
+        out.end_of_content()

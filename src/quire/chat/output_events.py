@@ -1,0 +1,231 @@
+"""What generated text turns out to be, piece by piece: reasoning, content, tool calls."""
+
+import secrets
+import string
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeAlias, final
+
+from quire.chat.lexer import BLANKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningDelta:
+    """More of what the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentDelta:
+    """More of what it says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted:
+    """It calls a tool; the arguments follow."""
+
+    index: int  # among the calls of one answer
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentsDelta:
+    """More of a call's arguments, as JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnded:
+    """Its arguments are complete: a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCut:
+    """The answer ends within its arguments, which are the beginning of a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallBroken:
+    """It was none: its arguments are no JSON. ``text`` is all of it, as content."""
+
+    index: int
+    text: str
+
+
+Event: TypeAlias = (
+    ReasoningDelta | ContentDelta | CallStarted | ArgumentsDelta | CallEnded | CallCut | CallBroken
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A tool call. Of the last one the arguments may break off, where the answer does."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A whole answer. ``content`` and ``reasoning`` are None where there is none."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+
+
+def reply(events: Iterable[Event]) -> Reply:
+    """All events of one answer together. Of a broken call the text remains, as content."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    started: dict[int, CallStarted] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case ReasoningDelta(text=text):
+                reasoning.append(text)
+            case ContentDelta(text=text):
+                content.append(text)
+            case CallStarted(index=index):
+                started[index], arguments[index] = event, []
+            case ArgumentsDelta(index=index, text=text):
+                arguments[index].append(text)
+            case CallBroken(index=index, text=text):
+                content.append(text)
+                del started[index]
+    return Reply(
+        content="".join(content) or None,
+        reasoning="".join(reasoning) or None,
+        calls=tuple(
+            Call(id=call.id, name=call.name, arguments="".join(arguments[index]))
+            for index, call in started.items()
+        ),
+    )
+
+
+def call_id() -> str:
+    """As OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_call_id() -> str:
+    """Nine letters and digits, which Mistral's templates insist on."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@final
+class Events:
+    """Where readers put what they find; neighbours of one kind become one event.
+
+    Blanks beside a tool call, or around reasoning, belong to the form and not to the text.
+    """
+
+    def __init__(self, make_id: Callable[[], str] = call_id) -> None:
+        self._make_id = make_id
+        self._found: list[Event] = []
+        self._held: list[str] = []  # blanks, until it is known what comes after them
+        self._dropped = ""  # the last that were left out, should the call turn out to be none
+        self._at_edge = False  # blanks that come now are left out
+        self._open: int | None = None
+        self._num_started = 0
+
+    def take(self) -> list[Event]:
+        """What has been found since the last time."""
+        found, self._found = self._found, []
+        taken: list[Event] = []
+        for _, several in groupby(found, type):
+            first, *others = several
+            if isinstance(first, ReasoningDelta | ContentDelta | ArgumentsDelta):
+                texts = [event.text for event in others if isinstance(event, type(first))]
+                taken.append(replace(first, text="".join((first.text, *texts))))
+            else:
+                taken += [first, *others]
+        return taken
+
+    def reasoning(self, text: str) -> None:
+        if text := self._without_edges(text):
+            self._found.append(ReasoningDelta(text=text))
+
+    def content(self, text: str) -> None:
+        if text := self._without_edges(text):
+            self._found.append(ContentDelta(text=text))
+
+    def edge(self) -> None:
+        """A mark is here: blanks before and after it are no text."""
+        self._held.clear()
+        self._at_edge = True
+
+    def end_of_reasoning(self) -> None:
+        """The text ends without a mark: its last blanks count."""
+        if blanks := self._blanks():
+            self._found.append(ReasoningDelta(text=blanks))
+
+    def end_of_content(self) -> None:
+        if blanks := self._blanks():
+            self._found.append(ContentDelta(text=blanks))
+
+    def start(self, name: str, given_id: str | None = None) -> None:
+        """A call; its arguments and ``end`` or ``give_up`` follow."""
+        self._dropped = self._blanks()
+        self._open = self._num_started
+        self._num_started += 1
+        call = CallStarted(index=self._open, id=given_id or self._make_id(), name=name)
+        self._found.append(call)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether one has been started, and not ended."""
+        return self._open is not None
+
+    def arguments(self, text: str) -> None:
+        assert self._open is not None, "arguments belong to a call"
+        if text:
+            self._found.append(ArgumentsDelta(index=self._open, text=text))
+
+    def end(self) -> None:
+        assert self._open is not None, "a call has been started"
+        self._found.append(CallEnded(index=self._open))
+        self._open, self._dropped, self._at_edge = None, "", True
+
+    def cut(self) -> None:
+        """The answer ends here. Of a call whose name has not come nothing is left."""
+        if self._open is not None:
+            self._found.append(CallCut(index=self._open))
+        self._open, self._dropped, self._at_edge = None, "", True
+
+    def give_up(self, source: str) -> None:
+        """What was read is no call: it is content, from where it began."""
+        if self._open is None:
+            self.content(source)
+            return
+        self._found.append(CallBroken(index=self._open, text=self._dropped + source))
+        self._open, self._dropped, self._at_edge = None, "", False
+
+    def _without_edges(self, text: str) -> str:
+        if self._at_edge:
+            text = text.lstrip(BLANKS)
+            if not text:
+                return ""
+            self._at_edge = False
+        sure = text.rstrip(BLANKS)
+        lead = self._blanks() if sure else ""
+        self._held.append(text[len(sure) :])
+        return lead + sure
+
+    def _blanks(self) -> str:
+        """Those held, which are held no longer."""
+        blanks = "".join(self._held)
+        self._held.clear()
+        return blanks

@@ -1,0 +1,51 @@
+"""What a format of tool calls is: the marks of a call, and a reader that begins at one of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.output_events import Events, call_id
+from quire.chat.tools.declared import Tool
+
+ReadCalls: TypeAlias = Callable[[Tape, Events, Mapping[str, Tool]], Reading[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    ``calls`` reads what begins with one of ``opens``, and raises Broken where that is no call.
+    Without any a text begins with its calls, or has none. ``marks`` are further tokens that a
+    reader needs to see, and ``stop`` are those that end an answer. ``is_all``: whatever is asked
+    for, the texts of these models have marks, and ``calls`` reads all of them, reasoning too.
+    """
+
+    opens: tuple[str, ...]
+    calls: ReadCalls
+    marks: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    is_all: bool = False
+    make_id: Callable[[], str] = call_id
+
+    def read(self, tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        """All of the text: content and calls."""
+        while not self.opens or (yield from tape.upto(*self.opens, put=out.content)):
+            is_text = False
+            tape.record()
+            try:
+                yield from self.calls(tape, out, tools)
+                tape.recorded()
+            except Broken:
+                # Without a mark it may be any text until a call has a name, and an answer too.
+                is_text = not (tape.breaks_off and (self.opens or out.in_call))
+                if is_text:
+                    out.give_up(tape.recorded())
+                else:
+                    out.cut()
+            if tape.breaks_off and not is_text:
+                tape.drop()  # the beginning of a mark, or of what belongs to a call
+            if not self.opens:
+                yield from tape.upto(put=out.content)
+                break
+        out.end_of_content()

@@ -1,0 +1,178 @@
+"""Calls that are JSON objects with a name and arguments: Hermes, Llama 3, Granite, Phi 4."""
+
+import json
+from collections.abc import Container, Mapping
+
+from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.output_events import Events
+from quire.chat.tools.declared import Tool
+from quire.chat.tools.interface import ToolFormat
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def call_object(tape: Tape, out: Events, known: Container[str] | None = None) -> Reading[None]:
+    """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
+
+    It begins with its name, and from then on its arguments are streamed. Raises: Broken.
+    """
+    yield from tape.expect("{")
+    name: str | None = None
+    arguments: str | None = None
+    has_arguments = False
+    while True:
+        yield from tape.blanks()
+        key = yield from tape.string()
+        yield from tape.blanks()
+        yield from tape.expect(":")
+        yield from tape.blanks()
+        if key == "name":
+            if name is not None:
+                raise Broken
+            name = yield from _name(tape, known)
+            out.start(name)
+            out.arguments(arguments or "")
+        elif key in _ARGUMENTS:
+            if has_arguments:
+                raise Broken
+            has_arguments = True
+            if name is None:
+                arguments = yield from _arguments_text(tape)
+            else:
+                yield from _arguments(tape, out)
+        else:  # an id, a type: of no use here
+            yield from tape.text_value()
+        if not (yield from tape.comes(",")):
+            break
+    yield from tape.expect("}")
+    if name is None:
+        raise Broken
+    if not has_arguments:
+        out.arguments("{}")
+    out.end()
+
+
+def called(tape: Tape, out: Events, name: str, given_id: str | None = None) -> Reading[None]:
+    """The arguments of a call by that name, and so the start of it. Raises: Broken."""
+    if (yield from tape.peek()) not in ("{", '"', "n"):
+        raise Broken
+    out.start(name, given_id)
+    yield from _arguments(tape, out)
+
+
+def _arguments(tape: Tape, out: Events) -> Reading[None]:
+    """Of a call that has begun. Raises: Broken."""
+    if (yield from tape.peek()) == "{":
+        yield from tape.value(out.arguments)
+    else:
+        out.arguments((yield from _arguments_text(tape)))
+
+
+def _arguments_text(tape: Tape) -> Reading[str]:
+    """A JSON object; some models write it into a string, or null for none. Raises: Broken."""
+    first = yield from tape.peek()
+    if first == "{":
+        return (yield from tape.text_value())
+    if first == '"':
+        return _within((yield from tape.string()))
+    yield from tape.expect("null")
+    return "{}"
+
+
+def _within(text: str) -> str:
+    inner = Tape()
+    inner.add(text.strip())
+    inner.end()
+    pieces: list[str] = []
+    try:
+        for _ in inner.value(pieces.append):
+            raise AssertionError("an ended tape waits for nothing")
+    except Broken:
+        pieces = []
+    found = "".join(pieces)
+    if not found.startswith("{") or len(found) < len(text.strip()):
+        raise Broken
+    return found
+
+
+def _name(tape: Tape, known: Container[str] | None) -> Reading[str]:
+    name = yield from tape.string()
+    if not name or (known is not None and name not in known):
+        raise Broken
+    return name
+
+
+def call_list(tape: Tape, out: Events) -> Reading[None]:
+    """A JSON array of them, maybe empty. Raises: Broken."""
+    yield from tape.expect("[")
+    if (yield from tape.comes("]")):
+        return
+    while True:
+        yield from tape.blanks()
+        yield from call_object(tape, out)
+        tape.record()  # what breaks from here on is after a call, not in it
+        if not (yield from tape.comes(",")):
+            yield from tape.expect("]")
+            return
+
+
+def marked(*opens: str, closes: str) -> ToolFormat:
+    """An object behind a mark, or an array of them.
+
+    ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` is Qwen2.5's, and
+    ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` Granite 3's. Phi-4-mini was trained for an
+    array in ``<|tool_call|>`` and ``<|/tool_call|>``; vLLM's template asks it for ``functools[…]``.
+    Source: the models' templates, vLLM's for Phi-4-mini, and that model's card.
+    """
+
+    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        mark = (yield from tape.starts(*opens)) or opens[0]
+        yield from tape.expect(mark.removesuffix("["))
+        yield from tape.blanks()
+        if (yield from tape.peek()) == "[":
+            yield from call_list(tape, out)
+        else:
+            yield from call_object(tape, out)
+        tape.record()
+        yield from tape.comes(closes)
+
+    return ToolFormat(opens=opens, calls=calls)
+
+
+def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
+
+    A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
+    may stand before it. Source: Llama 3.1's template.
+    """
+    while True:
+        yield from tape.comes("<|python_tag|>")
+        yield from tape.blanks()
+        yield from call_object(tape, out, tools)
+        tape.record()
+        if not (yield from tape.comes(";")):
+            return
+
+
+def required(tape: Tape, out: Events) -> Reading[None]:
+    """A JSON array of calls, as the grammar for tool_choice "required" makes it: no content."""
+    try:
+        yield from tape.blanks()
+        yield from call_list(tape, out)
+    except Broken:
+        out.cut()
+
+
+def arguments_of(name: str, tape: Tape, out: Events) -> Reading[None]:
+    """A JSON object: the arguments for a tool that the request has named; no content."""
+    try:
+        yield from tape.blanks()
+        yield from called(tape, out, name)
+        out.end()
+    except Broken:
+        out.cut()
+
+
+def quoted(text: str) -> str:
+    """A piece of a JSON string, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,175 @@
+"""API keys. Each one is a tenant, with a prefix cache of its own; an admin key is more than that.
+
+Keys are compared by their digests, all of them whatever the first ones say, in time that depends on
+none: neither where two keys differ, nor which one it is, can be read off a clock.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import Literal, TypeAlias, final
+from urllib.parse import urlsplit
+
+from quire.config.keys import is_loopback
+from quire.kv import PrefixKeys
+from quire.server.wire.error_responses import Refused
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+# What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an
+# admin key.
+Access: TypeAlias = Literal["open", "key", "all", "admin"]
+
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks: a key's number, from 1; 0 without a key."""
+
+    number: int
+    salt: str
+    is_admin: bool = False
+    sees_all: bool = False  # what is of other keys, too; or there are none
+
+    def keys(self, cache_salt: str | None) -> PrefixKeys:
+        """With whom its prefixes may be shared: with none but itself, and less with a salt.
+
+        A salt is the caller's secret within its own cache; it cannot reach into another's.
+        """
+        if not cache_salt:
+            return PrefixKeys(salt=self.salt)
+        return PrefixKeys(salt=f"{self.salt}:{_digest(cache_salt.encode()).hex()}")
+
+
+def tenant_of(keys: PrefixKeys) -> str:
+    """The salt of the caller that they are of."""
+    return keys.salt.partition(":")[0]
+
+
+UNKNOWN = Caller(number=0, salt="")
+
+
+@final
+class Keys:
+    """The keys that a server knows. An admin key does all that another key does, and it may be one
+    of ``keys`` too.
+
+    Without ``keys`` a caller needs none; without admin keys besides, each caller is administrator.
+    """
+
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+        admins = dict.fromkeys(_digest(key.encode()) for key in admin_keys)
+        clients = dict.fromkeys(_digest(key.encode()) for key in keys)
+        self._has_clients, self._has_admins = bool(clients), bool(admins)
+        self._digests = list(admins | clients)
+        self._callers = [
+            Caller(
+                number=number,
+                salt=_digest(b"tenant\0" + digest).hex()[: 2 * _SALT_BYTES],
+                is_admin=digest in admins,
+                sees_all=digest in admins or len(self._digests) == 1,
+            )
+            for number, digest in enumerate(self._digests, 1)
+        ]
+        is_open = not self._digests
+        self._without = Caller(number=0, salt="", is_admin=is_open, sees_all=is_open)
+
+    def need(self, access: Access) -> bool:
+        """Whether a caller without a key is refused."""
+        if access == "open":
+            return False
+        return self._has_clients or (access != "key" and self._has_admins)
+
+    def caller(self, headers: Mapping[str, str], access: Access = "key") -> Caller:
+        """Raises: Refused (401 without a key that is known, 403 if it does not reach so far)."""
+        digest = _digest(_presented(headers).encode(errors="surrogateescape"))
+        matches = [compare_digest(digest, known) for known in self._digests]
+        found = [caller for caller, matched in zip(self._callers, matches, strict=True) if matched]
+        caller = found[0] if found else self._without
+        if not found and self.need(access):
+            kind = "admin" if access == "admin" else "API"
+            raise Refused(
+                401,
+                f"an {kind} key is needed: send it as Authorization: Bearer KEY, or as x-api-key",
+                code="invalid_api_key",
+            )
+        if (access == "admin" and not caller.is_admin) or (access == "all" and not caller.sees_all):
+            raise Refused(403, self._too_little(access), code="admin_key_needed")
+        return caller
+
+    def _too_little(self, access: Access) -> str:
+        needed = "this needs an admin key, and the one that was sent is a client's"
+        if not self._has_admins:
+            needed = "this needs an admin key, and the server has none: start it with "
+            needed += "--admin-api-key"
+        if access == "all":
+            needed += "; --unguarded-metrics opens /metrics to all who can reach it"
+        return needed
+
+
+def _presented(headers: Mapping[str, str]) -> str:
+    """As OpenAI's clients send a key, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key", "")
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+# -- origin ----------------------------------------------------------------------------------------
+
+# Which web pages may ask: a browser carries any page's requests to a server on this machine.
+#
+# A page of another origin is refused, unless ``allowed_origins`` names it: its answer would not be
+# shown to it, but the work would be done. And a server that listens at loopback without keys is
+# only asked by loopback's names: a page whose name was made to point here (DNS rebinding) says
+# another.
+
+
+@final
+class Origins:
+    """``is_private``: there are no keys, and no client is meant to come from elsewhere."""
+
+    def __init__(self, allowed: Iterable[str], *, is_private: bool) -> None:
+        self._allowed = {origin.rstrip("/").lower() for origin in allowed}
+        self._hosts = {_host(origin) for origin in self._allowed}
+        self._is_private = is_private
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises: Refused (403) naming the option."""
+        host = headers.get("host", "").lower()
+        if self._is_private and host not in self._hosts and not _is_loopback(host):
+            raise Refused(
+                403,
+                f"this server listens at loopback without a key, and is not asked as "
+                f"{host[:100]!r}: set api_key, or name the origin in allowed_origins",
+                code="unknown_host",
+            )
+        origin = headers.get("origin", "").lower()
+        if not origin or "*" in self._allowed or origin in self._allowed:
+            return
+        if _host(origin) != host:
+            raise Refused(
+                403,
+                f"pages of {origin[:100]!r} may not ask: name it in allowed_origins",
+                code="unknown_origin",
+            )
+
+
+def _host(origin: str) -> str:
+    """With the port, if one is said; nothing of what is no origin."""
+    return origin.partition("://")[2]
+
+
+def _is_loopback(host: str) -> bool:
+    """Of a Host header, with or without a port. None at all is HTTP/1.0's way: no browser's."""
+    try:
+        return not host or is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False

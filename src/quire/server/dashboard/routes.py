@@ -1,0 +1,95 @@
+"""What the page is asked for: its files, by any client, and its feed, with a key."""
+
+import hashlib
+from collections.abc import Mapping
+from importlib.resources import files
+from types import MappingProxyType
+from typing import final
+
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.server.dashboard.feed import Feed
+from quire.server.request_context import Exchange
+from quire.server.routes import Endpoint
+from quire.server.wire.streams import EventStream
+
+# -- files -----------------------------------------------------------------------------------------
+
+# The page's own files: as they lie in the package, and nothing from anywhere else.
+#
+# They hold no data, so they need no key; what they show comes from the feed, which does.
+
+
+# What a browser is to load and to ask: this server, and nothing written into the page itself.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+# path → file, media type. Paths in the page are relative, so that it works behind any prefix.
+FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "/": ("index.html", "text/html"),
+        "/memory/page.css": ("page.css", "text/css"),
+        "/memory/page.js": ("page.js", "text/javascript"),
+        "/memory/cells.js": ("cells.js", "text/javascript"),
+        "/memory/charts.js": ("charts.js", "text/javascript"),
+        "/memory/chat.js": ("chat.js", "text/javascript"),
+        "/memory/feed.js": ("feed.js", "text/javascript"),
+        "/memory/words.js": ("words.js", "text/javascript"),
+        "/memory/icon.svg": ("icon.svg", "image/svg+xml"),
+        "/favicon.ico": ("icon.svg", "image/svg+xml"),  # what browsers ask for beside JSON
+    }
+)
+
+
+@final
+class PageFile:
+    """One of them, read once."""
+
+    def __init__(self, path: str) -> None:
+        name, self._media_type = FILES[path]
+        self._content = files("quire.server.dashboard").joinpath("static", name).read_bytes()
+        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
+
+    def answer(self, known_tag: str | None) -> Response:
+        """The file, or that it is as the browser has it."""
+        headers = {
+            "etag": self._tag,
+            "cache-control": "no-cache",
+            "content-security-policy": CONTENT_SECURITY_POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        if known_tag == self._tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, media_type=self._media_type, headers=headers)
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+def page_file(path: str) -> Endpoint:
+    """One of ``FILES``."""
+    own = PageFile(path)
+
+    async def page(exchange: Exchange) -> ASGIApp:
+        """A file of the memory page."""
+        return own.answer(exchange.http.headers.get("if-none-match"))
+
+    return page
+
+
+def memory_feed(feed: Feed) -> Endpoint:
+    """Frames of the cache, for as long as they are read."""
+
+    async def memory(exchange: Exchange) -> ASGIApp:
+        """Frames of the cache, for as long as they are read."""
+        return EventStream(
+            await feed.open(None if exchange.caller.sees_all else exchange.caller.salt),
+            send_timeout_s=exchange.service.config.send_timeout,
+            headers=exchange.headers,
+        )
+
+    return memory

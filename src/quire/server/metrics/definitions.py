@@ -1,0 +1,433 @@
+"""Every metric that is exported."""
+
+from quire.server.metrics.family import Family, Reading, each, one
+
+# -- counters --------------------------------------------------------------------------------------
+
+# What has been counted since the engine was made.
+
+
+def _sources(reading: Reading) -> dict[str, float]:
+    all_of_them = reading.statistics.num_prompt_tokens
+    cached = reading.statistics.num_cached_prompt_tokens
+    return {"local_compute": all_of_them - cached, "local_cache_hit": cached}
+
+
+COUNTERS = (
+    one(
+        "counter",
+        "vllm:prefix_cache_queries_total",
+        "tokens",
+        "Prompt tokens that were looked up, once for each prompt.",
+        lambda r: r.statistics.prefix_query_tokens,
+    ),
+    one(
+        "counter",
+        "vllm:prefix_cache_hits_total",
+        "tokens",
+        "Prompt tokens that were looked up and found computed.",
+        lambda r: r.statistics.prefix_hit_tokens,
+    ),
+    each(
+        "counter",
+        "quire:prefix_cache_misses_total",
+        "tokens",
+        "reason",
+        "Prompt tokens that were looked up and not found, but for the last one, which is always "
+        "computed. unknown: they were not computed, or long ago; salt: nothing is cached under "
+        "this salt; evicted, window, state: what a layer needs there is gone; strategy: this cache "
+        "shares nothing; room: computed again to take less room.",
+        lambda r: r.statistics.prefix_missed_tokens,
+    ),
+    one(
+        "counter",
+        "vllm:num_preemptions_total",
+        "preemptions",
+        "Times that a running request's memory was taken away.",
+        lambda r: r.statistics.num_preemptions,
+    ),
+    one(
+        "counter",
+        "quire:swaps_total",
+        "preemptions",
+        "Preemptions that saved what was computed, instead of computing it again.",
+        lambda r: r.statistics.num_swaps,
+    ),
+    one(
+        "counter",
+        "quire:recomputed_tokens_total",
+        "tokens",
+        "Tokens that were computed, lost by a preemption and computed again.",
+        lambda r: r.statistics.num_recomputed_tokens,
+    ),
+    each(
+        "counter",
+        "quire:swap_bytes_total",
+        "bytes",
+        "direction",
+        "Bytes that were saved to swap space (out) and brought back (in).",
+        lambda r: {"out": r.statistics.saved_bytes, "in": r.statistics.loaded_bytes},
+    ),
+    one(
+        "counter",
+        "vllm:prompt_tokens_total",
+        "tokens",
+        "Tokens of prompts whose first token has come, once for all of n continuations.",
+        lambda r: r.statistics.num_prompt_tokens,
+    ),
+    each(
+        "counter",
+        "vllm:prompt_tokens_by_source_total",
+        "tokens",
+        "source",
+        "Prompt tokens by source: computed, or found in the prefix cache.",
+        _sources,
+    ),
+    one(
+        "counter",
+        "vllm:prompt_tokens_cached_total",
+        "tokens",
+        "Prompt tokens that were found in the prefix cache.",
+        lambda r: r.statistics.num_cached_prompt_tokens,
+    ),
+    one(
+        "counter",
+        "vllm:generation_tokens_total",
+        "tokens",
+        "Tokens generated.",
+        lambda r: r.statistics.num_generation_tokens,
+    ),
+    each(
+        "counter",
+        "vllm:request_success_total",
+        "requests",
+        "finished_reason",
+        "Requests that have ended, however that was: stop, length, abort, error; capacity: for "
+        "lack of KV memory. Each of n continuations is one.",
+        lambda r: r.statistics.num_finished,
+    ),
+    one(
+        "counter",
+        "vllm:corrupted_requests_total",
+        "requests",
+        "Requests that ended with an error since the model's logits were NaN or infinite.",
+        lambda r: r.statistics.num_corrupted,
+    ),
+    one(
+        "counter",
+        "vllm:spec_decode_num_drafts_total",
+        "drafts",
+        "Times that guesses at next tokens were looked at.",
+        lambda r: r.statistics.num_drafts,
+    ),
+    one(
+        "counter",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "tokens",
+        "Guessed tokens that were computed.",
+        lambda r: r.statistics.num_draft_tokens,
+    ),
+    one(
+        "counter",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "tokens",
+        "Guessed tokens that came true.",
+        lambda r: r.statistics.num_accepted_tokens,
+    ),
+    one(
+        "counter",
+        "quire:kv_returned_bytes_total",
+        "bytes",
+        "KV memory that was given back to the machine.",
+        lambda r: r.elastic.returned_bytes,
+    ),
+    Family(
+        name="vllm:admission_rejections_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests refused before they reached the engine, by the limit that they met.",
+        labels=("reason",),
+        of=("model_name",),
+        read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
+    ),
+    Family(
+        name="http_requests_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests answered, by the template of the path and the status code.",
+        labels=("handler", "method", "status"),
+        of=(),
+        read=lambda r: r.counts.answers,
+    ),
+)
+
+
+# -- gauges ----------------------------------------------------------------------------------------
+
+# What is so at the moment of a scrape.
+
+
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
+
+
+def _waiting(reading: Reading) -> dict[str, float]:
+    """vLLM's two reasons: for capacity; or for something else than room."""
+    deferred = sum(reading.waiting[why] for why in ("prefix", "sibling", "choice"))
+    return {"capacity": sum(reading.waiting.values()) - deferred, "deferred": deferred}
+
+
+def _kv_bytes(reading: Reading) -> dict[str, float]:
+    usage = reading.usage
+    return {
+        "reserved": usage.reserved_bytes,
+        "committed": usage.committed_bytes,
+        "used": usage.used_bytes,
+        "cached": usage.cached_bytes,
+        "wasted": usage.wasted_bytes,
+    }
+
+
+def _memory_bytes(reading: Reading) -> dict[str, float]:
+    memory = reading.elastic.memory
+    if memory is None:  # it has not been read yet, or the system does not say
+        return {}
+    return {"total": memory.total_bytes, "available": memory.available_bytes}
+
+
+GAUGES = (
+    one(
+        "gauge",
+        "vllm:num_requests_running",
+        "requests",
+        "Requests that hold KV memory and are computed.",
+        lambda r: r.num_running,
+    ),
+    one(
+        "gauge",
+        "vllm:num_requests_waiting",
+        "requests",
+        "Requests in the engine that wait, new or preempted.",
+        lambda r: sum(r.waiting.values()),
+    ),
+    each(
+        "gauge",
+        "vllm:num_requests_waiting_by_reason",
+        "requests",
+        "reason",
+        "Waiting requests: for capacity, or deferred until another one has computed their prompt, "
+        "or what it begins with.",
+        _waiting,
+    ),
+    each(
+        "gauge",
+        "quire:num_requests_waiting_by_reason",
+        "requests",
+        "reason",
+        "Waiting requests, by what the first of them lacked in the last plan: kv_memory, "
+        "max_num_seqs, token_budget; preempted: it has just made room; next_step: it came after "
+        "that; prefix: another one computes what it begins with; prefix, sibling, choice: as "
+        "deferred.",
+        lambda r: r.waiting,
+    ),
+    one(
+        "gauge",
+        "vllm:kv_cache_usage_perc",
+        "share",
+        "KV memory that sequences hold, of the ceiling; 1 is full. What is only cached is free.",
+        lambda r: r.usage_share,
+    ),
+    Family(
+        name="vllm:cache_config_info",
+        kind="gauge",
+        unit="1",
+        meaning="The cache as configured, in the labels.",
+        labels=(
+            *("block_size", "cache_dtype", "enable_prefix_caching", "kv_cache_memory_bytes"),
+            *("kv_strategy", "num_gpu_blocks"),
+        ),
+        of=("engine",),
+        read=lambda r: {tuple(r.cache_config.values()): 1},
+    ),
+    each(
+        "gauge",
+        "quire:kv_bytes",
+        "bytes",
+        "state",
+        "KV memory: reserved are addresses, committed is backed with pages; of that, used can "
+        "still be read, cached is kept for who begins alike, wasted is neither.",
+        _kv_bytes,
+    ),
+    one(
+        "gauge",
+        "quire:kv_capacity_bytes",
+        "bytes",
+        "The most that may be committed, as configured.",
+        lambda r: r.elastic.capacity_bytes,
+    ),
+    one(
+        "gauge",
+        "quire:kv_ceiling_bytes",
+        "bytes",
+        "The most that may be committed now: lower while the machine is short of memory.",
+        lambda r: r.elastic.ceiling_bytes,
+    ),
+    each(
+        "gauge",
+        "quire:memory_bytes",
+        "bytes",
+        "state",
+        "Memory of the GPU where KV memory lies, or of the machine within its tightest limit: all "
+        "of it, and what is available to anybody.",
+        _memory_bytes,
+    ),
+    one(
+        "gauge",
+        "quire:swap_used_bytes",
+        "bytes",
+        "Entries of preempted requests that are kept in swap space.",
+        lambda r: r.swap_used_bytes,
+    ),
+    each(
+        "gauge",
+        "vllm:engine_sleep_state",
+        "1",
+        "sleep_state",
+        "1 for what is so: awake; weights_offloaded, asleep without KV memory; discard_all, and "
+        "without the model.",
+        lambda r: {name: r.sleep_level == level for level, name in enumerate(_SLEEP_STATES)},
+    ),
+    one(
+        "gauge",
+        "quire:engine_up",
+        "1",
+        "1 while the engine can compute; 0 after it was closed or has failed.",
+        lambda r: r.is_up,
+    ),
+)
+
+
+# -- histograms ------------------------------------------------------------------------------------
+
+# How long things took and how large they were, in vLLM's buckets.
+
+
+HISTOGRAMS = (
+    one(
+        "histogram",
+        "vllm:time_to_first_token_seconds",
+        "seconds",
+        "From arrival to the first token.",
+        lambda r: r.statistics.first_token_s,
+    ),
+    one(
+        "histogram",
+        "vllm:inter_token_latency_seconds",
+        "seconds",
+        "From one step that gave a request tokens to the next.",
+        lambda r: r.statistics.inter_token_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_time_per_output_token_seconds",
+        "seconds",
+        "Mean over a request's tokens after the first; of requests with one token, none.",
+        lambda r: r.statistics.token_s,
+    ),
+    one(
+        "histogram",
+        "vllm:e2e_request_latency_seconds",
+        "seconds",
+        "From arrival to the end.",
+        lambda r: r.statistics.e2e_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_queue_time_seconds",
+        "seconds",
+        "From arrival to the first step, or to the end of who never came so far.",
+        lambda r: r.statistics.queue_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_inference_time_seconds",
+        "seconds",
+        "From the first step to the last token, preemptions included.",
+        lambda r: r.statistics.inference_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_prefill_time_seconds",
+        "seconds",
+        "From the first step to the first token.",
+        lambda r: r.statistics.prefill_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_decode_time_seconds",
+        "seconds",
+        "From the first token to the last.",
+        lambda r: r.statistics.decode_s,
+    ),
+    one(
+        "histogram",
+        "vllm:request_prompt_tokens",
+        "tokens",
+        "Prompt tokens of requests that have ended.",
+        lambda r: r.statistics.prompt_tokens,
+    ),
+    one(
+        "histogram",
+        "vllm:request_prefill_kv_computed_tokens",
+        "tokens",
+        "Prompt tokens of requests that have ended, but for those found in the prefix cache.",
+        lambda r: r.statistics.prefill_tokens,
+    ),
+    one(
+        "histogram",
+        "vllm:request_generation_tokens",
+        "tokens",
+        "Tokens generated by requests that have ended.",
+        lambda r: r.statistics.generation_tokens,
+    ),
+    one(
+        "histogram",
+        "vllm:request_max_num_generation_tokens",
+        "tokens",
+        "Tokens generated by the longest of n continuations.",
+        lambda r: r.statistics.longest_generation_tokens,
+    ),
+    one(
+        "histogram",
+        "vllm:request_params_n",
+        "requests",
+        "n, as asked for.",
+        lambda r: r.statistics.num_choices,
+    ),
+    one(
+        "histogram",
+        "vllm:request_params_max_tokens",
+        "tokens",
+        "max_tokens, as asked for.",
+        lambda r: r.statistics.max_tokens,
+    ),
+    one(
+        "histogram",
+        "vllm:request_num_preemptions",
+        "preemptions",
+        "Preemptions of requests that have ended.",
+        lambda r: r.statistics.request_preemptions,
+    ),
+    one(
+        "histogram",
+        "vllm:iteration_tokens_total",
+        "tokens",
+        "Tokens that a step computed.",
+        lambda r: r.statistics.step_tokens,
+    ),
+)
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+FAMILIES = (*GAUGES, *COUNTERS, *HISTOGRAMS)

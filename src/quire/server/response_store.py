@@ -1,0 +1,211 @@
+"""Responses that can be asked for again, in a bounded part of this process's memory.
+
+Each caller has its own: none finds another's, whatever names it tries. When there is no room,
+the caller with the most bytes loses what it has not used for longest, so that one who keeps much
+pushes out no other caller's. Nothing is written to a disk or a log.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import final
+
+from quire.server.logs import place_of
+from quire.server.wire.error_responses import Refused
+
+# -- store -----------------------------------------------------------------------------------------
+
+
+_ENTRY_BYTES = 1024  # about what an entry takes besides its texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One response, and what it answered."""
+
+    response: bytes = field(repr=False)  # its JSON
+    before: tuple[bytes, ...] = field(
+        default=(), repr=False
+    )  # JSON lists of all items, old and new
+    events: tuple[bytes, ...] = field(default=(), repr=False)  # if they may be asked for again
+    in_background: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its texts. What several share is counted for each."""
+        return len(self.response) + sum(map(len, self.before)) + sum(map(len, self.events))
+
+
+@final
+class Store:
+    """Of one server. ``most_bytes`` is for all callers together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._by_caller: dict[int, OrderedDict[str, Kept]] = {}
+        self._num_bytes: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._num_bytes.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_caller.values()))
+
+    def put(self, caller: int, name: str, kept: Kept) -> None:
+        """Keep it as long as there is room; not at all, if it alone is too large."""
+        self.drop(caller, name)
+        if _cost(kept) > self._most_bytes:
+            return
+        self._by_caller.setdefault(caller, OrderedDict())[name] = kept
+        self._num_bytes[caller] = self._num_bytes.get(caller, 0) + _cost(kept)
+        while self.num_bytes > self._most_bytes:
+            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            self.drop(largest, next(iter(self._by_caller[largest])))
+
+    def get(self, caller: int, name: str) -> Kept | None:
+        """It has been used now."""
+        own = self._by_caller.get(caller)
+        if own is None or name not in own:
+            return None
+        own.move_to_end(name)
+        return own[name]
+
+    def drop(self, caller: int, name: str) -> bool:
+        """Whether there was one."""
+        own = self._by_caller.get(caller)
+        if own is None or name not in own:
+            return False
+        self._num_bytes[caller] -= _cost(own.pop(name))
+        if not own:
+            del self._by_caller[caller], self._num_bytes[caller]
+        return True
+
+
+def _cost(kept: Kept) -> int:
+    return _ENTRY_BYTES + kept.num_bytes
+
+
+# -- background ------------------------------------------------------------------------------------
+
+# Answers that are made while no client waits for them, a bounded number of them.
+
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Run:
+    """One of them. Its events are taken as they come, and kept if ``keeps_events``.
+
+    ``before`` is what it answers; ``now`` gives its JSON at any moment. When it is over
+    ``stack`` is left, and then ``end`` is called.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        stack: ExitStack,
+        *,
+        before: tuple[bytes, ...],
+        now: Callable[[], bytes],
+        end: Callable[["Run"], None],
+        keeps_events: bool,
+    ) -> None:
+        self.before, self.now, self.keeps_events = before, now, keeps_events
+        self.events: list[bytes] = []
+        self.was_cancelled = False
+        self._source, self._stack, self._end = events, stack, end
+        self._is_over, self._changed = False, asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._go())
+        self._task.add_done_callback(self._over)  # also of a task that never came to its first line
+
+    def stop(self) -> None:
+        """Let it end at once."""
+        if self._task is not None and not self._task.done():
+            self.was_cancelled = True
+            self._task.cancel()
+
+    async def cancel(self) -> None:
+        """End it; when this returns, the engine has been told."""
+        self.stop()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """Its events from the one behind ``after``, up to its end. Leaving it ends nothing."""
+        place = after + 1
+        while True:
+            changed = self._changed
+            while place < len(self.events):
+                yield self.events[place]
+                place += 1
+            if self._is_over:
+                return
+            await changed.wait()
+
+    async def _go(self) -> None:
+        try:
+            async with aclosing(self._source) as events:
+                async for event in events:
+                    if self.keeps_events:
+                        self.events.append(event)
+                        self._tell()
+        except Exception as error:
+            log.error("a response in the background failed: %s", place_of(error))
+
+    def _over(self, _: "asyncio.Task[None]") -> None:
+        self._is_over = True
+        self._stack.close()
+        self._end(self)
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+@final
+class Background:
+    """Those under way, by caller and name. ``most``: at once, of all callers."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._runs: dict[tuple[int, str], Run] = {}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def refuse_if_full(self) -> None:
+        """Raises: Refused."""
+        if len(self._runs) >= self._most:
+            raise Refused(
+                429,
+                f"{len(self._runs)} responses are under way in the background, as many as there "
+                f"may be (max_background_responses): wait for one of them, or stay connected",
+                code="background_limit",
+                retry_after_s=5,
+            )
+
+    def start(self, caller: int, name: str, run: Run) -> None:
+        """Raises: Refused; then nothing has been started."""
+        self.refuse_if_full()
+        self._runs[caller, name] = run
+        run.start()
+
+    def get(self, caller: int, name: str) -> Run | None:
+        return self._runs.get((caller, name))
+
+    def forget(self, caller: int, name: str) -> None:
+        """It is over."""
+        self._runs.pop((caller, name), None)
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.stop()

@@ -1,0 +1,91 @@
+"""One route: where it is, who may use it, and what it takes and gives, as its endpoint's signature
+says. So the body is read as what is described, and what is described is what the types are checked
+against.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
+from types import UnionType
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from starlette.types import ASGIApp
+
+from quire.server.api_keys import Access
+from quire.server.endpoints.answers import Json
+from quire.server.request_context import Exchange
+from quire.server.schemas.fields import Upload
+from quire.server.wire.error_responses import Dialect
+from quire.server.wire.streams import EventStream
+
+# It is given the exchange, and the body as a struct if it has a parameter for one.
+Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``access``: which key it needs. ``media_type``: of an answer that says itself what it is."""
+
+    path: str
+    endpoint: Endpoint
+    methods: tuple[str, ...]
+    _: KW_ONLY
+    dialect: Dialect = "openai"
+    access: Access = "key"
+    media_type: str | None = None
+    queries: tuple[str, ...] = ()  # names of what may stand behind the path
+    refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.__name__
+
+    @property
+    def takes(self) -> type[msgspec.Struct] | None:
+        """What the body is read as."""
+        hints = get_type_hints(self.endpoint)
+        kinds = [kind for name, kind in hints.items() if name != "return" and kind is not Exchange]
+        return kinds[0] if kinds else None
+
+    @property
+    def is_form(self) -> bool:
+        """Its body is a form with a file in it, and not JSON."""
+        return self.takes is not None and issubclass(self.takes, Upload)
+
+    @property
+    def gives(self) -> tuple[Any, ...]:
+        """Answers in JSON."""
+        return self._given(Json)
+
+    @property
+    def streams(self) -> tuple[Any, ...]:
+        """What the data of an event may be."""
+        return self._given(EventStream)
+
+    @property
+    def errors(self) -> tuple[int, ...]:
+        """Statuses with which it may refuse."""
+        takes = self.takes
+        names_model = "{" in self.path or "model" in getattr(takes, "__struct_fields__", ())
+        found = {
+            *self.refuses,
+            *(() if self.access == "open" else (401, 403)),
+            *((400, 408, 413, 415, 429, 500, 503) if takes else ()),
+            *((501,) if self.is_form else ()),
+            *((404,) if names_model else ()),
+            *((400,) if self.queries else ()),
+        }
+        return tuple(sorted(found))
+
+    def _given(self, way: type) -> tuple[Any, ...]:
+        return tuple(
+            each
+            for kind in _members(get_type_hints(self.endpoint)["return"])
+            if get_origin(kind) is way
+            for each in _members(get_args(kind)[0])
+        )
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Of a union; of anything else, itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

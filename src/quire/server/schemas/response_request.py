@@ -1,0 +1,182 @@
+"""``/v1/responses``."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType, field
+
+from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatLogprob
+from quire.server.schemas.fields import Asked, Count, NumLogprobs, Text
+
+Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Label: TypeAlias = Annotated[str, Meta(max_length=512)]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
+]
+# All that OpenAI has; the others are of tools that are not run here.
+Include: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: Text | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: Text | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesRequest(Asked, kw_only=True):
+    input: str | Items
+    instructions: str | None = None
+    previous_response_id: Text | None = None
+    max_output_tokens: Count | None = None  # what the context leaves
+    max_tool_calls: Count | None = None  # of tools that a server runs: here there are none
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Metadata | None = None
+    include: Annotated[list[Include], Meta(max_length=32)] | None = None
+    top_logprobs: NumLogprobs | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    prompt_cache_key: Text | None = None  # said again; whose cache it is says the API key
+    safety_identifier: Text | None = None
+    service_tier: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    conversation: Any = None  # refused
+    prompt: Any = None  # refused
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    status: str
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought, as it did: this server does not sum it up."""
+
+    id: str
+    status: str
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText]
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item: TypeAlias = MessageItem | ReasoningItem | CallItem
+Part: TypeAlias = OutputText | ReasoningText
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Tokens."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class Response(msgspec.Struct, kw_only=True):
+    id: str
+    kind: Literal["response"] = field(default="response", name="object")
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    background: bool
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = field(default_factory=list)
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: Reasoning
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """Of these fields those that an event of its type has."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: Part | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    kind: Literal["list"] = field(default="list", name="object")
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    id: str
+    kind: Literal["response"] = field(default="response", name="object")
+    deleted: bool = True
