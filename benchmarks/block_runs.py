@@ -21,7 +21,7 @@ import numpy.typing as npt
 import typer
 from report import Table, markdown
 
-from quire.kv import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
+from quire.kv import DEFAULT_POLICY, FITS, POLICIES, BlockCoordinator, PoolSize
 from quire.spec import FullAttention, Group
 
 BLOCK_SIZE = 16
@@ -38,7 +38,7 @@ class Use:
         spec = FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn")
         block_bytes = BLOCK_SIZE * spec.bytes_per_token
         self.num_blocks = num_blocks
-        self.blocks = Coordinator(
+        self.blocks = BlockCoordinator(
             (Group(spec=spec, layers=(0,)),),
             [
                 PoolSize(
@@ -73,7 +73,7 @@ class Use:
         prompt = self.prompt()
         self.blocks.add(seq_id)
         hit = self.blocks.match_prefix(seq_id, prompt)
-        if self.blocks.try_extend(seq_id, len(prompt), hit=hit) is not FITS:
+        if self.blocks.allocate(seq_id, len(prompt), hit=hit) is not FITS:
             self.blocks.free(seq_id)
             return False
         new = prompt[hit.num_tokens :]

@@ -23,7 +23,7 @@ from pathlib import PurePath
 import numpy as np
 from blocks_harness import BLOCK_SIZE, Answer
 
-from quire.kv import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
+from quire.kv import DEFAULT_POLICY, FITS, POLICIES, BlockCoordinator, PoolSize
 from quire.spec import FullAttention, Group
 
 PROMPT_BLOCKS = 64
@@ -74,11 +74,11 @@ def metadata(*, num_blocks: int) -> Answer:
     return {"figures": {name: [value / num_blocks] for name, value in figures.items()}}
 
 
-def make_blocks(num_blocks: int) -> Coordinator:
+def make_blocks(num_blocks: int) -> BlockCoordinator:
     """One group of full attention, with the default policy."""
     spec = FullAttention(num_kv_heads=1, head_dim=1, dtype="int8")
     block_bytes = BLOCK_SIZE * spec.bytes_per_token
-    return Coordinator(
+    return BlockCoordinator(
         (Group(spec=spec, layers=(0,)),),
         [PoolSize(block_bytes=block_bytes, num_blocks=num_blocks, slots=BLOCK_SIZE)],
         block_size=BLOCK_SIZE,
@@ -87,12 +87,12 @@ def make_blocks(num_blocks: int) -> Coordinator:
     )
 
 
-def fill(blocks: Coordinator, num_blocks: int) -> None:
+def fill(blocks: BlockCoordinator, num_blocks: int) -> None:
     """Prompts of 64 blocks that share nothing, one after the other, until every block is cached."""
     for first in range(0, num_blocks, PROMPT_BLOCKS):
         num_tokens = min(PROMPT_BLOCKS, num_blocks - first) * BLOCK_SIZE
         blocks.add(first)
-        assert blocks.try_extend(first, num_tokens) is FITS
+        assert blocks.allocate(first, num_tokens) is FITS
         tokens = np.arange(first * BLOCK_SIZE, first * BLOCK_SIZE + num_tokens, dtype=np.int32)
         blocks.mark_computed([first], [num_tokens], tokens)
         blocks.free(first)

@@ -33,7 +33,7 @@ from blocks_harness import (
 )
 from blocks_metadata import make_blocks, metadata
 
-from quire.kv import FITS, Coordinator
+from quire.kv import FITS, BlockCoordinator, Extension
 from quire.kv.block_pool import NO_NODE
 from quire.kv.interface import CacheConfig
 from quire.kv.paged import PagedAccounting
@@ -70,7 +70,7 @@ def make_accounting(
 
 
 def num_held(accounting: PagedAccounting) -> int:
-    pools = accounting.blocks.pools
+    pools = accounting.pools
     return sum(pools[number].num_held for number in range(len(pools)))
 
 
@@ -128,7 +128,7 @@ def _pool_evicting(num_blocks: int, batch: int, repeats: int, *, scattered: bool
     return {"figures": figures, "facts": {"blocks": num_taken, "batches": num_taken // batch}}
 
 
-def _give_keys(cache: Coordinator, blocks: Ids, content: int) -> None:
+def _give_keys(cache: BlockCoordinator, blocks: Ids, content: int) -> None:
     """One long prompt, different for each ``content``: a node under the other for each block."""
     index, tokens = cache.index, np.array(prompt(content, BLOCK_SIZE), np.int32)
     tip, nodes = index.root(), []
@@ -246,7 +246,7 @@ def full_hit(*, prompt_tokens: int, windows: list[int | None], repeats: int) -> 
             accounting.add(repetition)
             hit = accounting.match_prefix(repetition, token_ids)
             t2 = now()
-            verdict = accounting.try_extend(repetition, prompt_tokens, hit=hit)
+            verdict = accounting.try_extend(repetition, prompt_tokens, Extension(hit=hit))
             t3 = now()
             assert verdict is FITS
             t4 = now()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from prefix_traces import BLOCK_TOKENS, PrefixTrace
 
-from quire.kv import Fits
+from quire.kv import Extension, Fits
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.curve import prefix_accounting
 from quire.planner.hit_rates.optimum import Optimum
@@ -48,7 +48,7 @@ def replay(trace: PrefixTrace, num_blocks: int, policy: str, on_request: OnReque
         begun = now()
         accounting.add(request)
         hit = accounting.match_prefix(request, asked)
-        verdict = accounting.try_extend(request, len(chain), hit=hit)
+        verdict = accounting.try_extend(request, len(chain), Extension(hit=hit))
         if isinstance(verdict, Fits):
             if hit.num_tokens < len(chain):
                 rest = chain[hit.num_tokens :]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams
-from quire.kv import Fits
+from quire.kv import Extension, Fits
 from quire.memory.budget import headroom_bytes
 from quire.memory.machine.probe import process_memory
 from quire.memory.machine.readings import HostGauge, MemoryReading
@@ -260,7 +260,7 @@ def fill(llm: LLM, num_bytes: int, numbers: Any = None) -> None:
             number = number if numbers is None else next(numbers)
             seq_id = -2 - number
             accounting.add(seq_id)
-            verdict = accounting.try_extend(seq_id, length, external_tokens=length - 1)
+            verdict = accounting.try_extend(seq_id, length, Extension(external_tokens=length - 1))
             if isinstance(verdict, Fits):
                 text = np.arange(length, dtype=np.int32) + number * length
                 accounting.mark_computed([seq_id], [length], text)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.kv import Accounting, Fits, NotNow, Verdict
+from quire.kv import Accounting, Extension, Fits, NotNow, Verdict
 from quire.kv.contiguous import ContiguousAccounting
 from quire.kv.growing import GrowingAccounting
 from quire.kv.layout import common_page_tokens, page_tokens
@@ -157,8 +157,8 @@ class Watch:
         if seq_id not in self._fates:  # else it was preempted
             self._fates[seq_id] = self._coming.popleft()
 
-    def _extended(self, seq_id: int, num_tokens: int, **options: Any) -> Verdict:
-        verdict = self._try_extend(seq_id, num_tokens, **options)
+    def _extended(self, seq_id: int, num_tokens: int, *extension: Extension) -> Verdict:
+        verdict = self._try_extend(seq_id, num_tokens, *extension)
         if isinstance(verdict, Fits):
             self._holders.add(seq_id)
             self._waits_no_more(seq_id)
@@ -182,7 +182,7 @@ def _held_slots(accounting: Accounting, page_bytes: int) -> HeldSlots:
         step = common_page_tokens(accounting.groups, page_bytes)
         return lambda group, seq_id, range_tokens: align_up(range_tokens, step)
     if isinstance(accounting, SharedVirtualAccounting):
-        steps = [accounting.pool.block_size(n) for n in range(len(accounting.groups))]
+        steps = [accounting.tables.block_size for n in range(len(accounting.groups))]
     elif isinstance(accounting, GrowingAccounting | VirtualAccounting):
         steps = [page_tokens(group, page_bytes) for group in accounting.groups]
     else:

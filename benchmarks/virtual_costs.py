@@ -10,7 +10,7 @@ import numpy as np
 from virtual_caches import FORMS, ONE_HEAD, QWEN3_4B, Cache, make_cache, prompt
 
 from quire import LLM, SamplingParams
-from quire.kv import Change, Commit, Map, Release, Unmap
+from quire.kv import Change, Commit, Extension, Map, Release, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.models.loader import load
 
@@ -84,7 +84,7 @@ def hits(*, repeats: int) -> Seconds:
         begun = time.perf_counter()
         accounting.add(number)
         hit = accounting.match_prefix(number, ids)
-        accounting.try_extend(number, len(ids), hit=hit)
+        accounting.try_extend(number, len(ids), Extension(hit=hit))
         changes = cache.step()
         shown = time.perf_counter()
         _read(cache, number)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from virtual_caches import ONE_HEAD, QWEN3_4B, Cache, fill, heap_bytes, make_cache, prompt
 
-from quire.kv import Map, NotNow
+from quire.kv import BlockCoordinator, Extension, Map, NotNow
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory.machine.probe import mapping_limit, num_mappings
 
@@ -37,7 +37,7 @@ def prefix() -> dict[str, Any]:
     accounting.mark_computed([0], [COMMON], ids[:COMMON])
     accounting.add(1)
     hit = accounting.match_prefix(1, ids)
-    accounting.try_extend(1, longest, hit=hit)
+    accounting.try_extend(1, longest, Extension(hit=hit))
     cache.step()
     usage, held = accounting.usage(), heap_bytes() - before
     one, two = (_entries(cache, seq_id) for seq_id in (0, 1))
@@ -209,10 +209,10 @@ def _run(
 def _break_up(cache: Cache, num_blocks: int, seed: int) -> None:
     """Fill the pool with single blocks, then free half of them, chosen at random."""
     assert isinstance(cache.accounting, SharedVirtualAccounting)
-    pool = cache.accounting.pool  # they need no window, for they are not read
-    for seq_id in range(-num_blocks, 0):
-        pool.add(seq_id)
-        pool.try_extend(seq_id, 1)
+    pool = cache.accounting
+    for seq_id in range(-num_blocks, 0):  # they need no window, for they are not read
+        BlockCoordinator.add(pool, seq_id)
+        BlockCoordinator.allocate(pool, seq_id, 1)
     cache.step()
     for seq_id in Random(seed).sample(range(-num_blocks, 0), num_blocks // 2):
         pool.free(seq_id)

@@ -14,9 +14,9 @@ from quire.kv import (
     FITS,
     NO_KEYS,
     POLICIES,
+    BlockCoordinator,
     Change,
     Commit,
-    Coordinator,
     Copy,
     Fits,
     NotNow,
@@ -83,7 +83,7 @@ class Cache:
         groups = tuple(Group(spec=spec, layers=(i,)) for i, spec in enumerate(specs))
         self.capacity_bytes = num_blocks * BLOCK_BYTES
         sizes = [self._size(group, granule_blocks, spare_blocks) for group in groups]
-        self.blocks = Coordinator(
+        self.blocks = BlockCoordinator(
             groups,
             sizes,
             block_size=SIZE,
@@ -130,12 +130,12 @@ class Cache:
         return hit.num_tokens if hit else 0
 
     def add(self, seq_id: int, keys: PrefixKeys = NO_KEYS, *, priority: int = 0) -> None:
-        self.blocks.add(seq_id, keys, priority=priority)
+        self.blocks.add(seq_id, keys=keys, priority=priority)
         self.tokens[seq_id], self.keys[seq_id] = [], keys
 
     def lookup(self, tokens: Sequence[int], keys: PrefixKeys = NO_KEYS) -> PrefixHit:
         """What a prompt would find now."""
-        self.blocks.add(-1, keys)
+        self.blocks.add(-1, keys=keys)
         hit = self.blocks.match_prefix(-1, ids(tokens))
         self.blocks.free(-1)
         return hit
@@ -154,7 +154,7 @@ class Cache:
         before = self.tokens[seq_id]
         known = [*before, *tokens]
         state = self.state()
-        verdict = self.blocks.try_extend(
+        verdict = self.blocks.allocate(
             seq_id,
             len(known),
             hit=hit,

@@ -201,7 +201,7 @@ def test_tokens_of_several_sequences_are_reported_packed() -> None:
     cache = Cache(FULL, num_blocks=20)
     for seq_id in (0, 1):
         cache.add(seq_id)
-        cache.blocks.try_extend(seq_id, 8)
+        cache.blocks.allocate(seq_id, 8)
     cache.blocks.mark_computed([0, 1], [2, 0], ids([50, 51]))
     cache.blocks.mark_computed([0, 1], [2, 4], ids([52, 53, 60, 61, 62, 63]))
     assert cache.lookup([50, 51, 52, 53, 1]).num_tokens == 4
@@ -212,7 +212,7 @@ def test_a_token_of_each_needs_no_counts() -> None:
     cache = Cache(FULL, num_blocks=20)
     for seq_id in (0, 1):
         cache.add(seq_id)
-        cache.blocks.try_extend(seq_id, 4)
+        cache.blocks.allocate(seq_id, 4)
     for token in range(4):
         cache.blocks.mark_computed([0, 1], None, ids([50 + token, 60 + token]))
     assert cache.lookup([50, 51, 52, 53, 1]).num_tokens == 4

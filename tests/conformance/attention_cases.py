@@ -237,11 +237,11 @@ def _pages(
     region = view.k.new_empty(0, dtype=torch.uint8).set_(view.k.untyped_storage())
     # Addresses at which nothing is shown read as zeros, and cannot be written.
     slot_bytes = view.k.stride(0) * view.k.element_size()
-    size = accounting.pool.block_size(0)
+    size = accounting.tables.block_size
     pages = []
     for seq_id in range(num_sequences):
         (first,) = accounting.table(0, seq_id)
-        for place in np.flatnonzero(accounting.pool.table(0, seq_id) >= 0):
+        for place in np.flatnonzero(accounting.block_ids(0, seq_id) >= 0):
             start = int(first + place * size) * slot_bytes
             pages.append(region[start : start + size * slot_bytes])
     return pages

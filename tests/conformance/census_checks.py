@@ -33,7 +33,8 @@ def _check_cells(accounting: Accounting, number: int, seq_ids: list[int]) -> Non
     came_first = {cell: s for s in reversed(seq_ids) for cell in tables[s]}
     assert held.keys() <= states.keys(), "a sequence's cell has no pages"
     # A window shows the slots of a pool, which is where they are counted.
-    pool = accounting.pool if isinstance(accounting, SharedVirtualAccounting) else accounting
+    is_shown = isinstance(accounting, SharedVirtualAccounting)
+    slots_of = accounting.block_slots if is_shown else accounting.slots
     live: set[int] = set()
     for seq_id in seq_ids:
         num_tokens = accounting.num_tokens(seq_id)
@@ -41,7 +42,7 @@ def _check_cells(accounting: Accounting, number: int, seq_ids: list[int]) -> Non
             live.update(tables[seq_id])
         else:
             start = group.live_range(num_tokens).start
-            live.update(pool.slots(number, seq_id, start, num_tokens).tolist())
+            live.update(slots_of(number, seq_id, start, num_tokens).tolist())
     readable = Counter(slot // census.cell_tokens for slot in live)
 
     for cell in ids:

@@ -210,7 +210,7 @@ class SharingMachine(RuleBasedStateMachine):
             self.world.say(held, token)
         whole = len(ids) // self.world.size * self.world.size
         expected = max(self.world.hits(held, whole, whole=True))
-        pinned = self.world.pool.blocks.pin(self.next_seq, np.array(ids, np.int32), tenant)
+        pinned = self.world.accounting.pin(self.next_seq, np.array(ids, np.int32), tenant)
         assert pinned == expected, f"{pinned} tokens are pinned, {expected} are cached"
         held.ids, held.contents = ids[:pinned], held.contents[:pinned]
         held.room = held.written = held.computed = held.base = pinned
@@ -234,7 +234,7 @@ class SharingMachine(RuleBasedStateMachine):
         expected = expected and world.need([], new) <= world.free_bytes()
         before = None if expected else world.snapshot()
         with self.engine.checks.evictions(None):
-            assert world.pool.blocks.keep_state(seq_id) == expected
+            assert world.accounting.keep_state(seq_id) == expected
         assert expected or world.snapshot() == before, "a refusal has changed something"
         self.engine.end_step()
         assert not expected or all((g, node) in world.present for g in states)

@@ -9,7 +9,7 @@ from conformance.mapping_checks import counted_mappings
 from conformance.sharing_checks import Checks
 from conformance.sharing_model import GARBAGE, Held, Step
 from conformance.sharing_world import World
-from quire.kv import Fits, Never
+from quire.kv import Extension, Fits, Never
 
 
 class Engine:
@@ -61,11 +61,13 @@ class Engine:
             verdict = world.accounting.try_extend(
                 step.seq_id,
                 step.end,
-                hit=step.hit,
-                external_tokens=step.external,
-                lookahead_tokens=step.drafts,
-                promised_tokens=step.promised,
-                kept_bytes=step.kept_bytes,
+                Extension(
+                    hit=step.hit,
+                    external_tokens=step.external,
+                    lookahead_tokens=step.drafts,
+                    promised_tokens=step.promised,
+                    kept_bytes=step.kept_bytes,
+                ),
             )
         if not isinstance(verdict, Fits):
             if self.checks.is_about_windows(verdict):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from conformance.sharing_model import Contents, Held, Prefixes, Step
-from quire.kv import CacheConfig, Fits
+from quire.kv import CacheConfig, Extension, Fits
 from quire.kv.interface import Slots
 from quire.kv.layout import stacking
 from quire.kv.paged import PagedAccounting
@@ -36,10 +36,9 @@ class World:
         self.longest, self.capacity = config.max_model_len, config.capacity_bytes
         self.ceiling = self.capacity
         self.windows = SharedVirtualAccounting(groups, config) if config.shares_pages else None
-        self.pool = self.windows.pool if self.windows else PagedAccounting(groups, config)
-        self.accounting = self.windows or self.pool
-        self.size = self.pool.blocks.tables.block_size
-        self.pools, self.index = self.pool.blocks.pools, self.pool.blocks.index
+        self.accounting = self.windows or PagedAccounting(groups, config)
+        self.size = self.accounting.tables.block_size
+        self.pools, self.index = self.accounting.pools, self.accounting.index
         self.one_a_granule = all(size.granule_blocks == 1 for size in self.pools.sizes)
         self.store = Contents(self.accounting, self.capacity)
         self.prefixes = Prefixes()
@@ -84,12 +83,12 @@ class World:
         return held.nodes[whole - 1] if whole else held.root
 
     def table(self, g: int, seq_id: int) -> Slots:
-        return self.pool.table(g, seq_id)
+        return self.accounting.block_ids(g, seq_id)
 
     def slots(self, g: int, seq_id: int, start: int, stop: int) -> Slots:
         """Where tokens lie, as the sequence sees it."""
         if self.windows is None or self.held[seq_id].pin:
-            return self.pool.slots(g, seq_id, start, stop)
+            return self.accounting.block_slots(g, seq_id, start, stop)
         return self.store.seen(g, self.windows.slots(g, seq_id, start, stop))
 
     def note_window(self, seq_id: int) -> None:
@@ -104,7 +103,8 @@ class World:
     def free(self, seq_id: int) -> None:
         """A sequence ends. A pin has no window, and is taken out of the pool."""
         self.windowed.discard(seq_id)
-        (self.pool if self.held.pop(seq_id).pin else self.accounting).free(seq_id)
+        del self.held[seq_id]
+        self.accounting.free(seq_id)
 
     # -- the slow twins --------------------------------------------------------------------------
 
@@ -220,7 +220,9 @@ class World:
 
     def fits_alone(self, step: Step) -> bool:
         """Whether a sequence could make this step if all others ended, or it began again too."""
-        verdict = self.alone(self.capacity).try_extend(0, step.end, external_tokens=step.begin)
+        verdict = self.alone(self.capacity).try_extend(
+            0, step.end, Extension(external_tokens=step.begin)
+        )
         if not isinstance(verdict, Fits):
             return False
         held = self.held.get(step.seq_id)
@@ -252,7 +254,7 @@ class World:
             return 0
         end = min(step.end + step.drafts, self.longest)
         plenty = self.alone(PLENTY)
-        assert isinstance(plenty.try_extend(0, end, external_tokens=step.begin), Fits)
+        assert isinstance(plenty.try_extend(0, end, Extension(external_tokens=step.begin)), Fits)
         peak = self.peak(min(step.promised, self.longest))
         return max(0, peak - _committed(plenty))
 
@@ -265,7 +267,7 @@ class World:
 
     def snapshot(self) -> Any:
         """All that a refusal must not change."""
-        blocks = self.pool.blocks
+        blocks = self.accounting
         tables = [
             [self.table(g, seq_id).tolist() for g in range(len(self.groups))]
             for seq_id in self.held
@@ -285,4 +287,4 @@ class World:
 
 
 def _committed(cache: PagedAccounting) -> int:
-    return cache.blocks.pools.committed_bytes
+    return cache.pools.committed_bytes

@@ -18,7 +18,7 @@ from conformance.covering import in_turn
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
 from quire.errors import ConfigError
-from quire.kv import Accounting, CacheConfig, Fits, Never, NotNow, build_accounting
+from quire.kv import Accounting, CacheConfig, Extension, Fits, Never, NotNow, build_accounting
 
 SETTINGS = settings(max_examples=6, stateful_step_count=30, deadline=None)
 MORE = settings(SETTINGS, max_examples=18)
@@ -152,10 +152,10 @@ def test_what_is_promised_or_kept_is_left_free(option: str) -> None:
     cache.add(1)
     assert isinstance(cache.try_extend(0, 4), Fits)
     promised = CONFIG.max_model_len
-    assert isinstance(cache.try_extend(1, 4, promised_tokens=promised), NotNow)
+    assert isinstance(cache.try_extend(1, 4, Extension(promised_tokens=promised)), NotNow)
     cache.free(0)
-    assert isinstance(cache.try_extend(1, 4, kept_bytes=capacity_bytes), NotNow)
-    assert isinstance(cache.try_extend(1, 4, promised_tokens=promised), Fits)
+    assert isinstance(cache.try_extend(1, 4, Extension(kept_bytes=capacity_bytes)), NotNow)
+    assert isinstance(cache.try_extend(1, 4, Extension(promised_tokens=promised)), Fits)
     cache.check()
 
 

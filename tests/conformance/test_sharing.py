@@ -15,8 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from conformance.sharing_machine import SharingMachine
 from conformance.sharing_model import SHARING_KINDS
 from conformance.strategy_cases import KINDS
-from quire.kv import Coordinator, PrefixKeys, prefix_index
-from quire.kv.block_pools import Pools
+from quire.kv import BlockCoordinator, PrefixKeys, prefix_index
+from quire.kv.block_pool import Pools
 from quire.kv.block_tables import BlockTables
 from quire.kv.eviction import Recency
 from quire.kv.prefix_cache import PrefixCache
@@ -74,8 +74,8 @@ def _all_alike(self: Recency, blocks: Any, now: int, _: Any) -> None:
     _use(self, blocks, now, 0)
 
 
-def _without_kept_bytes(self: Coordinator, *asked: int, kept_bytes: int, **more: Any) -> Any:
-    return _try_extend(self, *asked, **more)
+def _without_kept_bytes(self: BlockCoordinator, *asked: int, kept_bytes: int, **more: Any) -> Any:
+    return _allocate(self, *asked, **more)
 
 
 def _no_changes(*_: Any) -> list[Any]:
@@ -96,7 +96,7 @@ def _unnoted(self: PrefixCache, row: int, column: int, node: int) -> None:
         _share(self, row, column, node)
 
 
-def _note_only_new(self: Coordinator, rows: Any, steps: Any) -> None:
+def _note_only_new(self: BlockCoordinator, rows: Any, steps: Any) -> None:
     copies = any(len(step.copied_blocks) for step in steps)
     with _notes_nothing(self.tables) if copies else nullcontext():
         _carry_out(self, rows, steps)
@@ -122,9 +122,9 @@ def _none(self: Windows, rows: Any) -> Any:
     return np.zeros(len(rows), np.int64)
 
 
-_show, _share, _carry_out = Windows.show, PrefixCache._share, Coordinator._carry_out
+_show, _share, _carry_out = Windows.show, PrefixCache._share, BlockCoordinator._carry_out
 _common_tokens, _mark_computed = prefix_index._common_tokens, PrefixCache.mark_computed
-_use, _try_extend = Recency.use, Coordinator.try_extend
+_use, _allocate = Recency.use, BlockCoordinator.allocate
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a shared block is written without its copy": (Pools, "copy", _nothing),
@@ -135,7 +135,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a hit is a token too long": (prefix_index, "_common_tokens", _one_token_more),
     "blocks are entered under other tokens": (PrefixCache, "mark_computed", _late_by_a_token),
     "all matter alike": (Recency, "use", _all_alike),
-    "promises are forgotten": (Coordinator, "try_extend", _without_kept_bytes),
+    "promises are forgotten": (BlockCoordinator, "allocate", _without_kept_bytes),
 }
 
 
@@ -143,7 +143,11 @@ WINDOW_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "windows still show what is released": (Windows, "release", _no_changes),
     "an adopted row is taken to show what it should": (Windows, "show", _only_what_is_longer),
     "a merged block is not noted": (PrefixCache, "_share", _unnoted),
-    "a copy is not shown in the place of its original": (Coordinator, "_carry_out", _note_only_new),
+    "a copy is not shown in the place of its original": (
+        BlockCoordinator,
+        "_carry_out",
+        _note_only_new,
+    ),
     "a row given up is shown again": (Windows, "_give_up", _forget_row),
     "all who ask have mappings enough": (Windows, "have_mappings", _always),
     "a merge takes no mappings": (SharedVirtualAccounting, "_may_swap", _always),

@@ -378,7 +378,7 @@ class Watch:
         assert usage.committed_bytes >= usage.cached_bytes
         assert bool(usage.committed_bytes) == bool(usage.cached_bytes)
         if isinstance(self.accounting, PagedAccounting):
-            pools = self.accounting.blocks.pools
+            pools = self.accounting.pools
             assert pools.held_bytes == 0
             if all(size.granule_blocks == 1 for size in pools.sizes):
                 assert usage.committed_bytes == usage.cached_bytes
@@ -580,7 +580,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def blocks(self) -> Any:
         assert isinstance(self.watch.accounting, PagedAccounting)
-        return self.watch.accounting.blocks
+        return self.watch.accounting
 
     def computing(self) -> list[Sequence]:
         """For whom others were held back in the last plan."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.test_llm import GREEDY, generated_by_transformers, ids, model_of, prompts
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, MemoryUnavailable, RequestError
-from quire.kv import STRATEGIES, Fits
+from quire.kv import STRATEGIES, Extension, Fits
 from quire.memory.machine.probe import process_memory
 from quire.memory.machine.readings import HostGauge, MemoryReading
 
@@ -535,7 +535,7 @@ def fill(llm: LLM, num_bytes: int) -> None:
     for number in range(num_bytes // (length * llm.spec.bytes_per_token)):
         seq_id = -2 - number
         accounting.add(seq_id)
-        verdict = accounting.try_extend(seq_id, length, external_tokens=length - 1)
+        verdict = accounting.try_extend(seq_id, length, Extension(external_tokens=length - 1))
         assert isinstance(verdict, Fits)
         text = np.arange(length, dtype=np.int32) + number * length
         accounting.mark_computed([seq_id], [length], text)

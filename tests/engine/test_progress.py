@@ -22,7 +22,7 @@ from quire.engine.scheduling.room import Room
 from quire.engine.scheduling.step import Step
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Request, Sequence
-from quire.kv import STRATEGIES, CacheConfig, Coordinator
+from quire.kv import STRATEGIES, BlockCoordinator, CacheConfig
 from quire.kv.paged import PagedAccounting
 from quire.spec import Group
 
@@ -177,9 +177,9 @@ def added(one: Watch, *sizes: tuple[int, int]) -> list[Sequence]:
     return one.sequences[first:]
 
 
-def blocks_of(one: Watch) -> Coordinator:
+def blocks_of(one: Watch) -> BlockCoordinator:
     assert isinstance(one.accounting, PagedAccounting)
-    return one.accounting.blocks
+    return one.accounting
 
 
 def five(_: Sequence) -> int:

@@ -487,7 +487,7 @@ def test_what_comes_back_from_swap_is_reported_whole_and_its_space_given_back() 
     run.advance()
     assert last.num_computed_tokens == 25
     assert run.scheduler.swap.used_bytes == 0
-    tables = run.accounting.blocks.tables  # type: ignore[attr-defined]
+    tables = run.accounting.tables  # type: ignore[attr-defined]
     assert int(tables.num_computed[tables.rows[last.seq_id]]) == 25
     run.to_the_end()
 

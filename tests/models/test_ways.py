@@ -29,7 +29,7 @@ from transformers import (
 from models.steps import LENGTH, World, alone, deviation, world_of
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModel
-from quire.kv import STRATEGIES, Fits
+from quire.kv import STRATEGIES, Extension, Fits
 from quire.models.ways.choice import WAYS
 from quire.models.ways.trial import Trial
 from quire.spec import FullAttention, SlidingWindow
@@ -207,7 +207,7 @@ def test_a_fork_and_a_cached_prefix_are_read_like_tokens_of_ones_own(name: str) 
         accounting.add(2, max_tokens=LENGTH)
         hit = accounting.match_prefix(2, texts[2, :30].numpy().astype(np.int32))
         assert hit.num_tokens >= 16
-        assert isinstance(accounting.try_extend(2, 30, hit=hit), Fits)
+        assert isinstance(accounting.try_extend(2, 30, Extension(hit=hit)), Fits)
         chunks = [(0, 21, 22), (1, 21, 25), (2, hit.num_tokens, 30)]
         got = world.logits(chunks, texts)
         wanted = torch.cat([want[n, start:stop] for n, start, stop in chunks])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.kv import Commit, Copy, Fits, NotNow, Release
+from quire.kv import Commit, Copy, Extension, Fits, NotNow, Release
 from quire.kv.virtual import VirtualAccounting
 from quire.spec import ChunkedAttention, FullAttention, SlidingWindow
 from strategies.geometry import QWEN3_4B, config, spec_of
@@ -77,7 +77,7 @@ def test_what_a_window_skips_of_what_is_brought_takes_no_page() -> None:
     """Of 30 tokens from outside the window needs 21 to 29, and it never had the pages before."""
     cache = ranges(WINDOW)
     cache.add(0)
-    assert isinstance(cache.try_extend(0, 32, external_tokens=30), Fits)
+    assert isinstance(cache.try_extend(0, 32, Extension(external_tokens=30)), Fits)
     assert cache.drain() == [Commit(0, 20, 32)]
     cache.check()
 

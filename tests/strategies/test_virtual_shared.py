@@ -16,7 +16,17 @@ from transformers import PreTrainedModel
 from conformance.memory_cases import memfd_bytes, rollup_bytes
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.kv import Change, Commit, Fits, Map, NotNow, Unmap, build_accounting, build_storage
+from quire.kv import (
+    Change,
+    Commit,
+    Extension,
+    Fits,
+    Map,
+    NotNow,
+    Unmap,
+    build_accounting,
+    build_storage,
+)
 from quire.kv.layout import stacked_block_size
 from quire.kv.virtual import VirtualAccounting
 from quire.kv.virtual_shared import SharedVirtualAccounting
@@ -67,7 +77,9 @@ class Cache:
         ids = np.array(prompt, np.int32)
         self.accounting.add(seq_id)
         hit = self.accounting.match_prefix(seq_id, ids)
-        assert not isinstance(self.accounting.try_extend(seq_id, len(ids), hit=hit), NotNow)
+        assert not isinstance(
+            self.accounting.try_extend(seq_id, len(ids), Extension(hit=hit)), NotNow
+        )
         changes, found = self.step(), hit.num_tokens
         self.write(seq_id, found, len(ids))
         self.accounting.mark_computed([seq_id], [len(ids) - found], ids[found:])
@@ -447,7 +459,7 @@ def test_a_merge_that_takes_no_mapping_needs_none() -> None:
 def test_a_copy_before_room_for_drafts_takes_two_mappings() -> None:
     cache = Cache(FULL, max_mappings=7)
     cache.begin(0, prompt(20))
-    cache.accounting.try_extend(0, 21, lookahead_tokens=20)
+    cache.accounting.try_extend(0, 21, Extension(lookahead_tokens=20))
     cache.step()
     cache.accounting.fork(0, 1)
     cache.step()

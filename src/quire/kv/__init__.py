@@ -10,15 +10,15 @@ from typing import Protocol
 
 from quire.errors import ConfigError
 from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
-from quire.kv.block_pools import PoolSize
+from quire.kv.block_pool import PoolSize
 from quire.kv.contiguous import ContiguousAccounting, FirstFit
-from quire.kv.coordinator import Coordinator
 from quire.kv.eviction import DEFAULT_POLICY, POLICIES
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import (
     Accounting,
     CacheConfig,
     EntryWriter,
+    Extension,
     Growth,
     LayerView,
     MakeWriter,
@@ -27,7 +27,7 @@ from quire.kv.interface import (
 )
 from quire.kv.layout import LayersPerPage, states_last
 from quire.kv.occupancy import CellState, Census
-from quire.kv.paged import PagedAccounting
+from quire.kv.paged import BlockCoordinator, PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
 from quire.kv.storage.per_layer import BlockStorage, RangeStorage
@@ -106,15 +106,16 @@ __all__ = [
     "POLICIES",
     "STRATEGIES",
     "Accounting",
+    "BlockCoordinator",
     "BlockKey",
     "CacheConfig",
     "CellState",
     "Census",
     "Change",
     "Commit",
-    "Coordinator",
     "Copy",
     "EntryWriter",
+    "Extension",
     "FirstFit",
     "Fits",
     "GrowingAccounting",

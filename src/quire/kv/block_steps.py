@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.block_pool import NO_NODE, BlockPool
-from quire.kv.block_pools import Moves
+from quire.kv.block_pool import NO_NODE, BlockPool, Moves
 from quire.kv.block_tables import BlockTables, spans
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_cache import Start

@@ -6,26 +6,21 @@ between them. Every layer holds the whole range, windows too: it cannot give bac
 """
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
-from quire.kv.block_pools import Ceiling
-from quire.kv.interface import CacheConfig, Counts, Slots, Usage
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import (
-    Stacking,
     attention_groups,
     common_page_tokens,
     slot_bytes,
-    stacking_of_ranges,
 )
 from quire.kv.occupancy import Census, Piece, RangeCells
-from quire.kv.packing import one_by_one, packed_ranges
-from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
-from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.prefix_index import NO_KEYS, PrefixKeys
+from quire.kv.ranges import RangeAccounting
+from quire.kv.storage_ops import Commit, Copy, Release
 from quire.spec import Group
 from quire.units import align_down, align_up
 
@@ -125,19 +120,14 @@ class _Range:
     cell: int = -1  # with the range: the slot of its states
 
 
-class ContiguousAccounting:
+class ContiguousAccounting(RangeAccounting):
     """One arena of slots, the same in every group; first fit.
 
     The states of recurrent layers are not in it: each sequence has a cell for them.
     """
 
-    shares_blocks = False
-    state_block_size = 0
-
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
-        self.groups = groups
-        self.ceiling = Ceiling(config.capacity_bytes)
-        self._config = config
+        super().__init__(groups, config)
         self._num_arenas = len(attention_groups(groups))  # those groups come first
         together = config.layers_per_page
         self._align = common_page_tokens(groups, config.page_bytes, together)
@@ -157,7 +147,6 @@ class ContiguousAccounting:
         past_end = longest if config.reserve == "request" else 0
         self._num_slots = max(num_slots + past_end, longest)
         self._ranges: dict[int, _Range] = {}
-        self._changes: list[Change] = []
 
     @property
     def held_bytes(self) -> int:
@@ -175,11 +164,6 @@ class ContiguousAccounting:
     def slot_bytes(self, group: int) -> int:
         config = self._config
         return slot_bytes(self.groups[group], config.page_bytes, config.layers_per_page)
-
-    def stacking(self, group: int) -> Stacking | None:
-        """How a group's layers lie together; None: head by head."""
-        config = self._config
-        return stacking_of_ranges(self.groups[group], config.page_bytes, config.layers_per_page)
 
     def block_size(self, group: int) -> int:
         return self._config.max_model_len if group < self._num_arenas else 1
@@ -202,44 +186,8 @@ class ContiguousAccounting:
             return self._never(held, num_tokens)
         return FITS
 
-    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
-        return no_hit(len(token_ids), "strategy")
-
-    def next_block(
-        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
-    ) -> tuple[BlockKey, int] | None:
-        return None
-
-    def mark_computed(
-        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
-    ) -> None:
-        """Nothing is shared here, whatever it is."""
-
-    def keep_state(self, seq_id: int) -> bool:
-        return False
-
-    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
-        wanted = min(capacity_bytes, self._config.most_bytes)
-        return self.ceiling.move(wanted, self.held_bytes, for_now=for_now)
-
-    def reset_prefix_cache(self) -> bool:
-        return not self.usage().committed_bytes
-
-    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
-        return one_by_one(self.try_extend, seq_ids, num_tokens)
-
-    def try_extend(
-        self,
-        seq_id: int,
-        num_tokens: int,
-        *,
-        hit: PrefixHit | None = None,
-        external_tokens: int = 0,
-        lookahead_tokens: int = 0,
-        promised_tokens: int = 0,  # a range is as long as it will ever be
-        kept_bytes: int = 0,
-    ) -> Verdict:
-        held = self._ranges[seq_id]
+    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+        held = self._ranges[seq_id]  # a range is as long as it will ever be: nothing is promised
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > held.max_tokens:
@@ -249,10 +197,10 @@ class ContiguousAccounting:
             if length > self._longest_range:
                 return self._never(held, num_tokens)
             spare_bytes = self._free_bytes - self._range_bytes(length)
-            fits = spare_bytes >= kept_bytes and self._free_cells
+            fits = spare_bytes >= extension.kept_bytes and self._free_cells
             start = self._place(length) if fits else None
             if start is None:
-                return self._not_now(length, kept_bytes)
+                return self._not_now(length, extension.kept_bytes)
             held.start, held.cell = start, self._free_cells.pop()
             self._each_group(Commit, start, start + length)
             self._each_cell(Commit, held.cell)
@@ -293,25 +241,11 @@ class ContiguousAccounting:
     def num_tokens(self, seq_id: int) -> int:
         return self._ranges[seq_id].num_tokens
 
-    def table(self, group: int, seq_id: int) -> Slots:
+    def first_slot(self, group: int, seq_id: int) -> int:
         held = self._ranges[seq_id]
-        first = held.start if group < self._num_arenas else held.cell
-        return np.array([] if held.start is None else [first], np.int64)
-
-    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        first = self._ranges[seq_id].start
-        assert first is not None or start == stop, f"sequence {seq_id} holds nothing"
-        return (first or 0) + np.arange(start, stop)
-
-    def packed(
-        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
-    ) -> tuple[Slots, Slots]:
-        held = (self._ranges[seq_id].start for seq_id in seq_ids)
-        return packed_ranges((-1 if first is None else first for first in held), starts, stops)
-
-    def drain(self) -> list[Change]:
-        changes, self._changes = self._changes, []
-        return changes
+        if held.start is None:
+            return -1
+        return held.start if group < self._num_arenas else held.cell
 
     @property
     def fragmentation(self) -> float:
@@ -364,7 +298,7 @@ class ContiguousAccounting:
         return self._cells(group).census(pieces, num_slots=num_slots)
 
     def cells(self, group: int, seq_id: int) -> Slots:
-        first = int(self.table(group, seq_id).sum())
+        first = max(0, self.first_slot(group, seq_id))
         return self._cells(group).of(first, self._ranges[seq_id].num_tokens)
 
     def check(self) -> None:

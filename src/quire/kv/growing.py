@@ -8,20 +8,18 @@ the next step (``keep_old``). Each layer, or stack of layers, is a group of its 
 By how much buffers grow is decided in ``growth``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
 from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
-from quire.kv.block_pools import Ceiling
-from quire.kv.interface import CacheConfig, Counts, Growth, Slots, Usage
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Growth, Slots, Usage
 from quire.kv.layout import Stacking, apart, page_tokens, slot_bytes
 from quire.kv.occupancy import Census, Piece, RangeCells
-from quire.kv.packing import one_by_one, packed_ranges
-from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
-from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
+from quire.kv.prefix_index import NO_KEYS, PrefixKeys
+from quire.kv.ranges import RangeAccounting
 from quire.kv.storage_ops import Change, Commit, Copy, Release
 from quire.spec import Group, KeptWhole
 from quire.units import align_up
@@ -76,19 +74,14 @@ class _Buffers:
     outgrown_in: int = -1  # … since this step
 
 
-class GrowingAccounting:
+class GrowingAccounting(RangeAccounting):
     """Buffers that grow by copying; bytes are counted in pages, old and new together."""
-
-    shares_blocks = False
-    state_block_size = 0
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         longest, page = config.max_model_len, config.page_bytes
         parts = apart(groups, page, config.layers_per_page)
-        self.groups = tuple(group for group, _ in parts)
+        super().__init__(tuple(group for group, _ in parts), config)
         self._stackings = [stacked for _, stacked in parts]
-        self.ceiling = Ceiling(config.capacity_bytes)
-        self._config = config
         self._grow = GROWTH[config.growth]
         self._slot_bytes = [s.slot_bytes if s else slot_bytes(g, page) for g, s in parts]
         self._is_state = [isinstance(group.spec, KeptWhole) for group in self.groups]
@@ -104,7 +97,6 @@ class GrowingAccounting:
         self._lengths = np.unique(np.linspace(0, longest, min(longest, 256) + 1).astype(np.int64))
         self._bytes_at = np.array([self._fresh_bytes(n) for n in self._lengths.tolist()], np.int64)
         self._step = 0  # calls of drain so far
-        self._changes: list[Change] = []
 
     @property
     def held_bytes(self) -> int:
@@ -146,51 +138,18 @@ class GrowingAccounting:
             return self._never(num_tokens)
         return FITS
 
-    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
-        return no_hit(len(token_ids), "strategy")
-
-    def next_block(
-        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
-    ) -> tuple[BlockKey, int] | None:
-        return None
-
-    def mark_computed(
-        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
-    ) -> None:
-        """Nothing is shared here, whatever it is."""
-
-    def keep_state(self, seq_id: int) -> bool:
-        return False
-
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         for held in self._unread():
             self._give_back_outgrown(held)
-        wanted = min(capacity_bytes, self._config.most_bytes)
-        return self.ceiling.move(wanted, self._committed_bytes, for_now=for_now)
+        return super().resize(capacity_bytes, for_now=for_now)
 
-    def reset_prefix_cache(self) -> bool:
-        return not self.usage().committed_bytes
-
-    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
-        return one_by_one(self.try_extend, seq_ids, num_tokens)
-
-    def try_extend(
-        self,
-        seq_id: int,
-        num_tokens: int,
-        *,
-        hit: PrefixHit | None = None,
-        external_tokens: int = 0,
-        lookahead_tokens: int = 0,
-        promised_tokens: int = 0,
-        kept_bytes: int = 0,
-    ) -> Verdict:
+    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
         held = self._sequences[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
             return self._never(num_tokens)
-        room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
+        room = min(num_tokens + extension.lookahead_tokens, self._config.max_model_len)
         wanted = [
             self._capacity(group, capacity, room) for group, capacity in enumerate(held.capacities)
         ]
@@ -201,8 +160,10 @@ class GrowingAccounting:
         alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
         if min(alone, self._fresh_bytes(room)) > self.ceiling.capacity_bytes:
             return self._never(num_tokens)
-        if promised_tokens > room:
-            promised = self._fresh_bytes(min(promised_tokens, self._config.max_model_len))
+        kept_bytes = extension.kept_bytes
+        if extension.promised_tokens > room:
+            longest = min(extension.promised_tokens, self._config.max_model_len)
+            promised = self._fresh_bytes(longest)
             kept_bytes += max(0, promised - self._buffer_bytes(wanted))
         return self._take(held, wanted, num_tokens, kept_bytes)
 
@@ -240,31 +201,19 @@ class GrowingAccounting:
     def num_tokens(self, seq_id: int) -> int:
         return self._sequences[seq_id].num_tokens
 
+    def first_slot(self, group: int, seq_id: int) -> int:
+        held = self._sequences[seq_id]
+        return self._first_slot(group, held) if held.row >= 0 else -1
+
     def spare_tokens(self, group: int, seq_id: int) -> int:
         """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
         return self._sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
-
-    def table(self, group: int, seq_id: int) -> Slots:
-        held = self._sequences[seq_id]
-        return np.array([self._first_slot(group, held)] if held.row >= 0 else [], np.int64)
-
-    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        first = self._first_slot(group, self._sequences[seq_id])
-        return np.arange(first + start, first + stop)
-
-    def packed(
-        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
-    ) -> tuple[Slots, Slots]:
-        several = [self._sequences[seq_id] for seq_id in seq_ids]
-        first = (self._first_slot(group, held) if held.row >= 0 else -1 for held in several)
-        return packed_ranges(first, starts, stops)
 
     def drain(self) -> list[Change]:
         for held in self._unread():
             self._give_back_outgrown(held)
         self._step += 1
-        changes, self._changes = self._changes, []
-        return changes
+        return super().drain()
 
     def usage(self) -> Usage:
         return Usage(

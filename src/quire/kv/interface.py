@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.kv.allocation import Fits, Never, Verdict
-from quire.kv.block_pools import Ceiling
+from quire.kv.block_pool import Ceiling
 from quire.kv.eviction import DEFAULT_POLICY
 from quire.kv.layout import LayersPerPage
 from quire.kv.occupancy import Census
@@ -170,6 +170,22 @@ class Usage:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """What a sequence asks for with its room, besides a length."""
+
+    hit: PrefixHit | None = None  # of a new sequence: held at once
+    external_tokens: int = 0  # behind the hit: computed elsewhere, and brought by the caller
+    lookahead_tokens: int = 0  # for guesses: they get room, and do not count as the sequence's
+    # Refused, if it could not go on to so many with what is free now (an estimate where windows
+    # pass what others hold).
+    promised_tokens: int = 0
+    kept_bytes: int = 0  # refused, if less than these stayed free for others
+
+
+AS_IT_IS = Extension()
+
+
 # -- the two protocols --------------------------------------------------------------------------
 
 
@@ -269,28 +285,15 @@ class Accounting(Protocol):
         """
         ...
 
-    def try_extend(
-        self,
-        seq_id: int,
-        num_tokens: int,
-        *,
-        hit: PrefixHit | None = None,
-        external_tokens: int = 0,
-        lookahead_tokens: int = 0,
-        promised_tokens: int = 0,
-        kept_bytes: int = 0,
-    ) -> Verdict:
+    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
         """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none.
 
         It does nothing if there is room already. Else, at most once a step, all that the first new
         token reads stays readable: a window passes only what was behind it before. A refusal leaves
         usage, tables and changes as they were.
 
-        The tokens of a new sequence are, in this order: those of the ``hit``, which are held at
-        once; ``external_tokens``, which the caller will bring from outside; new ones; and
-        ``lookahead_tokens``, which get room without counting as the sequence's. It is refused too
-        if it could not go on to ``promised_tokens`` with what is free then (an estimate where
-        windows pass what others hold), or if less than ``kept_bytes`` stayed free for others.
+        The tokens of a new sequence are, in this order: those of the extension's ``hit``, its
+        external ones, and new ones.
         """
         ...
 

@@ -1,10 +1,9 @@
 """Several sequences in one step: their tokens side by side, and room for each of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.kv.allocation import Fits, Verdict
 from quire.kv.interface import Slots
 
 
@@ -29,13 +28,3 @@ def packed_ranges(
     first = np.fromiter(first_slots, np.int64)
     owners, positions = packed_positions(starts, stops)
     return first.reshape(-1, 1), first[owners] + positions
-
-
-def one_by_one(
-    try_extend: Callable[[int, int], Verdict], seq_ids: Sequence[int], num_tokens: Sequence[int]
-) -> int:
-    """``try_extend_each`` for a strategy in which sequences do not grow together."""
-    for count, pair in enumerate(zip(seq_ids, num_tokens, strict=True)):
-        if not isinstance(try_extend(*pair), Fits):
-            return count
-    return len(seq_ids)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.block_pools import Pools
+from quire.kv.block_pool import Pools
 from quire.kv.block_tables import BlockTables
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_index import NO_BLOCK, BlockKey, Extra, PrefixIndex, PrefixKeys

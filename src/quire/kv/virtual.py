@@ -7,21 +7,16 @@ window are given back while the sequence runs. (uzu calls this a sparse buffer.)
 Nothing is shared between sequences here: a fork copies. The form that shares is ``virtual_shared``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict, peak_bytes, verdict_on_length
-from quire.kv.block_pools import Ceiling
 from quire.kv.block_steps import check_window
-from quire.kv.interface import CacheConfig, Counts, Slots, Usage
-from quire.kv.layout import Stacking, page_tokens, range_slots, slot_bytes, stacking_of_ranges
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
+from quire.kv.layout import page_tokens, range_slots, slot_bytes
 from quire.kv.occupancy import Census, Piece, RangeCells
-from quire.kv.packing import one_by_one, packed_ranges
-from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
-from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.prefix_index import NO_KEYS, PrefixKeys
+from quire.kv.ranges import RangeAccounting
+from quire.kv.storage_ops import Commit, Copy, Release
 from quire.spec import FullAttention, Group, KeptWhole, LatentAttention
 from quire.units import align_down, align_up
 
@@ -35,19 +30,14 @@ class _Row:
     backed: list[range] = field(default_factory=list)  # a group: tokens with pages, page-aligned
 
 
-class VirtualAccounting:
+class VirtualAccounting(RangeAccounting):
     """``max_num_seqs`` ranges of ``max_model_len`` slots; bytes are counted in pages.
 
     A state is a range of one slot.
     """
 
-    shares_blocks = False
-    state_block_size = 0
-
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
-        self.groups = groups
-        self.ceiling = Ceiling(config.capacity_bytes)
-        self._config = config
+        super().__init__(groups, config)
         together = config.layers_per_page
         self._page_tokens = [page_tokens(group, config.page_bytes, together) for group in groups]
         self._slot_bytes = [slot_bytes(group, config.page_bytes, together) for group in groups]
@@ -62,7 +52,6 @@ class VirtualAccounting:
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._rows: dict[int, _Row] = {}
         self._committed_bytes = 0
-        self._changes: list[Change] = []
 
     @property
     def held_bytes(self) -> int:
@@ -70,11 +59,6 @@ class VirtualAccounting:
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
         return self._peaks[num_tokens]
-
-    def stacking(self, group: int) -> Stacking | None:
-        """How a group's layers lie together; None: head by head."""
-        config = self._config
-        return stacking_of_ranges(self.groups[group], config.page_bytes, config.layers_per_page)
 
     def num_slots(self, group: int) -> int:
         return self._config.max_num_seqs * self._row_slots[group]
@@ -101,53 +85,18 @@ class VirtualAccounting:
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
 
-    def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
-        return no_hit(len(token_ids), "strategy")
-
-    def next_block(
-        self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
-    ) -> tuple[BlockKey, int] | None:
-        return None
-
-    def mark_computed(
-        self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
-    ) -> None:
-        """Nothing is shared here, whatever it is."""
-
-    def keep_state(self, seq_id: int) -> bool:
-        return False
-
-    def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
-        wanted = min(capacity_bytes, self._config.most_bytes)
-        return self.ceiling.move(wanted, self._committed_bytes, for_now=for_now)
-
-    def reset_prefix_cache(self) -> bool:
-        return not self.usage().committed_bytes
-
-    def try_extend_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
-        return one_by_one(self.try_extend, seq_ids, num_tokens)
-
-    def try_extend(
-        self,
-        seq_id: int,
-        num_tokens: int,
-        *,
-        hit: PrefixHit | None = None,
-        external_tokens: int = 0,
-        lookahead_tokens: int = 0,
-        promised_tokens: int = 0,
-        kept_bytes: int = 0,
-    ) -> Verdict:
+    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
         held = self._rows[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > self._config.max_model_len:
             return self._never(num_tokens)
-        room = min(num_tokens + lookahead_tokens, self._config.max_model_len)
+        room = min(num_tokens + extension.lookahead_tokens, self._config.max_model_len)
+        promised_tokens, kept_bytes = extension.promised_tokens, extension.kept_bytes
         if not (promised_tokens or kept_bytes) and self._is_backed(held, room):
             held.num_tokens = num_tokens
             return FITS
-        backed = self._backed_for(held, held.num_tokens + external_tokens, room)
+        backed = self._backed_for(held, held.num_tokens + extension.external_tokens, room)
         if self._grown_bytes(self._nothing, backed) > self.ceiling.capacity_bytes:
             return self._never(num_tokens)
         if promised_tokens > room:
@@ -196,24 +145,9 @@ class VirtualAccounting:
     def num_tokens(self, seq_id: int) -> int:
         return self._rows[seq_id].num_tokens
 
-    def table(self, group: int, seq_id: int) -> Slots:
+    def first_slot(self, group: int, seq_id: int) -> int:
         held = self._rows[seq_id]
-        return np.array([self._first_slot(group, held)] if held.row >= 0 else [], np.int64)
-
-    def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        first = self._first_slot(group, self._rows[seq_id])
-        return np.arange(first + start, first + stop)
-
-    def packed(
-        self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
-    ) -> tuple[Slots, Slots]:
-        several = [self._rows[seq_id] for seq_id in seq_ids]
-        first = (self._first_slot(group, held) if held.row >= 0 else -1 for held in several)
-        return packed_ranges(first, starts, stops)
-
-    def drain(self) -> list[Change]:
-        changes, self._changes = self._changes, []
-        return changes
+        return self._first_slot(group, held) if held.row >= 0 else -1
 
     def usage(self) -> Usage:
         return Usage(

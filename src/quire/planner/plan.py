@@ -57,7 +57,7 @@ def pooled_shares(
     None for a strategy in which no two sequences share a granule.
     """
     accounting = build_accounting(strategy, spec, sizes)
-    if not isinstance(accounting, PagedAccounting):
+    if not isinstance(accounting, PagedAccounting) or sizes.shares_pages:
         return None
     groups = range(len(accounting.groups))
     block_bytes = [accounting.block_size(g) * accounting.slot_bytes(g) for g in groups]

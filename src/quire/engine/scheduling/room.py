@@ -13,7 +13,7 @@ from quire.engine.scheduling.snapshots import Snapshots
 from quire.engine.scheduling.swap import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
-from quire.kv import Accounting, Fits, Never, NotNow, PrefixHit, TokenIds
+from quire.kv import Accounting, Extension, Fits, Never, NotNow, PrefixHit, TokenIds
 from quire.units import format_count
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -100,10 +100,12 @@ class Room:
             verdict = self.accounting.try_extend(
                 sequence.seq_id,
                 num_tokens,
-                hit=attempt.hit,
-                external_tokens=attempt.num_restored,
-                promised_tokens=sequence.num_tokens if anew else 0,
-                kept_bytes=kept_bytes if anew else 0,
+                Extension(
+                    hit=attempt.hit,
+                    external_tokens=attempt.num_restored,
+                    promised_tokens=sequence.num_tokens if anew else 0,
+                    kept_bytes=kept_bytes if anew else 0,
+                ),
             )
             if isinstance(verdict, Fits):
                 return self._taken(sequence, attempt)

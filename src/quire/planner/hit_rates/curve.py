@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.kv import DEFAULT_POLICY, POLICIES, Fits
+from quire.kv import DEFAULT_POLICY, POLICIES, Extension, Fits
 from quire.kv.interface import CacheConfig
 from quire.kv.paged import PagedAccounting
 from quire.planner.hit_rates.optimum import Optimum
@@ -59,7 +59,7 @@ def core_hits(
         accounting.add(request)
         asked = np.append(chain, np.int32(own + request))
         hit = accounting.match_prefix(request, asked)
-        verdict = accounting.try_extend(request, len(chain), hit=hit)
+        verdict = accounting.try_extend(request, len(chain), Extension(hit=hit))
         assert isinstance(verdict, Fits), f"{len(chain)} of {num_blocks} blocks do not fit"
         if hit.num_tokens < len(chain):
             rest = chain[hit.num_tokens :]
