@@ -25,7 +25,7 @@ from gpu_engine import engine
 from gpu_growing import growing
 from gpu_memory import layouts, release, session
 from gpu_setting import Found, Setting
-from report import show
+from harness.report import show
 from rich.console import Console
 
 PARTS: Mapping[str, Callable[[Setting], Found]] = MappingProxyType(

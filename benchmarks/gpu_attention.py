@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from gpu_setting import GIB, MIB, Found, Setting, in_turns, median_ratio
-from report import Table
+from harness.report import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Found, Setting
-from report import Table
+from harness.report import Table
 
 NUM_REQUESTS = 64
 ROUNDS = 3

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from gpu_memory import QWEN3_4B, TINY, spec_of
 from gpu_setting import GIB, MIB, Found, Setting, median_ratio
-from report import Table
+from harness.report import Table
 
 from quire.strategies import (
     Accounting,

@@ -13,7 +13,7 @@ import torch
 from bench_cuda_memory import call_costs, is_seen_twice, sessions
 from cuda_layouts import Geometry
 from gpu_setting import GIB, MIB, Found, Setting, in_turns, median_ratio
-from report import Table
+from harness.report import Table
 from torch import Tensor
 
 from quire.attention import AttentionBackend, AttentionBatch

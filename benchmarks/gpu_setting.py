@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Table
+from harness.report import Table
 
 from quire.attention import AttentionBackend, ReferenceAttention, SdpaAttention
 from quire.memory.cuda import CudaMemory
