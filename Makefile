@@ -71,9 +71,12 @@ size: ## lines of each module, the longest first
 	  END { printf "%8d lines in %d modules\n", lines, NR - 1 }'
 
 bench: $(READY) ## run every benchmark and print its tables
-	@set -e; for file in benchmarks/bench_*.py; do \
-	  test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; exit 1; }; \
-	  echo "== $$file"; $(BIN)/python "$$file"; \
+	@set -e; for file in benchmarks/bench_*.py benchmarks/*/bench_*.py; do \
+	  case $$file in \
+	    benchmarks/bench_*) program=$$file ;; \
+	    *) program="-m $$(echo "$${file%.py}" | tr / .)" ;; \
+	  esac; \
+	  echo "== $$program"; $(BIN)/python $$program; \
 	done
 
 bench-gpu: $(if $(VENV),$(READY)) ## check and time all that runs on a GPU (parts: make bench-gpu ONLY=decode,prefill)

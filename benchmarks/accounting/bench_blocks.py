@@ -177,7 +177,7 @@ def failures(samples: Mapping[str, Samples]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A goal that an issue sets: at most this share of the peer's cost."""
+    """A goal: at most this share of the peer's cost."""
 
     key: str
     figures: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 Every policy that the core offers, LRU among them, and Belady's optimum beside. Hit rates are exact:
 neither noise nor repetition changes them. prefix_traces.py says what the traces are,
-eviction_replay.py what a request does.
+replay.py what a request does.
 """
 
 import json

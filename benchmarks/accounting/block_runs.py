@@ -1,9 +1,11 @@
 """How far a sequence's blocks lie side by side: the share of neighbours in block tables.
 
 Two blocks that stand one after the other in a table are *neighbours* if their ids do, too. A
-processor's prefetcher then goes on from one to the next. ``python -m benchmarks.accounting.block_runs`` plays
-two kinds of use and prints for each the share of neighbours, the mean length of a run, and what
-it cost: pages that storage has to commit for a block that is taken, and tokens found in the cache.
+processor's prefetcher then goes on from one to the next. Two kinds of use are played; for each the
+share of neighbours is printed, the mean length of a run, and what it cost: pages that storage has to
+commit for a block that is taken, and tokens found in the cache.
+
+    python -m benchmarks.accounting.block_runs
 
 ``together``  prompts of 100 to 900 tokens in a fresh pool, then 500 tokens each
 ``churn``     such sequences come and go, so that about so much of the pool is held; with caching

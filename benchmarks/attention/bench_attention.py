@@ -1,6 +1,6 @@
 """Attention over paged memory: against STREAM and torch.matmul, and side by side with vLLM's.
 
-Candidates of one case take turns in one process; quiet.py says which samples count. Bandwidth is
+Candidates of one case take turns in one process; harness/quiet.py says which count. Bandwidth is
 that of the keys and values that are read, once, and of nothing else.
 """
 

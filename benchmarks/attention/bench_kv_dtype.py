@@ -1,6 +1,6 @@
 """What keeping keys and values in fewer bits costs the demo model, in nats a token of unseen text.
 
-    python -m benchmarks.attention.bench_kv_dtype [--windows N] [--output benchmarks/RESULTS.md]
+    python -m benchmarks.attention.bench_kv_dtype [--windows N] [--output benchmarks/attention/README.md]
 
 The text is that of the model's card: fourteen modules of this Python's own library that it was not
 trained on, each token scored once, with 1,024 to 2,047 tokens before it. Every one of those is read

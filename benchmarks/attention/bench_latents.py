@@ -1,6 +1,6 @@
 """How one layer reads latents: absorbed, with its own long chunk expanded, all expanded each step.
 
-    python -m benchmarks.attention.bench_latents [--dtype float32] [--heads N] [--rounds N] [--claims]
+    python -m benchmarks.attention.bench_latents [--dtype float32] [--heads N] [--claims]
 
 The head sizes are those of DeepSeek-V3 (latent 512, rotary key 64, key 128, value 128). The three
 take turns over the same paged cache; "gathered" is what a model gets whose projection cannot be

@@ -1,9 +1,9 @@
 """Linear layers of few rows: weights read against STREAM, and side by side with torch.
 
-    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--output benchmarks/RESULTS.md]
+    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--output benchmarks/engine/README.md]
 
 Every call reads other weights than the one before, as many as no cache holds, as a step does that
-goes through a model's layers. Candidates take turns (quiet.py); "ours, again" is the same call once
+goes through a model's layers. Candidates take turns (harness/quiet.py); "ours, again" is the same call once
 more, which shows the run's noise. Bandwidth is that of the weights alone, read once.
 """
 

@@ -1,9 +1,9 @@
-"""How much of a KV pool holds tokens, on lengths as they are met in production: seed 4's table.
+"""How much of a KV pool holds tokens, at production's lengths: what Kwon et al. (2023) tabulate.
 
 Real lengths go through the real scheduler twice: unscaled, through the accounting of a model that
-is not loaded (utilization_replay.py); and a seventh of them through the engine with the demo model
-(utilization_demo.py), where the operating system is asked too. utilization_waste.py says what is
-used and what is wasted, length_trace.py where the lengths come from.
+is not loaded (utilization/replay.py); and a seventh of them through the engine with the demo model
+(utilization/demo.py), where the operating system is asked too. utilization/waste.py says what is
+used and what is wasted, utilization/lengths.py where the lengths come from.
 """
 
 import json
@@ -168,11 +168,11 @@ def claims(replays: Replays, runs: DemoRuns) -> Iterable[dict[str, Any]]:
         naive_external = max(m.bytes.external / m.bytes.capacity for m in naive)
         yield _claim(text, external, naive_external, "0", holds=external == 0)
     all_naive = [moment.bytes.utilization for moment in naive]
-    text = f"unscaled, {NAIVE}: share of held bytes that is used, as in seed 4"
+    text = f"unscaled, {NAIVE}: share of held bytes that is used, as in Kwon et al. (2023)"
     yield _claim(text, best, min(all_naive), "0.20 … 0.38", holds=_within(all_naive, 0.20, 0.38))
     ours = [one.mean.num_sequences for one in replays["paged"]]
     ratios = [a / b.num_sequences for a, b in zip(ours, naive, strict=True)]
-    text = f"unscaled, paged: sequences at once, against {NAIVE} (seed 4: roughly 3 x)"
+    text = f"unscaled, paged: sequences at once, against {NAIVE} (expected: roughly 3 x)"
     yield _claim(text, min(ours), min(m.num_sequences for m in naive), ">= 3 x",
                  holds=min(ratios) >= 3, ratio=min(ratios))  # fmt: skip
     text = "scaled: our counter of committed bytes against the system's, the furthest look"
@@ -231,7 +231,7 @@ def main(
     if traces is None:
         if with_claims or output:
             raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print("SKIPPED: nothing is measured without --traces FOLDER; length_trace.py names it.")
+        print("SKIPPED: nothing is measured without --traces FOLDER; utilization/lengths.py names it.")
         return
     try:
         requests = azure(traces)

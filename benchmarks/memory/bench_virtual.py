@@ -1,6 +1,6 @@
 """``virtual``: what its two layouts cost a reader, what sharing saves, and what its calls take.
 
-Candidates take turns in one process; quiet.py says which samples count. "Unmodified" is torch's
+Candidates take turns in one process; harness/quiet.py says which count. "Unmodified" is torch's
 scaled_dot_product_attention on the window as it lies. Bytes and mappings are the system's figures.
 """
 

@@ -1,7 +1,7 @@
 """What the planner says, against what is known and against a peer: hit rates of prefix caches; and
 how fast it simulates.
 
-planner_hit_rates.py and planner_speed.py say what is run; planner_real.py, against a real engine,
+hit_rates.py and speed.py say what is run; real.py, against a real engine,
 takes long and is run by itself. The traces are not part of this repository; docs/reference/
 traces.md says where they are from.
 """

@@ -1,6 +1,6 @@
 """One answer to how much of a trace a cache finds, as a process of its own: what is timed.
 
-    python -m benchmarks.planner.hit_rate_worker TRACE BLOCKS,BLOCKS,… POLICY,POLICY,… WARMUP_FRACTION
+    python -m benchmarks.planner.hit_rate_worker TRACE BLOCKS,… POLICY,… WARMUP_FRACTION
 
 Prints a JSON object: tokens found, by policy in order of size; by a cache without end; all tokens.
 """
