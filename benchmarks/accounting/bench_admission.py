@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accounting.loads import Outcome, play, ten_loads
+from benchmarks.harness.report import WithClaims
 from quire.engine.scheduling.costs import Costs
 from quire.planner.simulation.costs import FittedCosts, RooflineCosts, StepCosts
 from quire.planner.simulation.virtual import prices_of
@@ -66,9 +67,7 @@ def played(case: tuple[int, str, str, int, float]) -> Outcome:
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     seed: Annotated[int, typer.Option(help="Of the lengths.")] = 1,
     scale: Annotated[float, typer.Option(help="Of the number of requests.")] = 1.0,
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,

@@ -5,8 +5,6 @@ workers.py says what each case does and what its figures enclose.
 """
 
 import json
-import sys
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,10 +26,8 @@ from benchmarks.accounting.workers import (
     compare,
     run,
 )
-from benchmarks.harness import os_memory
 from benchmarks.harness.peers import PeerUnavailable
-from benchmarks.harness.report import Table, markdown, replace_section, show
-from quire.units import format_seconds
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 
 TITLES = {
     "A": "A. Taking and freeing blocks of a pool of 65,536, ns a block",
@@ -279,12 +275,8 @@ def main(  # noqa: PLR0913 - each is a flag
     quick: Annotated[
         bool, typer.Option("--quick", help="Two pairs of only what the claims need.")
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
     letters: Annotated[
         str, typer.Option("--cases", help="Letters of the tables to run.")
     ] = "".join(TITLES),
@@ -303,8 +295,8 @@ def main(  # noqa: PLR0913 - each is a flag
     and installed in an environment of its own on first use, about 200 MB and a minute. Where that
     fails, ours runs alone, and says so.
     """
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
+    own = Run("accounting.bench_blocks", width=180)
+    aside = own.aside
     if only_set_up:
         try:
             vllm_environment.python(peer_env, say=partial(aside.print, markup=False))
@@ -324,19 +316,15 @@ def main(  # noqa: PLR0913 - each is a flag
         samples_file.write_text(json.dumps({key: _plain(some) for key, some in samples.items()}))
     flags = " --quick" * quick + f" --cases {letters}" * (set(letters) != set(TITLES))
     flags += " --no-peer" * (not with_peer) + f" --pairs {pairs}" * (pairs != 5 and not quick)
-    setting = (
-        f"`python -m benchmarks.accounting.bench_blocks{flags}`, {pairs} pairs, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, {ours.name} {ours.version}, "
-        f"{f'{peer.name} {peer.version}' if peer else 'no peer'}."
+    theirs = f"{peer.name} {peer.version}" if peer else "no peer"
+    also = (f"{ours.name} {ours.version}, {theirs}", f"{pairs} pairs")
+    own.end(
+        tables(chosen, samples, theirs if peer else "peer"),
+        own.setting(flags, also=also),
+        notes=notes,
+        claims=claims(samples) if with_claims else (),
+        output=output,
     )
-    shown = tables(chosen, samples, f"{peer.name} {peer.version}" if peer else "peer")
-    show(shown, [setting, *notes], console)
-    if output:
-        replace_section(output, "bench_blocks", markdown(shown, notes, setting))
-    if with_claims:
-        for claim in claims(samples):
-            print(json.dumps(claim))
 
 
 def _start(

@@ -5,8 +5,6 @@ neither noise nor repetition changes them. prefix_traces.py says what the traces
 replay.py what a request does.
 """
 
-import json
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,8 +23,7 @@ from benchmarks.accounting.prefix_traces import (
     mooncake,
 )
 from benchmarks.accounting.replay import OnRequest, Replay, infinite, optimum, prompts, replay
-from benchmarks.harness import os_memory
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from quire.blocks import DEFAULT_POLICY, POLICIES
 from quire.planner.hit_rates.optimum import Optimum
 from quire.units import format_seconds
@@ -196,12 +193,8 @@ def main(
         "1,4,16,50"
     ),
     policies: Annotated[str, typer.Option(help="Policies to run beside LRU.")] = ",".join(POLICIES),
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
 ) -> None:
     """Hit rates of every eviction policy on real traces, against LRU and Belady's optimum.
 
@@ -213,28 +206,22 @@ def main(
             raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
         print("SKIPPED: nothing is measured without --traces FOLDER; prefix_traces.py names them.")
         return
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
+    run = Run("accounting.bench_eviction", width=180)
     names = list(dict.fromkeys([LRU, *_known(policies)]))
     if with_claims and DEFAULT_POLICY not in names:
         raise typer.BadParameter(f"--claims is about {DEFAULT_POLICY}, which --policies leaves out")
-    read, said = _read(traces, kv_tester_path, hours, seed, aside)
+    read, said = _read(traces, kv_tester_path, hours, seed, run.aside)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=aside) as progress:
+    with Progress(*columns, TimeElapsedColumn(), console=run.aside) as progress:
         every = [measure(trace, names, _numbers(sizes), progress) for trace in read]
     flags = _flags(kv_tester_path is not None, hours, seed, sizes, policies)
-    setting = (
-        f"`python -m benchmarks.accounting.bench_eviction --traces …{flags}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}."
+    run.end(
+        [table(found) for found in every],
+        run.setting(f" --traces …{flags}"),
+        notes=[*said, *notes(every)],
+        claims=claims(every, DEFAULT_POLICY) if with_claims else (),
+        output=output,
     )
-    shown, said = [table(found) for found in every], [*said, *notes(every)]
-    show(shown, [setting, *said], console)
-    if output:
-        replace_section(output, "bench_eviction", markdown(shown, said, setting))
-    if with_claims:
-        for claim in claims(every, DEFAULT_POLICY):
-            print(json.dumps(claim))
 
 
 def _read(

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accounting.loads import TOKEN_BYTES, Job, Load, Outcome, play
+from benchmarks.harness.report import WithClaims
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.sequence import Sequence
@@ -163,9 +164,7 @@ def claims(load: Load, caching: bool, found: dict[str, Outcome]) -> list[dict[st
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     seed: Annotated[int, typer.Option(help="Of the lengths of the second load.")] = 1,
 ) -> None:
     """Print how much is computed twice, and how long it takes."""

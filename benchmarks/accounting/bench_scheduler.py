@@ -4,20 +4,15 @@ No model and no tensor: the real scheduler over the paged accounting. Times are 
 that other programs disturb them less.
 """
 
-import json
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from time import process_time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from benchmarks.harness import os_memory
 from benchmarks.harness.quiet import no_collection
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from quire.engine.params import SamplingParams
 from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
@@ -134,15 +129,12 @@ def burst(count: int, num_shared: int, num_own: int) -> tuple[int, int]:
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Microseconds a newcomer, plans beside those that wait, and tokens of equal prefixes."""
+    run = Run("accounting.bench_scheduler", width=150)
     with no_collection():
         newcomers = {n: newcomer_us(n, rounds) for n in RUNNING}
         ratios = {n: waiting_ratio(n, rounds) for n in RUNNING[:2]}
@@ -161,24 +153,31 @@ def main(
         ("C. Equal prefixes", ("burst", "computed", "distinct", "steps"), of_bursts),
     )
     shown = [Table(title=title, columns=names, rows=rows) for title, names, rows in tables]
-    setting = f"`python -m benchmarks.accounting.bench_scheduler`, {rounds} rounds; {os_memory.machine()}."
-    show(shown, [setting], Console(width=None if sys.stdout.isatty() else 150))
-    if output:
-        replace_section(output, "bench_scheduler", markdown(shown, [], setting))
-    if with_claims:
-        least, most = median(newcomers[RUNNING[0]]), median(newcomers[RUNNING[-1]])
-        worst = max(median(several) for several in ratios.values())
-        tokens = max(total / _distinct(*sizes) for sizes, (total, _) in bursts.items())
-        for name, ours, peer, unit, goal in (
-            ("a newcomer beside 256", least, None, "µs", GOAL_US),
-            ("a newcomer beside 16,384, by one beside 256", most, least, "µs", GOAL_GROWTH),
-            ("a plan with 1,000 waiting, by one with none", worst, None, "×", GOAL_WAITING),
-            ("tokens computed in a burst, by distinct ones", tokens, None, "×", GOAL_TOKENS),
-        ):
-            value = ours if peer is None else ours / peer
-            claim: dict[str, Any] = {"claim": name, "ours": ours, "peer": peer, "unit": unit}
-            claim |= {"ratio": value, "goal": f"≤ {goal}", "holds": value <= goal}
-            print(json.dumps(claim, ensure_ascii=False))
+    run.end(
+        shown,
+        run.setting("", also=[f"{rounds} rounds"]),
+        claims=_claims(newcomers, ratios, bursts) if with_claims else (),
+        output=output,
+    )
+
+
+def _claims(
+    newcomers: dict[int, list[float]],
+    ratios: dict[int, list[float]],
+    bursts: dict[tuple[int, int, int], tuple[int, int]],
+) -> Iterable[dict[str, Any]]:
+    least, most = median(newcomers[RUNNING[0]]), median(newcomers[RUNNING[-1]])
+    worst = max(median(several) for several in ratios.values())
+    tokens = max(total / _distinct(*sizes) for sizes, (total, _) in bursts.items())
+    for name, ours, peer, unit, goal in (
+        ("a newcomer beside 256", least, None, "µs", GOAL_US),
+        ("a newcomer beside 16,384, by one beside 256", most, least, "µs", GOAL_GROWTH),
+        ("a plan with 1,000 waiting, by one with none", worst, None, "×", GOAL_WAITING),
+        ("tokens computed in a burst, by distinct ones", tokens, None, "×", GOAL_TOKENS),
+    ):
+        value = ours if peer is None else ours / peer
+        claim: dict[str, Any] = {"claim": name, "ours": ours, "peer": peer, "unit": unit}
+        yield claim | {"ratio": value, "goal": f"≤ {goal}", "holds": value <= goal}
 
 
 def _distinct(count: int, num_shared: int, num_own: int) -> int:

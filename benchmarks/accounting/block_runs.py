@@ -1,8 +1,8 @@
 """How far a sequence's blocks lie side by side: the share of neighbours in block tables.
 
 Two blocks that stand one after the other in a table are *neighbours* if their ids do, too. A
-processor's prefetcher then goes on from one to the next. Two kinds of use are played; for each the
-share of neighbours is printed, the mean length of a run, and what it cost: pages that storage has to
+processor's prefetcher then goes on from one to the next. Two kinds of use are played. Printed are for
+each the share of neighbours, the mean length of a run, and what it cost: pages that storage has to
 commit for a block that is taken, and tokens found in the cache.
 
     python -m benchmarks.accounting.block_runs
@@ -177,7 +177,8 @@ def main(
             use.blocks.check()
             label = f"churn, {held:.0%} held, caching {'on' if caching else 'off'}"
             rows.append(row(label, addresses, use))
-    setting = f"`python -m benchmarks.accounting.block_runs --steps {steps} --granule {granule} --seed {seed}`"
+    flags = f"--steps {steps} --granule {granule} --seed {seed}"
+    setting = f"`python -m benchmarks.accounting.block_runs {flags}`"
     table = Table(title="Neighbours in block tables", columns=COLUMNS, rows=rows)
     print(markdown([table], [], setting))
 

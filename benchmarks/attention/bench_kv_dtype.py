@@ -1,6 +1,6 @@
 """What keeping keys and values in fewer bits costs the demo model, in nats a token of unseen text.
 
-    python -m benchmarks.attention.bench_kv_dtype [--windows N] [--output benchmarks/attention/README.md]
+    python -m benchmarks.attention.bench_kv_dtype [--windows N] [--output FILE]
 
 The text is that of the model's card: fourteen modules of this Python's own library that it was not
 trained on, each token scored once, with 1,024 to 2,047 tokens before it. Every one of those is read
@@ -12,23 +12,18 @@ what is kept in another dtype than the queries' is attended to in float32.
 
 import math
 import statistics
-import sys
 import sysconfig
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import transformers
 import typer
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.harness import os_memory
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table
 from quire.attention import SdpaAttention, make_batch
 from quire.config import KV_CACHE_DTYPES
 from quire.memory import HostMemory
@@ -36,7 +31,6 @@ from quire.models.loader import LoadedModel, load
 from quire.models.ways.hooks import make_step
 from quire.models.ways.packed import PackedModel
 from quire.strategies import CacheConfig, Fits, build_accounting, build_storage
-from quire.units import format_seconds
 
 # As in tools/demo_model_data.py: what the model has not seen, and how it is scored.
 HELD_OUT = (
@@ -157,33 +151,24 @@ def main(
         int,
         typer.Option("--windows", min=1, help="Of all 111, evenly; each is about three seconds."),
     ] = 40,
-    output: Annotated[
-        Path | None, typer.Option(help="Put the table into this file, between its markers.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """The loss of the demo model on unseen text, with keys and values in each dtype."""
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 140), Console(stderr=True)
+    run = Run("attention.bench_kv_dtype", width=140)
     loaded = load(None)
     ids = held_out_ids(loaded.tokenizer)
     every = windows(len(ids), limit)
     kept = {name: Kept(loaded, name) for name in DTYPES}
-    for begin, first, stop in track(every, "windows", console=aside):
+    for begin, first, stop in track(every, "windows", console=run.aside):
         for own in kept.values():
             own.score(ids[begin:stop], first - begin)
     scored = {name: own.scored for name, own in kept.items()}
     num_scored = sum(map(len, scored["auto"].losses))
-    found = table(scored)
-    command = f"python -m benchmarks.attention.bench_kv_dtype --windows {limit}"
-    setting = (
-        f"`{command}`, {format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; no seed: nothing is drawn. The demo model in "
-        f"{loaded.dtype}, paged, {num_scored:,} tokens in {len(every)} windows."
-    )
-    show([found], [setting], console)
-    if output:
-        replace_section(output, "bench_kv_dtype", markdown([found], [], setting))
+    what = f"the demo model in {loaded.dtype}, paged, {num_scored:,} tokens in {len(every)} windows"
+    packages = ("torch", "transformers")
+    also = ("no seed: nothing is drawn", what)
+    setting = run.setting(f" --windows {limit}", packages=packages, also=also)
+    run.end([table(scored)], setting, output=output)
 
 
 if __name__ == "__main__":

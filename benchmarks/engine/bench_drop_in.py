@@ -6,29 +6,22 @@ figure is the median of the ratios of steps; ``dynamic again`` shows the noise o
 """
 
 import gc
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import quire
-from benchmarks.harness import os_memory
 from benchmarks.harness.attending import threads
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from quire.strategies import STRATEGIES
-from quire.units import format_seconds
 
 PEER, AGAIN = "dynamic", "dynamic again"
 # (rows, context, tokens of padding before each second row)
@@ -148,17 +141,13 @@ def quartiles(ratios: Sequence[float]) -> str:
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds, no long context.")] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
     rounds: Annotated[int, typer.Option(help="Steps over each cache in each case.")] = 40,
     seed: Annotated[int, typer.Option(help="Of weights, contexts and tokens.")] = 0,
 ) -> None:
     """Decode steps over every strategy beside `DynamicCache`. One thread, 5 GiB, three minutes."""
-    begun = time.monotonic()
+    run = Run("engine.bench_drop_in", width=170)
     cases = tuple(case for case in CASES if case[1] < 1_000) if quick else CASES
     num_rounds = 8 if quick else rounds
     steps, starts = [], []
@@ -213,23 +202,18 @@ def main(
         Table(title="To make a cache", columns=("cache", "time"), rows=starts),
     ]
     flags = " --quick" * quick + f" --rounds {rounds}" * (rounds != 40)
-    setting = (
-        f"`python -m benchmarks.engine.bench_drop_in{flags} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {version('torch')}, transformers "
-        f"{version('transformers')}; load average at the end {os.getloadavg()[0]:.1f}."
-    )
     notes = [
         f"A Qwen3 of {model.num_parameters() / 1e6:.0f} million parameters in bfloat16, 14 layers, "
         f"5 KV heads of 128, 10 query heads; one thread; medians, least and greatest of a step.",
     ]
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    show(tables, [setting, *notes], console)
-    if output:
-        replace_section(output, "bench_drop_in", markdown(tables, notes, setting))
-    if with_claims:
-        for claim in claims:
-            print(json.dumps(claim))
+    load = f"load average at the end {os.getloadavg()[0]:.1f}"
+    run.end(
+        tables,
+        run.setting(f"{flags} --seed {seed}", packages=["torch", "transformers"], also=[load]),
+        notes=notes,
+        claims=claims if with_claims else (),
+        output=output,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from benchmarks.engine.model import make
 from benchmarks.engine.peers import PEERS, set_up
@@ -25,10 +24,8 @@ from benchmarks.engine.rounds import Rounds
 from benchmarks.engine.samples import OURS, Samples
 from benchmarks.engine.worker import NUM_THREADS
 from benchmarks.engine.workloads import SEED, WORKLOADS
-from benchmarks.harness import os_memory
 from benchmarks.harness.peers import HOME
-from benchmarks.harness.report import markdown, replace_section, show
-from quire.units import format_seconds
+from benchmarks.harness.report import Output, Run, WithClaims
 
 ROUNDS, MINUTES = 3, 18.0
 
@@ -40,9 +37,7 @@ def main(  # noqa: PLR0913 - each is a flag
     only_set_up: Annotated[
         bool, typer.Option("--setup", help="Make the model and the peers' environments; no more.")
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     with_idle: Annotated[
         bool, typer.Option("--idle", help="Memory after 30 s without work, too.")
     ] = False,
@@ -60,9 +55,7 @@ def main(  # noqa: PLR0913 - each is a flag
     resume: Annotated[
         Path | None, typer.Option(help="File of samples; those that it has are not taken again.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    output: Output = None,
     home: Annotated[Path, typer.Option(help="Folder of the model and the peers.")] = HOME,
 ) -> None:
     """Output tokens a second of 16 and 32 mixed requests, one stream's decode, prefill, memory.
@@ -70,13 +63,9 @@ def main(  # noqa: PLR0913 - each is a flag
     All engines but those that are known to be far behind are in memory together: about 18 GiB. The
     others do one round of the shorter workloads afterwards, one by one.
     """
-    begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worker outlives us
-    console, aside = Console(width=None if sys.stdout.isatty() else 210), Console(stderr=True)
-
-    def say(line: str) -> None:
-        spent = format_seconds(time.monotonic() - begun)
-        aside.print(f"{spent:>8}  {line}", markup=False, highlight=False)
+    run = Run("engine.bench_engine", width=210)
+    say = run.say
 
     model = make(home.resolve() / "model")
     wanted = _names(peers, PEERS, "--peers")
@@ -89,13 +78,13 @@ def main(  # noqa: PLR0913 - each is a flag
         samples.add("refused", name, reason=reason)
     logs = Path(tempfile.mkdtemp(prefix="engine-logs-"))
     say(f"What the engines write goes to {logs}")
-    measuring = time.monotonic()
+    run.begun_s = time.monotonic()  # what was set up is not counted
     Rounds(samples=samples, model=model, home=home.resolve(), logs=logs, say=say).run(
         ready,
         _names(workloads, WORKLOADS, "--workloads"),
         num_rounds=num_rounds,
         idle=with_idle,
-        end=measuring + 60 * minutes,
+        end=run.begun_s + 60 * minutes,
     )
     if with_profile and OURS not in samples.of("profile"):
         say("Profile of a step")
@@ -103,17 +92,13 @@ def main(  # noqa: PLR0913 - each is a flag
     flags = " --idle" * with_idle + " --profile" * with_profile
     flags += f" --rounds {num_rounds}" * (num_rounds != ROUNDS)
     flags += f" --peers {peers}" * (wanted != list(PEERS))
-    setting = (
-        f"`python -m benchmarks.engine.bench_engine{flags}`, seed {SEED}, "
-        f"{format_seconds(time.monotonic() - measuring)}; {os_memory.machine()}."
+    run.end(
+        tables(samples),
+        run.setting(flags, also=[f"seed {SEED}"]),
+        notes=notes(samples),
+        claims=claims(samples) if with_claims else (),
+        output=output,
     )
-    show(tables(samples), [setting, *notes(samples)], console)
-    if output:
-        text = markdown(tables(samples), notes(samples), setting)
-        replace_section(output, "bench_engine", text)
-    if with_claims:
-        for claim in claims(samples):
-            print(json.dumps(claim, ensure_ascii=False))
 
 
 def _profile_apart(model: Path) -> dict[str, Any]:

@@ -1,35 +1,30 @@
 """Linear layers of few rows: weights read against STREAM, and side by side with torch.
 
-    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--output benchmarks/engine/README.md]
+    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--output FILE]
 
 Every call reads other weights than the one before, as many as no cache holds, as a step does that
-goes through a model's layers. Candidates take turns (harness/quiet.py); "ours, again" is the same call once
-more, which shows the run's noise. Bandwidth is that of the weights alone, read once.
+goes through a model's layers. Candidates take turns (harness/quiet.py); "ours, again" is the same
+call once more, which shows the run's noise. Bandwidth is that of the weights alone, read once.
 """
 
-import json
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import os_memory
 from benchmarks.harness.quiet import Call, Timing, take_turns, times_as_fast
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from benchmarks.harness.roofline import STREAMS, Stream, last_cache_bytes, matmul
 from quire.config import kernel_dir
 from quire.layers.cpu import CpuLinear
-from quire.units import format_bytes, format_seconds
+from quire.units import format_bytes
 
 # Of the 0.45 B model: hidden 1,024, 16 query and 8 key-value heads of 128, ffn 3,072.
 HIDDEN, FFN, QKV, VOCABULARY = 1024, 3072, (2048, 1024, 1024), 8192
@@ -255,39 +250,25 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Three rounds of 1 and 32 rows, bfloat16 only.")
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Put the tables into this file, between its markers.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
 ) -> None:
     """How fast linear layers of few rows read their weights: ours, torch's, and STREAM."""
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 170), Console(stderr=True)
+    run = Run("engine.bench_linear", width=170)
     torch.manual_seed(seed)
     num_rounds = QUICK_ROUNDS if quick else ROUNDS
     nbytes = min(2 * max(last_cache_bytes(), 2**26), os_memory.available_bytes() // 12)
-
-    def say(line: str) -> None:
-        aside.print(f"{format_seconds(time.monotonic() - begun):>8}  {line}", highlight=False)
 
     with torch.inference_mode():
         read = Stream(nbytes)
         cases = []
         for name in DTYPES[:1] if quick else DTYPES:
             rows = QUICK_ROWS if quick else ROWS
-            cases += few_rows(getattr(torch, name), rows, num_rounds, read, say)
+            cases += few_rows(getattr(torch, name), rows, num_rounds, read, run.say)
         shown = [table(cases)] if quick else [table(cases), many_rows(num_rounds)]
     best_s = min(case.timings[STREAM].best_s for case in cases)
     flags = " --quick" * quick
-    setting = (
-        f"`python -m benchmarks.engine.bench_linear{flags} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads."
-    )
     notes = [
         f"STREAM is torch.sum over {format_bytes(read.nbytes)}, in turn with the others; "
         f"its best was {read.nbytes / best_s / 1e9:.1f} GB/s.",
@@ -295,12 +276,14 @@ def main(
         "least and the greatest; * where too few samples were clean. Between two readings of the "
         f"same weights lie {format_bytes(read.nbytes)} of others.",
     ]
-    show(shown, [setting, *notes], console)
-    if output:
-        replace_section(output, "bench_linear", markdown(shown, notes, setting))
-    if with_claims:
-        for claim in claims(cases):
-            print(json.dumps(claim, ensure_ascii=False))
+    threads = f"{torch.get_num_threads()} threads"
+    run.end(
+        shown,
+        run.setting(f"{flags} --seed {seed}", packages=["torch"], also=[threads]),
+        notes=notes,
+        claims=claims(cases) if with_claims else (),
+        output=output,
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.harness.quiet import Call, Timing, take_turns, times_as_fast
-from benchmarks.harness.report import Table, show
+from benchmarks.harness.report import Table, WithClaims, show
 from quire import SamplingParams
 from quire.engine.plan import Draw, StepPlan
 from quire.engine.sampling import Sampler
@@ -133,9 +133,7 @@ def claims(cases: Sequence[Case], ours: str, peer: str) -> Iterator[dict[str, An
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     device: Annotated[str, typer.Option(help="auto: cuda if there is one, else cpu.")] = "auto",
     rounds: Annotated[int, typer.Option(help="Samples of each candidate.")] = 7,
     rows: Annotated[

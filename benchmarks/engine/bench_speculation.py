@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.quiet import no_collection
+from benchmarks.harness.report import WithClaims
 from quire import LLM, SamplingParams
 from quire.models.loader import load
 
@@ -32,9 +33,7 @@ CODE = '''def read_config(path):
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     rounds: Annotated[int, typer.Option(help="Pairs of each case.")] = 7,
     max_tokens: Annotated[int, typer.Option(help="Tokens that each prompt is continued by.")] = 96,
 ) -> None:

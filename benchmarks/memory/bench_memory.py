@@ -8,23 +8,20 @@ where the samples differ.
 import json
 import subprocess
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness import os_memory
-from benchmarks.harness.report import markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, WithClaims
 from benchmarks.memory.cases import Scenario
 from benchmarks.memory.report import Sample, Samples, claims, extrapolated, tables
-from quire.units import format_bytes, format_seconds
+from quire.units import format_bytes
 
 ALL_CASES = "ABCEF"  # D is measured with A and B
 SPARE_BYTES = 4 * 2**30  # left to the rest of the machine
@@ -195,15 +192,11 @@ def main(
             "--quick", help="One run of what the claims need, contiguous with 4,096 tokens."
         ),
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     cases: Annotated[
         str, typer.Option(help="Letters of the cases to run, as the tables are lettered.")
     ] = ALL_CASES,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    output: Output = None,
     samples_file: Annotated[
         Path | None, typer.Option("--samples", help="Write every sample's figures as JSON.")
     ] = None,
@@ -218,9 +211,9 @@ def main(
     machine has no room for is skipped aloud. The whole takes a quarter of an hour on
     two busy cores, --quick about a minute there.
     """
-    begun = time.monotonic()
+    run = Run("memory.bench_memory", width=200)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with Progress(*columns, TimeElapsedColumn(), console=run.aside) as progress:
         chosen = [one for one in experiments(quick=quick) if one.scenario.case in cases]
         if not chosen:
             raise typer.BadParameter(f"--cases {cases}: none of them is run; choose of {ALL_CASES}")
@@ -228,25 +221,22 @@ def main(
     if samples_file:
         samples_file.write_text(json.dumps(samples))
     flags = " --quick" * quick + f" --cases {cases}" * (cases != ALL_CASES)
-    setting = (
-        f"`python -m benchmarks.memory.bench_memory{flags} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"transformers {version('transformers')}; one thread a child."
+    packages = ("torch", "transformers")
+    run.end(
+        tables(samples),
+        run.setting(f"{flags} --seed {seed}", packages=packages, also=["one thread a child"]),
+        notes=extrapolated(samples) + skipped,
+        claims=_claims(samples) if with_claims else (),
+        output=output,
     )
-    notes = extrapolated(samples) + skipped
-    shown = tables(samples)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    show(shown, [setting, *notes], console)
-    if output:
-        replace_section(output, "bench_memory", markdown(shown, notes, setting))
-    if with_claims:
-        try:
-            made = claims(samples)
-        except ValueError as error:
-            raise typer.BadParameter(f"--claims: {error}") from error
-        for claim in made:
-            print(json.dumps(claim))
+
+
+def _claims(samples: Samples) -> Iterator[dict[str, Any]]:
+    """When all else has been shown: what a run of few cases lacks is an error only then."""
+    try:
+        yield from claims(samples)
+    except ValueError as error:
+        raise typer.BadParameter(f"--claims: {error}") from error
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ is not loaded (utilization/replay.py); and a seventh of them through the engine 
 used and what is wasted, utilization/lengths.py where the lengths come from.
 """
 
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -18,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import os_memory
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from benchmarks.memory.utilization.demo import CAPACITY_BYTES, DEMO_SYSTEMS, DIVISOR, DemoRun, run
 from benchmarks.memory.utilization.lengths import Lengths, TraceUnavailable, azure
 from benchmarks.memory.utilization.replay import (
@@ -32,7 +28,7 @@ from benchmarks.memory.utilization.replay import (
 )
 from benchmarks.memory.utilization.waste import Bytes, Moment, mean
 from quire.models.loader import load
-from quire.units import format_bytes, format_seconds
+from quire.units import format_bytes
 
 GIB = 2**30
 UNSCALED_CAPACITY = 24 * GIB
@@ -216,12 +212,8 @@ def main(
         int, typer.Option("--scaled-requests", help="Scaled: requests, from all over.", min=96)
     ] = 128,
     seed: Annotated[int, typer.Option(help="Scaled: of the prompts' tokens.")] = 0,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
 ) -> None:
     """KV utilization of every strategy on Azure's lengths, with each kind of waste apart.
 
@@ -231,30 +223,26 @@ def main(
     if traces is None:
         if with_claims or output:
             raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print("SKIPPED: nothing is measured without --traces FOLDER; utilization/lengths.py names it.")
+        print(
+            "SKIPPED: nothing is measured without --traces FOLDER; utilization/lengths.py names it."
+        )
         return
     try:
         requests = azure(traces)
     except TraceUnavailable as error:
         raise typer.BadParameter(f"--traces: {error}") from error
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
-    replays = replay_all(list(samples(requests, num_samples, num_requests)), aside)
+    bench = Run("memory.bench_utilization", width=180)
+    replays = replay_all(list(samples(requests, num_samples, num_requests)), bench.aside)
     spaced = [lengths.scaled(DIVISOR) for lengths in requests[:: len(requests) // num_scaled]]
-    runs = run_all(spaced[:num_scaled], seed, aside)
-    setting = (
-        f"`python -m benchmarks.memory.bench_utilization --traces … --samples {num_samples} --requests "
-        f"{num_requests} --scaled-requests {num_scaled} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}."
+    runs = run_all(spaced[:num_scaled], seed, bench.aside)
+    flags = f" --traces … --samples {num_samples} --requests {num_requests}"
+    bench.end(
+        tables(replays, runs),
+        bench.setting(f"{flags} --scaled-requests {num_scaled} --seed {seed}"),
+        notes=notes(replays, runs, num_requests, num_scaled),
+        claims=claims(replays, runs) if with_claims else (),
+        output=output,
     )
-    shown, said = tables(replays, runs), list(notes(replays, runs, num_requests, num_scaled))
-    show(shown, [setting, *said], console)
-    if output:
-        replace_section(output, "bench_utilization", markdown(shown, said, setting))
-    if with_claims:
-        for claim in claims(replays, runs):
-            print(json.dumps(claim, ensure_ascii=False))
 
 
 if __name__ == "__main__":

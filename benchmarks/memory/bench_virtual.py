@@ -5,26 +5,18 @@ scaled_dot_product_attention on the window as it lies. Bytes and mappings are th
 """
 
 import gc
-import json
 import os
-import sys
-import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
-from benchmarks.harness import os_memory
 from benchmarks.harness.attending import make_backend, threads
-from benchmarks.harness.report import markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, WithClaims
 from benchmarks.memory.virtual import costs, layout, sharing
 from benchmarks.memory.virtual import report as shown
 from benchmarks.memory.virtual.caches import QWEN3_4B
-from quire.units import format_seconds
 
 ROUNDS, QUICK_ROUNDS = 7, 2
 LETTERS = "ABCDEFGHI"
@@ -37,12 +29,8 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few rounds, short contexts, few sequences.")
     ] = False,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
     letters: Annotated[
         str, typer.Option("--cases", help="Letters of the tables to make.")
     ] = LETTERS,
@@ -52,42 +40,33 @@ def main(
 
     About 6 GiB of memory and five minutes on two busy cores; --quick takes 1 GiB and one minute.
     """
-    begun = time.monotonic()
     if not set(letters) & set(LETTERS):
         raise typer.BadParameter(f"--cases {letters}: none of them is made; choose of {LETTERS}")
-    console, aside = Console(width=None if sys.stdout.isatty() else 170), Console(stderr=True)
+    run = Run("memory.bench_virtual", width=170)
     report = shown.Report()
     gc.collect()
     gc.freeze()  # what was imported need not be walked through between samples
 
-    def say(line: str) -> None:
-        spent = format_seconds(time.monotonic() - begun)
-        aside.print(f"{spent:>8}  {line}", markup=False, highlight=False)
-
     with torch.inference_mode():
         if set(letters) & set("ABC"):
             with threads(1):  # a core of their own is what noisy neighbours leave longest
-                _layouts(report, letters, quick=quick, seed=seed, say=say)
+                _layouts(report, letters, quick=quick, seed=seed, say=run.say)
         if "D" in letters:
-            say("D. texts")
+            run.say("D. texts")
             rounds = 1 if quick else 5
             backends = ("sdpa", "cpu")
             shown.texts(report, {b: costs.texts(b, num_rounds=rounds, seed=seed) for b in backends})
-        _sharing(report, letters, quick=quick, seed=seed, say=say)
-        _costs(report, letters, quick=quick, say=say)
+        _sharing(report, letters, quick=quick, seed=seed, say=run.say)
+        _costs(report, letters, quick=quick, say=run.say)
     flags = " --quick" * quick + f" --cases {letters}" * (letters != LETTERS)
-    setting = (
-        f"`python -m benchmarks.memory.bench_virtual{flags} --seed {seed}`, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}, torch {version('torch')}; "
-        f"load average at the end {os.getloadavg()[0]:.1f}."
+    load = f"load average at the end {os.getloadavg()[0]:.1f}"
+    run.end(
+        report.tables,
+        run.setting(f"{flags} --seed {seed}", packages=["torch"], also=[load]),
+        notes=report.notes,
+        claims=report.claims if with_claims else (),
+        output=output,
     )
-    show(report.tables, [setting, *report.notes], console)
-    if output:
-        replace_section(output, "bench_virtual", markdown(report.tables, report.notes, setting))
-    if with_claims:
-        for claim in report.claims:
-            print(json.dumps(claim))
 
 
 def _layouts(

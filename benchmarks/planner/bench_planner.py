@@ -1,26 +1,20 @@
 """What the planner says, against what is known and against a peer: hit rates of prefix caches; and
 how fast it simulates.
 
-hit_rates.py and speed.py say what is run; real.py, against a real engine,
-takes long and is run by itself. The traces are not part of this repository; docs/reference/
+hit_rates.py and speed.py say what is run; real.py, against a real engine, takes long and is run by
+itself. The traces are not part of this repository; docs/reference/
 traces.md says where they are from.
 """
 
-import json
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from benchmarks.harness import os_memory
 from benchmarks.harness.peers import PeerUnavailable
-from benchmarks.harness.report import Table, markdown, replace_section, show
+from benchmarks.harness.report import Output, Run, Table, WithClaims
 from benchmarks.planner import hit_rates, speed
 from quire.errors import QuireError
-from quire.units import format_seconds
 
 PARTS = ("hit-rates", "speed")
 
@@ -39,12 +33,8 @@ def main(
     only: Annotated[str, typer.Option(help=f"One part: {', '.join(PARTS)}.")] = "",
     pairs: Annotated[int, typer.Option(help="Turns of the peer, ours and ours again.", min=5)] = 5,
     rounds: Annotated[int, typer.Option(help="Of simulating a whole trace.", min=1)] = 3,
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the tables into this Markdown file's section.")
-    ] = None,
+    with_claims: WithClaims = False,
+    output: Output = None,
 ) -> None:
     """Hit rates on real traces: known figures, and kvcache-simulator's speed and answers.
 
@@ -57,11 +47,10 @@ def main(
         return
     if only and only not in PARTS:
         raise typer.BadParameter(f"--only {only}: there is {', '.join(PARTS)}")
-    begun = time.monotonic()
-    console, aside = Console(width=None if sys.stdout.isatty() else 180), Console(stderr=True)
+    run = Run("planner.bench_planner", width=180)
     shown: list[Table] = []
     claims: list[dict[str, Any]] = []
-    with aside.status("") as status:
+    with run.aside.status("") as status:
         if only in ("", "hit-rates"):
             status.update("installing the peer …")
             try:
@@ -77,18 +66,13 @@ def main(
             speeds = speed.measure(traces, rounds)
             shown += speed.tables(speeds)
             claims += speed.claims(speeds)
-    setting = (
-        f"`python -m benchmarks.planner.bench_planner --traces …{f' --only {only}' if only else ''}"
-        f"{' --kv-tester' * kv_tester}`, {pairs} pairs, {rounds} rounds, "
-        f"{format_seconds(time.monotonic() - begun)}; {os_memory.machine()}; "
-        f"Python {sys.version.split()[0]}."
+    flags = f" --traces …{f' --only {only}' if only else ''}{' --kv-tester' * kv_tester}"
+    run.end(
+        shown,
+        run.setting(flags, also=[f"{pairs} pairs, {rounds} rounds"]),
+        claims=claims if with_claims else (),
+        output=output,
     )
-    show(shown, [setting], console)
-    if output:
-        replace_section(output, "bench_planner", markdown(shown, [], setting))
-    if with_claims:
-        for claim in claims:
-            print(json.dumps(claim))
 
 
 if __name__ == "__main__":

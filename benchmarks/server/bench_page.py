@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.quiet import no_collection
+from benchmarks.harness.report import WithClaims
 from quire import AsyncLLM, SamplingParams
 from quire.config import ServerConfig
 from quire.server.app import make_app
@@ -34,9 +35,7 @@ TURNS = ("without", "with", "again")
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     browser: Annotated[bool, typer.Option("--browser", help="Watch with Chromium.")] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of each kind.")] = 9,
     num_seqs: Annotated[int, typer.Option(help="Requests at once.")] = 16,

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.report import WithClaims
 from benchmarks.server.hostile import hostile_key
 from benchmarks.server.load import idle_streams, overload, slow_readers
 from benchmarks.server.times import chunk_cost, first_byte, tenants
@@ -49,9 +50,7 @@ MEASUREMENTS = {
 
 
 def main(
-    with_claims: Annotated[
-        bool, typer.Option("--claims", help="End with one JSON object a line for each claim.")
-    ] = False,
+    with_claims: WithClaims = False,
     only: Annotated[list[str] | None, typer.Option(help=", ".join(MEASUREMENTS))] = None,
     scale: Annotated[float, typer.Option(help="Of how much is asked; 1 is what is claimed.")] = 1.0,
 ) -> None:
