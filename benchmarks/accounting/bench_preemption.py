@@ -11,6 +11,7 @@ computed, lost and computed again; the ideal is each token of each sequence once
 
 import json
 import random
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -115,7 +116,7 @@ def _costs() -> Costs:
     return costs
 
 
-def _last_in(candidates: list[Sequence]) -> Sequence:
+def _last_in(candidates: Several[Sequence]) -> Sequence:
     return candidates[-1]
 
 

@@ -1,9 +1,9 @@
 """How far a sequence's blocks lie side by side: the share of neighbours in block tables.
 
 Two blocks that stand one after the other in a table are *neighbours* if their ids do, too. A
-processor's prefetcher then goes on from one to the next. Two kinds of use are played. Printed are for
-each the share of neighbours, the mean length of a run, and what it cost: pages that storage has to
-commit for a block that is taken, and tokens found in the cache.
+processor's prefetcher then goes on from one to the next. Two kinds of use are played. For each are
+printed the share of neighbours, the mean length of a run, and what it cost: pages that storage has
+to commit for a block that is taken, and tokens found in the cache.
 
     python -m benchmarks.accounting.block_runs
 
@@ -23,7 +23,15 @@ import numpy.typing as npt
 import typer
 
 from benchmarks.harness.report import Table, markdown
-from quire.blocks import DEFAULT_POLICY, FITS, POLICIES, Coordinator, PoolSize
+from quire.blocks import (
+    DEFAULT_POLICY,
+    FITS,
+    POLICIES,
+    Commit,
+    Coordinator,
+    PoolSize,
+    Release,
+)
 from quire.spec import FullAttention, Group
 
 BLOCK_SIZE = 16
@@ -103,7 +111,8 @@ class Use:
             if not self.left[seq_id]:
                 self.end(seq_id)
         for change in self.blocks.pools.changes:
-            self.seen[type(change).__name__] += change.stop - change.start
+            if isinstance(change, Commit | Release):
+                self.seen[type(change).__name__] += change.stop - change.start
         self.blocks.pools.changes = []
 
     def end(self, seq_id: int) -> None:

@@ -77,7 +77,7 @@ class Kept:
         self._storage.apply(self._accounting.drain())
         groups = range(len(self._accounting.groups))
         batches = [make_batch(self._accounting, group, [(0, 0, num_tokens)]) for group in groups]
-        step = make_step(self._accounting, self._storage, SdpaAttention(), batches)
+        step = make_step(self._accounting, self._storage, SdpaAttention(), batches, {})
         wanted = torch.arange(first - 1, num_tokens)
         logits = self._model.forward(step, ids[:-1], torch.arange(num_tokens), wanted).float()
         assert not step.silent

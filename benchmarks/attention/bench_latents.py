@@ -20,13 +20,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.harness.report import Table, show
-from quire.attention import AttentionBatch, choose_backend, make_batch
+from quire.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    SdpaAttention,
+    choose_backend,
+    make_batch,
+)
 from quire.config import kernel_dir
 from quire.memory import HostMemory
 from quire.models.ways.gathered import attend_gathered, gather
 from quire.models.ways.latent import LatentLayers
 from quire.models.ways.latent_read import WORTH_EXPANDING, attend_latents
-from quire.spec import Group, LatentAttention
+from quire.spec import AttentionSpec, Group, LatentAttention
 from quire.strategies import STRATEGIES, CacheConfig, Fits, Storage, build_storage
 
 RANK, ROPE, KEY, VALUE = 512, 64, 128, 128
@@ -88,17 +94,24 @@ def ways(heads: int, dtype: torch.dtype, start: int, count: int) -> dict[str, Ca
     with LatentLayers(layer, {0: spec}).in_place() as found:
         absorbed = found[0]
     q = torch.randn(count, heads, KEY + ROPE).to(dtype)
-    own = [x[start:][None, None] for x in (cache.latents, cache.rotary)]
+    own = (cache.latents[start:][None, None], cache.rotary[start:][None, None])
     view, scale = cache.storage.view(0), (KEY + ROPE) ** -0.5
 
     def attend(*given: Any, **options: Any) -> Tensor:
         return backend.attend(*given, scale=scale, **options)
 
+    def attend_expanded(*given: Any, spec: AttentionSpec) -> Tensor:
+        """As an engine: by torch where the backend has no kernel for what is expanded."""
+        serves = backend.unsupported(spec, q.device) is None
+        own: AttentionBackend = backend if serves else SdpaAttention()
+        return own.attend(*given, spec=spec, scale=scale)
+
     def by_latents() -> Tensor:
         return absorbed.results(attend(absorbed.queries(q), view, cache.batch(), spec=spec))
 
     def as_engine() -> Tensor:
-        return attend_latents(q, *own, absorbed, view, cache.batch(), attend, spec=spec)
+        batch = cache.batch()
+        return attend_latents(q, *own, absorbed, view, batch, attend, attend_expanded, spec=spec)
 
     def gathered() -> Tensor:
         batch = cache.batch()

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.attending import Writer
 from benchmarks.harness.quiet import Call, in_turn
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, make_batch
 from quire.memory import HostMemory
@@ -22,7 +21,7 @@ from quire.spec import AttentionSpec, FullAttention, LatentAttention, Layer, Mod
 from quire.strategies import (
     Accounting,
     CacheConfig,
-    LayerView,
+    MakeWriter,
     Storage,
     build_accounting,
     build_storage,
@@ -38,7 +37,6 @@ POOL_TOKENS = MOST_SEQS * (MEAN + 32)
 _FILL_TOKENS = 4096
 
 Order = Literal["random", "consecutive"]
-MakeWriter = Callable[[LayerView], Writer]
 Write = Callable[[int, Tensor, Tensor, Tensor], None]  # layer, slots, k, v
 
 
@@ -52,7 +50,7 @@ def latent_attention(dtype: str) -> LatentAttention:
 
 def scale_of(spec: AttentionSpec) -> float:
     """Of scores; a latent's keys have the heads' own width before they are absorbed."""
-    return (128 + ROPE_DIM if isinstance(spec, LatentAttention) else HEAD_DIM) ** -0.5
+    return float((128 + ROPE_DIM if isinstance(spec, LatentAttention) else HEAD_DIM) ** -0.5)
 
 
 def query_width(spec: AttentionSpec) -> int:
@@ -151,7 +149,7 @@ def fill(pool: Pool, write: Write) -> None:
         torch.randn(_FILL_TOKENS, *shape, generator=generator).to(given)
         for shape in pool.spec.entry_shapes
     )
-    for turn, slots in enumerate(pool.slots.split(_FILL_TOKENS)):
+    for turn, slots in enumerate(torch.split(pool.slots, _FILL_TOKENS)):
         moved = [x.roll(turn, 0)[: len(slots)] for x in (k, v)]
         for layer in range(pool.num_layers):
             write(layer, slots, *moved)

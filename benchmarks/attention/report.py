@@ -214,8 +214,8 @@ def at_most(group: Group, name: str, most: float, *, peer: str | None = None) ->
     ratio = group.ratio(name, other) if other else None
     return Claim(
         claim=claim,
-        ours=ours, peer=other and group.rate(other, best=False), unit=group.unit,
-        ratio=ratio and ratio.median, goal=goal, holds=ours <= most,
+        ours=ours, peer=group.rate(other, best=False) if other else None, unit=group.unit,
+        ratio=ratio.median if ratio else None, goal=goal, holds=ours <= most,
         beside={"best": _rounded(group.rate(name)), **_samples(group, name)},
     )  # fmt: skip
 

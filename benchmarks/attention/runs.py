@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.attention import cases
 from benchmarks.attention.cases import HEAD_DIM, KV_HEADS, Pool
 from benchmarks.attention.vllm_kernels import Kernel, VllmPool
-from benchmarks.harness.attending import max_error, threads, writer_of
+from benchmarks.harness.attending import max_error, threads
 from benchmarks.harness.quiet import Call, Ratio, Timing, in_turn, take_turns, times_as_fast
 from benchmarks.harness.roofline import STREAMS, Stream
 from quire.attention import AttentionBackend, AttentionBatch
@@ -152,8 +152,8 @@ class Bench:
 
     def pool(self, spec: AttentionSpec, **options: Any) -> Pool:
         """A pool, paged and large unless told otherwise, that is written as the product does."""
-        given = {"strategy": "paged", "least_bytes": self.least_bytes} | options
-        pool = cases.make_pool(spec=spec, make_writer=writer_of(self.backend), **given)
+        given: dict[str, Any] = {"strategy": "paged", "least_bytes": self.least_bytes} | options
+        pool = cases.make_pool(spec=spec, make_writer=self.backend.make_writer, **given)
         if given["least_bytes"] == self.least_bytes:
             self.pool_bytes.append(pool.total_bytes)
         return pool

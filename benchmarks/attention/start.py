@@ -64,10 +64,10 @@ def _begin(*, attend: bool) -> None:
     accounting = build_accounting("paged", model, config)
     make_writer = None
     if attend:
-        from benchmarks.harness.attending import make_backend, writer_of
+        from benchmarks.harness.attending import make_backend
 
         backend = make_backend(spec)
-        make_writer = writer_of(backend)
+        make_writer = backend.make_writer
     storage = build_storage("paged", accounting, HostMemory(), make_writer)
     accounting.add(0)
     accounting.try_extend(0, 40)

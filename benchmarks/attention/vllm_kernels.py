@@ -48,7 +48,7 @@ def load(env: Path = DEFAULT_ENV, *, say: Callable[[str], None] = print) -> list
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise PeerUnavailable(f"{library.name} ended with {done.returncode} when tried: {last}")
-    torch.ops.load_library(library)
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     kernels = [Kernel(isa="vec16", block_size=16), Kernel(isa="vec", block_size=32)]
     return kernels + [Kernel(isa="amx", block_size=32)] * ("amx_bf16" in flags)
 
@@ -165,7 +165,7 @@ def latent_attending(
 
 
 def _probe(library: str) -> None:
-    torch.ops.load_library(library)
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     pool = VllmPool(Kernel(isa="vec", block_size=32), torch.bfloat16, 64, 8, 1)
     k = torch.randn(64, 8, 128).bfloat16()
     pool.write(0, torch.arange(64), k, k)

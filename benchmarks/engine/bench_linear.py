@@ -100,7 +100,7 @@ class Weights:
             for _ in range(copies)
         ]
         self.bound: list[Callable[[Tensor], Any]] = [
-            linears.bind_gated(*copy, "silu") if layer.gated else linears.bind(copy)
+            linears.bind_gated(copy[0], copy[1], "silu") if layer.gated else linears.bind(copy)
             for copy in self.copies
         ]
 

@@ -87,9 +87,9 @@ class Peer:
             _run([*pip, "uninstall", "-q", "-y", *self.unwanted])
 
 
-def _run(command: Sequence[str], **options: object) -> None:
+def _run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Raises: PeerUnavailable with the last line that it wrote."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         raise PeerUnavailable(f"{' '.join(command[:4])} …: {said[-1][:300]}")

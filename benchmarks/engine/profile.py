@@ -121,10 +121,11 @@ def profile(model: str) -> dict[str, Any]:
     clocked.clear()
     llm.generate(prompts, params)
     steps, parts = len(clocked), _medians(clocked)
-    llm.engine._runner._model._recordings = None
+    runner: Any = llm.engine._runner
+    runner._model._recordings = None
     clocked.clear()
     llm.generate(prompts, params)
-    weights = sum(p.nbytes for p in llm.engine._runner._model._model.parameters())
+    weights = sum(p.nbytes for p in runner._model._model.parameters())
     return {
         "steps": steps,
         "parts_s": parts,
@@ -150,7 +151,8 @@ def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
 def _clocked(llm: LLM) -> list[dict[str, float]]:
     """Where the time by part goes of each step from now on that decodes all sequences."""
     clock, steps = Clock(), list[dict[str, float]]()
-    engine, runner = llm.engine, llm.engine._runner
+    engine: Any = llm.engine
+    runner = engine._runner
     steady = False
     plan, step = engine.scheduler.plan, clock.clocked(SCHEDULING, engine.step)
 

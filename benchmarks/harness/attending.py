@@ -1,6 +1,6 @@
-"""What each benchmark of attention needs: the backend that Quire chooses here, threads, errors."""
+"""What each benchmark of attention needs: Quire's choice of a backend, threads, errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,18 +9,10 @@ from torch import Tensor
 from quire.attention import AttentionBackend, choose_backend
 from quire.config import kernel_dir
 from quire.spec import AttentionSpec
-from quire.strategies import LayerView
-
-Writer = Callable[[Tensor, Tensor, Tensor], None]  # slots, k, v
 
 
 def make_backend(spec: AttentionSpec) -> AttentionBackend:
     return choose_backend("auto", [spec], torch.device("cpu"), kernel_dir=kernel_dir())
-
-
-def writer_of(backend: AttentionBackend) -> Callable[[LayerView], Writer] | None:
-    """What it gives to a storage to write with; None where torch's indexing does."""
-    return getattr(backend, "make_writer", None)
 
 
 @contextmanager

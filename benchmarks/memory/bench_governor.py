@@ -36,7 +36,7 @@ GIB = 1 << 30
 SMALL_BYTES = 6 * GIB  # the machine that two engines share
 ALONE_S, BOTH_S, SOAK_S, STATED_S = 15, 60, 60, 10
 LOG = Path(tempfile.gettempdir()) / f"quire-pressed-{os.getpid()}.log"
-PRESSED = {
+PRESSED: dict[str, tuple[str, ...]] = {
     "the demo model": ("--kv-cache-memory-bytes", "512MiB", "--dtype", "float32"),
 }
 STATED = ((2 * GIB, GIB), (2 * GIB, 1280 << 20), (2 * GIB, 1400 << 20))  # the limit, the budget

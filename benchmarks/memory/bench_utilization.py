@@ -93,13 +93,13 @@ def _row(name: str, moments: Sequence[Moment], num_preemptions: Sequence[int]) -
     def percent(value: Callable[[Bytes], float]) -> str:
         return _spread(100 * value(moment.bytes) for moment in moments)
 
+    def share(part: str) -> str:
+        return percent(lambda found: getattr(found, part) / found.capacity)
+
     return [
         name,
         percent(lambda found: found.utilization) + " %",
-        *(
-            percent(lambda found, part=part: getattr(found, part) / found.capacity)
-            for part in Bytes.__slots__
-        ),
+        *map(share, Bytes.__slots__),
         _spread(moment.num_sequences for moment in moments),
         _spread(num_preemptions, digits=0),
     ]

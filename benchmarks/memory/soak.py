@@ -109,13 +109,17 @@ def alone(rng: random.Random, count: int) -> list[Case]:
     """Requests whose beginnings are shared by some, each computed by itself, nothing cached."""
     beginnings = [[rng.randrange(20, 4000) for _ in range(400)] for _ in range(6)]
     cases = []
-    options = {"dtype": "float32", "max_model_len": MODEL_LEN, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": MODEL_LEN,
+        "enable_prefix_caching": False,
+    }
     with LLM(kv_cache_memory_bytes="256MiB", **options) as llm:
         for number in range(count):
             prompt = rng.choice(beginnings)[: rng.choice([0, 100, 400])]
             prompt = prompt + [rng.randrange(20, 4000) for _ in range(rng.randint(4, 900))]
             several = rng.random() < 0.2
-            sampling = {
+            sampling: dict[str, Any] = {
                 "max_tokens": rng.randint(1, 100),
                 "temperature": 0.8 if several else 0.0,
                 "n": rng.randint(2, 4) if several else 1,

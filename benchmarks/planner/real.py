@@ -43,7 +43,7 @@ from quire.strategies import CacheConfig
 
 ROUNDS = 5
 THROUGHPUT_GOAL, COUNT_GOAL = 0.10, 0.02
-COMMON = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 1024}
+COMMON: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 1024}
 
 Step = tuple[tuple[tuple[int, int, int], ...], int]  # chunks, committed bytes
 

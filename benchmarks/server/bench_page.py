@@ -13,9 +13,9 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Annotated, TypeAlias
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
@@ -31,6 +31,7 @@ from quire.config import ServerConfig
 from quire.server.app import make_app
 from quire.server.dashboard.feed import Feed
 
+Watching: TypeAlias = Callable[[AsyncLLM], AbstractAsyncContextManager[None]]
 TURNS = ("without", "with", "again")
 
 
@@ -98,7 +99,7 @@ async def _viewer(llm: AsyncLLM) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _chromium(llm: AsyncLLM) -> AsyncIterator[object]:
+async def _chromium(llm: AsyncLLM) -> AsyncIterator[Watching]:
     """A browser, and a server for it; what it gives opens the page for a while."""
     from playwright.async_api import async_playwright
 

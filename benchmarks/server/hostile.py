@@ -26,7 +26,7 @@ _LEAVES_S = 2.0  # what is left open is opened anew
 _NUM_OPEN = 16
 _FLAGS = ("--max-num-seqs", "32", "--kv-cache-memory-bytes", "128MB", "--disable-log-stats",
           "--uvicorn-log-level", "critical", "--max-num-reqs-per-key", str(MOST))  # fmt: skip
-_CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
 
 
 async def hostile_key(scale: float) -> list[dict[str, Any]]:

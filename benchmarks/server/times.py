@@ -227,7 +227,7 @@ def ks_probability(one: Sequence[float], two: Sequence[float]) -> float:
     x = (size + 0.12 + 0.11 / size) * distance
     if x < 0.2:  # the series does not converge, and the sum is 1
         return 1.0
-    total = sum((-1) ** (k - 1) * math.exp(-2 * (k * x) ** 2) for k in range(1, 101))
+    total: float = sum((-1) ** (k - 1) * math.exp(-2 * (k * x) ** 2) for k in range(1, 101))
     return min(1.0, max(0.0, 2 * total))
 
 

@@ -17,7 +17,7 @@ from benchmarks.engine.worker import NUM_THREADS, Arrival, serve
 from benchmarks.engine.workloads import Asked
 
 
-class Watch(StoppingCriteria):
+class Watch(StoppingCriteria):  # type: ignore[misc]
     """Tells of each step's tokens, and ends the generation when it is left."""
 
     def __init__(self) -> None:

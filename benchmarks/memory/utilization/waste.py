@@ -22,6 +22,7 @@ can get. *Utilization* is used / held; of the whole pool, used / capacity.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from quire.spec import FullAttention
@@ -73,11 +74,11 @@ def mean(moments: Iterable[tuple[Moment, float]]) -> Moment:
     several = list(moments)
     total = sum(weight for _, weight in several)
 
-    def of(value: Callable[[Moment], float]) -> float:
-        return sum(value(moment) * weight for moment, weight in several) / total
+    def of(part: Callable[[Moment], float]) -> float:
+        return sum(part(moment) * weight for moment, weight in several) / total
 
-    parts = {name: of(lambda m, name=name: getattr(m.bytes, name)) for name in Bytes.__slots__}
-    return Moment(bytes=Bytes(**parts), num_sequences=of(lambda m: m.num_sequences))
+    parts = {name: of(attrgetter(f"bytes.{name}")) for name in Bytes.__slots__}
+    return Moment(bytes=Bytes(**parts), num_sequences=of(attrgetter("num_sequences")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class Watch:
         return Moment(bytes=found, num_sequences=len(self._holders))
 
     def _lies_in_pieces(self, free_bytes: int, cached_bytes: int) -> bool:
-        """Whether there is enough for who waits, and in no piece of it."""
+        """Whether there is enough for the sequence that waits, and in no piece of it."""
         if self._waiting is None:
             return False
         hole_bytes = free_bytes = free_bytes + cached_bytes  # any block, any page will do
@@ -166,8 +167,8 @@ class Watch:
             self._waiting, self.one_has_waited = (seq_id, verdict), True
         return verdict
 
-    def _freed(self, seq_id: int) -> None:
-        self._free(seq_id)
+    def _freed(self, seq_id: int, **options: Any) -> None:
+        self._free(seq_id, **options)
         self._holders.discard(seq_id)
         self._waits_no_more(seq_id)
 

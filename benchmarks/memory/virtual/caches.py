@@ -104,7 +104,7 @@ def make_cache(
         **given,
     )
     accounting = build_accounting(strategy, model, config)
-    storage = build_storage(strategy, accounting, memory, backend and backend.make_writer)
+    storage = build_storage(strategy, accounting, memory, backend.make_writer if backend else None)
     return Cache(accounting=accounting, storage=storage, layers=layers, spec=spec)
 
 

@@ -216,4 +216,4 @@ def _prompts(seed: int) -> list[list[int]]:
     """Of a round's own, and no two begin alike: nothing is found, and all forms run equal steps."""
     prompts = np.random.default_rng(seed).integers(3, 400, (NUM_PROMPTS, PROMPT_TOKENS))
     prompts[:, 0] = 3 + (seed * NUM_PROMPTS + np.arange(NUM_PROMPTS)) % 397
-    return prompts.tolist()
+    return [list(map(int, prompt)) for prompt in prompts]
