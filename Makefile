@@ -71,7 +71,7 @@ size: ## lines of each module, the longest first
 	  END { printf "%8d lines in %d modules\n", lines, NR - 1 }'
 
 bench: $(READY) ## run every benchmark and print its tables
-	@set -e; for file in benchmarks/bench_*.py benchmarks/*/bench_*.py; do \
+	@set -e; for file in $(wildcard benchmarks/bench_*.py benchmarks/*/bench_*.py); do \
 	  case $$file in \
 	    benchmarks/bench_*) program=$$file ;; \
 	    *) program="-m $$(echo "$${file%.py}" | tr / .)" ;; \

@@ -2,8 +2,8 @@
 how fast it simulates.
 
 hit_rates.py and speed.py say what is run; real.py, against a real engine, takes long and is run by
-itself. The traces are not part of this repository; docs/reference/
-traces.md says where they are from.
+itself. The traces are not part of this repository; docs/reference/traces.md says where they are
+from.
 """
 
 from pathlib import Path
