@@ -35,8 +35,8 @@ test: $(READY) ## run the tests, in as many processes as there are cores
 test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
 	@$(BIN)/pytest -n logical --dist loadfile -m ""
 
-test-gpu: $(if $(VENV),$(READY)) ## the tests that a GPU can run (installing nothing: make test-gpu VENV= PYTHON=python3)
-	@$(GPU_PYTHON) tools/gpu_tests.py $(OPTIONS)
+test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
+	@$(GPU_PYTHON) benchmarks/gpu/run.py --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
 	@$(BIN)/python tests/transformers_own/run.py $(if $(SOURCE),--source $(SOURCE)) $(MODELS)
@@ -76,8 +76,8 @@ bench: $(READY) ## run every benchmark and print its tables
 	  echo "== $$file"; $(BIN)/python "$$file"; \
 	done
 
-bench-gpu: $(if $(VENV),$(READY)) ## check and time all that runs on a GPU (parts: make bench-gpu ONLY=decode,prefill)
-	@$(GPU_PYTHON) benchmarks/bench_gpu.py --claims $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
+bench-gpu: $(if $(VENV),$(READY)) ## the same, and then its speeds (some parts: make bench-gpu ONLY=decode,prefill)
+	@$(GPU_PYTHON) benchmarks/gpu/run.py $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 docs: $(DOCS) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
