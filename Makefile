@@ -8,18 +8,20 @@ READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MINUTES   ?= 10
+# Torch 2.11's, which a GPU may have; .venv has a later one.
+OTHER_TRITON := .venv-triton-3.6
 # With VENV= in .venv's place: a Python that has torch for CUDA, Transformers, pytest and hypothesis.
 GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test test-all test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all test-triton test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 # Tests start some hundred processes; each would compile the sources anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-transformers check fuzz fuzz-http clients lint format types size bench \
+.PHONY: help demo test test-all test-gpu test-triton triton-3.6 test-transformers check fuzz fuzz-http clients lint format types size bench \
   bench-gpu docs setup clean
 
 help: ## print this list
@@ -37,6 +39,13 @@ test-all: $(READY) ## the tests, and the whole of what they sample: minutes for 
 
 test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
 	@$(GPU_PYTHON) benchmarks/gpu/run.py --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
+
+test-triton: $(READY) triton-3.6 ## each kernel compiled for a GPU that is not here, by Triton 3.6 too
+	@$(BIN)/pytest -n 2 --dist load -m "" tests/attention/triton/test_triton_compiled.py -k hopper
+
+triton-3.6: $(READY)
+	@test -d $(OTHER_TRITON)/triton || $(PIP) install --no-deps --target $(OTHER_TRITON) triton==3.6.0 || \
+	  { rm -rf $(OTHER_TRITON); echo "Triton 3.6.0 could not be fetched, so nothing is compiled by it." >&2; }
 
 test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
 	@$(BIN)/python tests/transformers_own/run.py $(if $(SOURCE),--source $(SOURCE)) $(MODELS)
@@ -87,7 +96,7 @@ setup: $(READY) ## make .venv, with Quire and its tools
 	@echo "$(VENV) is ready."
 
 clean: ## remove all that these verbs have made, .venv too
-	@rm -rf $(VENV) site build dist quire.svg .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(OTHER_TRITON) site build dist quire.svg .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated;

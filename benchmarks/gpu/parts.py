@@ -56,7 +56,6 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             files=(
                 "devices/test_results.py",
                 "engine/sampling/test_device.py",
-                "engine/sampling/test_draws.py",
                 "engine/sampling/test_sampler.py",
             ),
         ),

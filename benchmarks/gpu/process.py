@@ -69,8 +69,8 @@ def _ask(process: subprocess.Popen[str], asked: str) -> None:
 
 def _listen(process: subprocess.Popen[str], lines: Lines) -> None:
     assert process.stdout
-    with contextlib.suppress(ValueError):
-        for line in process.stdout:
+    with process.stdout as output:
+        for line in output:
             lines.put(line.rstrip("\n"))
     lines.put(None)
 
@@ -97,6 +97,7 @@ def _wait(
                 return None
             continue
         if line is None:
+            lines.put(None)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
                 return None

@@ -75,6 +75,10 @@ class Kept:
     def begin(self) -> None:
         self._logged = 0
 
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
     def keep(self, name: str, record: Record) -> None:
         self.parts[name] = record
         if self._log is None:
@@ -147,7 +151,7 @@ class Run:
                 return f"{ended}, at {current}" if current else ended
             if ended is not None and current:
                 self._take(current, "failed", ended)
-            elif ended is not None or "lost" not in state:
+            elif "lost" not in state:
                 return ended
             if until - time.monotonic() < LEAST_S:
                 return "timed out: no time is left for the tests after those that died"
@@ -185,9 +189,8 @@ class Run:
 
 def main(options: Sequence[str]) -> int:
     given = _options(options)
-    kept = Kept(given.keep or ROOT / "build" / ("gpu-emulated" if given.emulated else "gpu"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what is running, too
-    with _scratch(kept) as scratch:
+    keep = given.keep or ROOT / "build" / ("gpu-emulated" if given.emulated else "gpu")
+    with contextlib.closing(Kept(keep)) as kept, _scratch(kept) as scratch:
         asked = dict(emulated=given.emulated, seed=given.seed, rounds=given.rounds)
         environment = _environment(scratch, given.emulated, kept)
         until = time.monotonic() + given.limit_s
@@ -376,4 +379,5 @@ def _can_be_written(folder: Path) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what is running, too
     sys.exit(main(sys.argv[1:]))

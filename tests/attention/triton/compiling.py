@@ -185,6 +185,8 @@ def takes(kernel: Any) -> dict[str, Any]:
 
 
 def main(architecture: int, names: list[str]) -> None:
+    import triton
+
     gpu = Gpu(
         num_processors=132,
         shared_bytes=SHARED_BYTES[architecture],
@@ -196,7 +198,8 @@ def main(architecture: int, names: list[str]) -> None:
         for name in names:
             call_all(KINDS[name], gpu)
             for kernel_name, kernel in found:
-                row = {"kind": name, "kernel": kernel_name, **takes(kernel)}
+                row = {"triton": triton.__version__, "kind": name, "kernel": kernel_name}
+                row |= takes(kernel)
                 print(json.dumps(row), flush=True)
             found.clear()
 
