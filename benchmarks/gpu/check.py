@@ -17,11 +17,14 @@ FEW = 2  # tests of a file where all is emulated: `make test` runs all of them s
 
 
 def check(asked: dict[str, Any]) -> int:
-    options = ["--device", "emulated" if asked["emulated"] else "cuda", "-m", "gpu or device"]
+    part, marked = PARTS[asked["part"]], "(gpu or device)"
+    if asked["emulated"] or not part.full:
+        marked += " and not full"
+    options = ["--device", "emulated" if asked["emulated"] else "cuda", "-m", marked]
     # Other releases warn of other things; what they compute is what counts here.
     options += ["-W", "default", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-q"]
     options += ["--no-header", "--no-summary", "--continue-on-collection-errors"]
-    files = [str(ROOT / "tests" / name) for name in PARTS[asked["part"]].files]
+    files = [str(ROOT / "tests" / name) for name in part.files]
     code = pytest.main([*options, *files], plugins=[Telling(asked)])
     if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         return 0  # which ones failed was told; where all were done before, none is left

@@ -97,11 +97,8 @@ def _compiler() -> str:
 
 
 def _imported(module: str, package: str) -> str:
-    importlib.import_module(module)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "imported, and no package says its version"
+    own = getattr(importlib.import_module(module), "__version__", None)
+    return str(own or version(package))
 
 
 def _gpu(emulated: bool) -> str:

@@ -19,6 +19,7 @@ class Part:
     quiet_s: float = 150.0  # without a line of output, after which it hangs
     files: tuple[str, ...] = ()  # below tests/; without any, it measures
     needs: tuple[str, ...] = ("torch", "numpy")
+    full: bool = True  # also what is otherwise sampled
     shards: int = 1  # processes that share its tests: a compiler uses one core
 
     @property
@@ -35,6 +36,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "memory": Part(
             limit_s=120,
             needs=_TESTS,
+            full=False,  # of random machines: minutes
             files=(
                 "conformance/test_memory.py",
                 "conformance/test_windows.py",

@@ -25,6 +25,7 @@ def run(
     limit_s: float,
     quiet_s: float,
     hear: Callable[[str], None],
+    stop: threading.Event,
 ) -> str | None:
     """Do what is asked, each line of output to ``hear``. How it ended, None if well.
 
@@ -46,7 +47,7 @@ def run(
     threading.Thread(target=_listen, args=(process, lines), daemon=True).start()
     ended = None
     try:
-        ended = _wait(process, lines, limit_s, quiet_s, hear)
+        ended = _wait(process, lines, limit_s, quiet_s, hear, stop)
         if ended is not None:
             process.send_signal(signal.SIGUSR1)  # it says where each of its threads is
             _hear_all(lines, hear, 1.0)
@@ -81,10 +82,11 @@ def _wait(
     limit_s: float,
     quiet_s: float,
     hear: Callable[[str], None],
+    stop: threading.Event,
 ) -> str | None:
     """Why it has to be ended; None if it has ended."""
     until, heard = time.monotonic() + limit_s, time.monotonic()
-    while True:
+    while not stop.is_set():
         now = time.monotonic()
         if now >= until:
             return f"timed out after {limit_s:.0f} s"
@@ -104,6 +106,7 @@ def _wait(
             return "its output ended, and it did not"
         heard = time.monotonic()
         hear(line)
+    return "interrupted"
 
 
 def _hear_all(lines: Lines, hear: Callable[[str], None], within_s: float) -> None:

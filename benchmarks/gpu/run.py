@@ -39,6 +39,7 @@ LEAST_S = 15.0  # with less left, no part is begun
 MOST_RESTARTS = 20
 MOST_LOGGED_BYTES = 2**20  # of a part
 WRITTEN = ("HOME", "TRITON_CACHE_DIR", "QUIRE_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
+RECORDED = {"outcome", "why", "seconds", "tests", "tail", "claims", "made_of"}
 Record = dict[str, Any]
 
 
@@ -54,8 +55,9 @@ class Kept:
             folder.mkdir(parents=True, exist_ok=True)
             self._log = (folder / "log.txt").open("a")
             if self._results.exists():
-                self.parts = json.loads(self._results.read_text())["parts"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                found = json.loads(self._results.read_text())["parts"]
+                self.parts = {x: found[x] for x in PARTS if found.get(x, {}).keys() >= RECORDED}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.say(
                 f"{folder}: {error}: what is found is "
                 + ("begun anew" if self._log else "not kept")
@@ -97,7 +99,7 @@ class Run:
     def __init__(self, name: str, asked: Record, environment: dict[str, str], kept: Kept) -> None:
         self.part, self.name = PARTS[name], name
         self._asked, self._environment, self._kept = asked, environment, kept
-        self._lock = threading.Lock()
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._tail: deque[str] = deque(maxlen=15)
         self._tests: dict[str, list[Any]] = {}
         self._told: dict[str, list[Any]] = {kind: [] for kind in ("fact", "table", "note", "claim")}
@@ -108,9 +110,13 @@ class Run:
         if before is not None:
             self._tests = {k: v for k, v in before["tests"].items() if v[0] == "passed"}
         num_shards = 1 if self._asked["emulated"] else self.part.shards
+        shards = [(number, num_shards) for number in range(num_shards)]
         with ThreadPoolExecutor(num_shards) as pool:
-            shards = [(number, num_shards) for number in range(num_shards)]
-            ends = list(pool.map(lambda shard: self._shard(shard, begun + limit_s), shards))
+            try:
+                ends = list(pool.map(lambda shard: self._shard(shard, begun + limit_s), shards))
+            except BaseException:
+                self._stop.set()
+                raise
         why = "; ".join(dict.fromkeys(filter(None, ends)))
         counts = Counter(outcome for outcome, *_ in self._tests.values())
         if why:
@@ -143,11 +149,14 @@ class Run:
                 limit_s=max(1.0, until - time.monotonic()),
                 quiet_s=self.part.quiet_s,
                 hear=lambda line, state=state: self._hear(line, state),
+                stop=self._stop,
             )
+            if ended is not None and ended.startswith("ended with") and self._tail:
+                ended = f"{ended}: {self._tail[-1].strip()[:200]}"
             current = state.get("begun")
             if ended is not None and current and not self.part.is_check:
                 return f"{ended}, at {current}"
-            if ended is not None and ended.startswith("timed out"):
+            if ended is not None and ended.startswith(("timed out", "interrupted")):
                 return f"{ended}, at {current}" if current else ended
             if ended is not None and current:
                 self._take(current, "failed", ended)

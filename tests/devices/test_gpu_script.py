@@ -3,9 +3,11 @@
 What goes wrong is done by a part of the tests' own, in the place of ``gpu.part``.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +56,7 @@ def test(name, outcome="passed"):
         print("about to fault", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     if outcome == "hangs":
-        subprocess.Popen(["sleep", "60"])
+        subprocess.Popen(["sh", "-c", "sleep 60; : " + os.environ["KEEP"]])
         time.sleep(60)
     tell(test=name, outcome="failed" if outcome == "lost" else outcome, why="", seconds=0.1)
     tell(finished=name)
@@ -93,6 +95,7 @@ class Scene:
         for module in (run, sys.modules["gpu.parts"]):
             self._patch.setattr(module, "PARTS", MappingProxyType(known))
         self._env = {"SCENE": json.dumps(scene), "FACTS": json.dumps(self.facts)}
+        self._env["KEEP"] = str(self.keep)
         return run.main(["--keep", str(self.keep), *options])
 
     @property
@@ -173,7 +176,7 @@ def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
         "late": [["test", "a"], ["test", "b", "hangs"]],
         "silent": [["tell", {"note": "half"}], ["say", "no end of line"], ["hang"]],
         "loud": [["flood"]],
-        "ends": [["end", 3]],
+        "ends": [["say", "a sentence why"], ["end", 3]],
     }
     assert scene.play(parts, told) == 1
     rows = outcomes(capfd.readouterr().out)
@@ -181,8 +184,32 @@ def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
     assert " ".join(rows["silent"]).endswith("hung: no output for 2 s")
     assert scene.kept["silent"]["notes"] == ["half"]
     assert rows["loud"][0] == "passed"
-    assert " ".join(rows["ends"]).endswith("ended with 3")
+    assert " ".join(rows["ends"]).endswith("ended with 3: a sentence why")
     assert (scene.keep / "log.txt").stat().st_size < 1.1 * run.MOST_LOGGED_BYTES
+
+
+def test_an_interrupted_call_leaves_nothing_running(scene: Scene, capfd: Any) -> None:
+    """``timeout`` sends SIGTERM, on which the script ends as on ``sys.exit``."""
+
+    class Seen(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Seen
+
+    before = signal.signal(signal.SIGALRM, stop)
+    hangs = {"one": [["tell", {"note": "here"}], ["test", "a", "hangs"]]}
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        with pytest.raises(Seen):
+            scene.play({"one": Part(limit_s=60, files=("some.py",))}, hangs)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "here" in capfd.readouterr().out
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            assert str(scene.keep) not in process.read_text()
 
 
 def test_without_time_nothing_is_begun(scene: Scene, capfd: Any) -> None:
@@ -309,5 +336,5 @@ def test_it_needs_no_folder_to_write_to(tmp_path: Path) -> None:
     assert "HOME: /proc/home cannot be written to" in out
     assert "TRITON_CACHE_DIR: /proc/triton cannot be written to" in out
     assert "/proc/keep: [Errno 2]" in out
-    assert "nothing is kept" in out
+    assert "what is found is not kept" in out
     assert "C compiler: not found (CC, cc, gcc, clang)" in out
