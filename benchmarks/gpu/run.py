@@ -220,8 +220,9 @@ def main(options: Sequence[str]) -> int:
         made_of = {"tree": _tree(), "machine": machine, **asked}
         kept.keep(ENVIRONMENT, {**here, "made_of": made_of})
         missing = {name: fact["missing"] for name, fact in facts.items() if fact["missing"]}
-        if (why := missing.get("GPU")) is not None and not given.emulated:
-            kept.say(f"NOTHING WAS RUN: {why}.")
+        if "GPU" in missing and not given.emulated:
+            torch = f"torch: {missing['torch']}" if "torch" in missing else missing["GPU"]
+            kept.say(f"NOTHING WAS RUN: {torch}.")
             return 1 if "torch" in missing else 0
         outcomes = {ENVIRONMENT: here}
         for name in _in_order(given, kept, made_of):

@@ -226,6 +226,7 @@ def test_without_a_gpu_it_says_so(scene: Scene, capfd: Any) -> None:
     assert "NOTHING WAS RUN: torch is a build without CUDA." in capfd.readouterr().out
     scene.facts["torch"] = "No module named 'torch'"
     assert scene.play({"one": CHECK}, {}) == 1
+    assert "NOTHING WAS RUN: torch: No module named 'torch'." in capfd.readouterr().out
 
 
 def test_what_needs_a_package_that_is_missing_is_left_out(scene: Scene, capfd: Any) -> None:
