@@ -243,7 +243,7 @@ class Checked:
                 self.q[rows], self.view, alone, spec=self.shape.spec, scale=self.scale
             )
             difference = (got[rows].float() - want.float()).abs().max() / want.float().abs().max()
-            worst = max(worst, float(difference))
+            worst = max(worst, float(difference) if difference.isfinite() else 1.0)
         return worst
 
 

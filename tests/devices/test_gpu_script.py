@@ -15,8 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from gpu import run
+from gpu.attention import DECODE, ERROR, Checked, small, step
 from gpu.parts import ENVIRONMENT, PARTS, Part
+from gpu.setting import Setting
+
+from quire.attention import ReferenceAttention
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -250,6 +255,23 @@ def test_an_unknown_part_is_refused(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run.main(["--only", "decoding"])
     assert "--only decoding: known parts are environment, memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e6])
+def test_a_kernel_that_gives_no_numbers_is_wrong(wrong: float) -> None:
+    setting, shape = Setting(emulated=True, seed=0, rounds=1), small(DECODE[0])
+    q, view, batch = step(setting, shape)
+    checked = Checked(setting, shape, q, view, batch, 0.1)
+    right = ReferenceAttention()
+    assert checked.error(right) <= ERROR
+
+    class Wrong:
+        def attend(self, *given: Any, **options: Any) -> torch.Tensor:
+            out = right.attend(*given, **options)
+            out[0, 0, 0] = wrong
+            return out
+
+    assert checked.error(Wrong()) > ERROR
 
 
 # -- emulated, from end to end -------------------------------------------------------------------
