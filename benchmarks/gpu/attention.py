@@ -1,4 +1,4 @@
-"""Parts of the GPU's benchmark: the bandwidth of a copy; decode and prefill beside it.
+"""Parts: decode beside the bandwidth of a copy, prefill beside a product of matrices.
 
 Keys and values are random, in a pool of blocks whose order is shuffled. Each backend's result is
 held against torch's before it is timed.
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gpu_setting import GIB, MIB, Found, Setting, in_turns, median_ratio
-from harness.report import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.setting import GIB, MIB, Setting, claim, in_turns, median_ratio, note, show
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.attention.flashinfer.limits import cannot_serve
 from quire.spec import AttentionSpec, FullAttention, SlidingWindow
@@ -100,7 +99,6 @@ def small(shape: Shape) -> Shape:
         heads=4,
         kv_heads=2,
         width=64,
-        block_size=shape.block_size,
         dtype=shape.dtype,
         window=shape.window and 40,
     )
@@ -111,20 +109,6 @@ def shapes(setting: Setting, wanted: tuple[Shape, ...]) -> list[Shape]:
     return list(dict.fromkeys(map(small, wanted))) if setting.emulated else list(wanted)
 
 
-def bandwidth(setting: Setting) -> Found:
-    """GB/s of a copy on the device, bytes read and written counted."""
-    found = Found()
-    best = copied(setting)
-    found.tables.append(
-        Table(
-            title="A copy on the device",
-            columns=("GB/s, read and written",),
-            rows=[[f"{best:,.0f}"]],
-        )
-    )
-    return found
-
-
 def copied(setting: Setting) -> float:
     size = 8 * MIB if setting.emulated else min(4 * GIB, setting.free_bytes() // 4)
     source = torch.ones(size, dtype=torch.uint8, device=setting.device)
@@ -133,28 +117,22 @@ def copied(setting: Setting) -> float:
     return 2 * size / min(min(each) for each in seconds.values()) / 1e9
 
 
-def decode(setting: Setting) -> Found:
+def decode(setting: Setting) -> None:
     """Each backend beside the copy's bandwidth; ours beside FlashInfer's."""
-    found = Found(notes=[f"{name}: {why}" for name, why in setting.missing().items()])
+    say_what_is_missing(setting)
     limit = copied(setting)
-    ours, rows = setting.ours()[0], []
+    note(f"A copy on the device: {limit:,.0f} GB/s, read and written.")
+    ours = setting.ours()[0]
     for number, shape in enumerate(shapes(setting, DECODE)):
-        timed = compared(setting, shape, found)
+        rows, timed = [], compared(setting, shape)
         for name, seconds in timed.items():
             gbs = [shape.read_bytes / each / 1e9 for each in seconds]
             share = max(gbs) / limit
-            rows.append(
-                [
-                    shape.name,
-                    name,
-                    f"{statistics.median(seconds) * 1e6:,.0f}",
-                    f"{max(gbs):,.0f}",
-                    f"{statistics.median(gbs):,.0f}",
-                    f"{share:.0%}",
-                ]
-            )
+            took = f"{statistics.median(seconds) * 1e6:,.0f}"
+            speeds = f"{max(gbs):,.0f}", f"{statistics.median(gbs):,.0f}"
+            rows.append([name, took, *speeds, f"{share:.0%}"])
             if name == ours and number == 0:
-                found.claim(
+                claim(
                     f"decode, {shape.name}, beside a copy",
                     max(gbs),
                     limit,
@@ -163,47 +141,38 @@ def decode(setting: Setting) -> Found:
                     share >= LEAST_OF_A_COPY,
                     timed=True,
                 )
-        beside_flashinfer(found, f"decode, {shape.name}", ours, timed)
-    columns = ("step of a layer", "kernel", "us", "GB/s, best", "median", "of a copy")
-    found.tables.append(
-        Table(title=f"Decode (a copy: {limit:,.0f} GB/s)", columns=columns, rows=rows)
-    )
-    return found
+        show(f"Decode, {shape.name}", "kernel | us | GB/s, best | median | of a copy", rows)
+        beside_flashinfer(f"decode, {shape.name}", ours, timed)
 
 
-def prefill(setting: Setting) -> Found:
+def prefill(setting: Setting) -> None:
     """TFLOP/s of chunks, beside a product of matrices and torch's attention over one tensor."""
-    found = Found(notes=[f"{name}: {why}" for name, why in setting.missing().items()])
-    peak, rows = product_tflops(setting), []
+    say_what_is_missing(setting)
+    peak = product_tflops(setting)
+    note(f"A product of matrices: {peak:,.0f} TFLOP/s.")
     ours = setting.ours()[0]
     for shape in shapes(setting, PREFILL):
-        timed = compared(setting, shape, found)
+        rows, timed = [], compared(setting, shape)
         if shape.queries == shape.context:
             timed |= in_turns(setting, {"torch, one tensor": dense(setting, shape)}, inner=3)
         for name, seconds in timed.items():
             tflops = shape.flops / min(seconds) / 1e12
-            rows.append(
-                [
-                    shape.name,
-                    name,
-                    f"{statistics.median(seconds) * 1e6:,.0f}",
-                    f"{tflops:,.1f}",
-                    f"{tflops / peak:.0%}",
-                ]
-            )
-        beside_flashinfer(found, f"prefill, {shape.name}", ours, timed)
-    columns = ("step of a layer", "kernel", "us", "TFLOP/s", "of a product")
-    found.tables.append(
-        Table(title=f"Prefill (a product: {peak:,.0f} TFLOP/s)", columns=columns, rows=rows)
-    )
-    return found
+            took = f"{statistics.median(seconds) * 1e6:,.0f}"
+            rows.append([name, took, f"{tflops:,.1f}", f"{tflops / peak:.0%}"])
+        show(f"Prefill, {shape.name}", "kernel | us | TFLOP/s | of a product", rows)
+        beside_flashinfer(f"prefill, {shape.name}", ours, timed)
 
 
-def beside_flashinfer(found: Found, name: str, ours: str, timed: dict[str, list[float]]) -> None:
+def say_what_is_missing(setting: Setting) -> None:
+    for name, why in setting.missing().items():
+        note(f"{name}: {why}")
+
+
+def beside_flashinfer(name: str, ours: str, timed: dict[str, list[float]]) -> None:
     if ours not in timed or "flashinfer" not in timed:
         return
     ratio = median_ratio(timed[ours], timed["flashinfer"])
-    found.claim(
+    claim(
         f"{name}, beside FlashInfer",
         statistics.median(timed[ours]) * 1e6,
         statistics.median(timed["flashinfer"]) * 1e6,
@@ -215,7 +184,7 @@ def beside_flashinfer(found: Found, name: str, ours: str, timed: dict[str, list[
     )
 
 
-def compared(setting: Setting, shape: Shape, found: Found) -> dict[str, list[float]]:
+def compared(setting: Setting, shape: Shape) -> dict[str, list[float]]:
     """Seconds of each backend that serves the shape, after its result was checked."""
     q, view, batch = step(setting, shape)
     scale = shape.width**-0.5
@@ -225,10 +194,12 @@ def compared(setting: Setting, shape: Shape, found: Found) -> dict[str, list[flo
     checked = Checked(setting, shape, q, view, batch, scale)
     calls: dict[str, Callable[[], object]] = {}
     for name, backend in backends.items():
-        wrong = checked.error(backend)
-        if wrong > ERROR:
-            found.notes.append(f"{name}, {shape.name}: WRONG, error {wrong:.1e}: not timed")
-        found.claim(
+        wrong = 1.0
+        try:
+            wrong = checked.error(backend)
+        except Exception as error:  # of a compiler, say: the others are timed all the same
+            note(f"{name}, {shape.name}: {' '.join(repr(error).split())[:500]}")
+        claim(
             f"{name}, {shape.name}, beside torch's result",
             wrong,
             None,
@@ -240,6 +211,8 @@ def compared(setting: Setting, shape: Shape, found: Found) -> dict[str, list[flo
             calls[name] = lambda backend=backend: backend.attend(
                 q, view, batch, spec=shape.spec, scale=scale
             )
+        else:
+            note(f"{name}, {shape.name}: WRONG, and not timed")
     return in_turns(setting, calls) if calls else {}
 
 
@@ -270,7 +243,7 @@ class Checked:
                 self.q[rows], self.view, alone, spec=self.shape.spec, scale=self.scale
             )
             difference = (got[rows].float() - want.float()).abs().max() / want.float().abs().max()
-            worst = max(worst, float(difference))
+            worst = max(worst, float(difference) if difference.isfinite() else 1.0)
         return worst
 
 

@@ -1,4 +1,4 @@
-"""A part of the GPU's benchmark: a step in which buffers of `growing` are copied into larger ones.
+"""A part: a step in which buffers of `growing` are copied into larger ones.
 
 Beside the step the copies run on a stream of their own and each layer waits for its own, as the
 engine has it; in line they run before the step. The step's work is a product of matrices a layer.
@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_memory import QWEN3_4B, TINY, spec_of
-from gpu_setting import GIB, MIB, Found, Setting, median_ratio
-from harness.report import Table
 
+from benchmarks.gpu.setting import GIB, MIB, Setting, claim, median_ratio, show
 from quire.strategies import (
     Accounting,
     CacheConfig,
@@ -25,9 +23,9 @@ from quire.strategies import (
 from quire.units import format_bytes
 
 
-def growing(setting: Setting) -> Found:
+def growing(setting: Setting) -> None:
     """Milliseconds of a step without copies, with them beside it, with them before it."""
-    geometry = TINY if setting.emulated else QWEN3_4B
+    geometry = setting.geometry
     num_seqs, held = (2, 32) if setting.emulated else (16, 2048)
     memory, _ = setting.memory()
     capacity_bytes = 256 * MIB if setting.emulated else 32 * GIB
@@ -40,7 +38,7 @@ def growing(setting: Setting) -> Found:
         layers_per_page="auto",
         growth_tokens=held,
     )
-    accounting = build_accounting("growing", spec_of(geometry, 2 * held), sizes)
+    accounting = build_accounting("growing", geometry.model(2 * held), sizes)
     storage = build_storage("growing", accounting, memory)
     assert isinstance(storage, StackedStorage)
     layer = _layer(setting)
@@ -64,7 +62,6 @@ def growing(setting: Setting) -> Found:
     timed = {name: samples[1:] for name, samples in timed.items()}  # the first one warms up
     seconds = {name: [took for took, _ in samples] for name, samples in timed.items()}
     moved = num_seqs * held * geometry.token_bytes
-    found = Found()
     base = statistics.median(seconds["no copies"])
     rows = [
         [
@@ -76,13 +73,13 @@ def growing(setting: Setting) -> Found:
         ]
         for name, each in seconds.items()
     ]
-    columns = ("copies", "ms a step, median", "least", "ms added", "ms to map and launch")
-    title = (
+    show(
         f"{format_bytes(moved)} of {num_seqs} sequences move into larger buffers; at most "
-        f"{format_bytes(peak)} were committed"
+        f"{format_bytes(peak)} were committed",
+        "copies | ms a step, median | least | ms added | ms to map and launch",
+        rows,
     )
-    found.tables.append(Table(title=title, columns=columns, rows=rows))
-    found.claim(
+    claim(
         "a step with copies beside it, against copies in line",
         statistics.median(seconds["beside"]) * 1e3,
         statistics.median(seconds["in line"]) * 1e3,
@@ -92,7 +89,6 @@ def growing(setting: Setting) -> Found:
         ratio,
         timed=True,
     )
-    return found
 
 
 def _layer(setting: Setting) -> Callable[[], object]:

@@ -1,8 +1,8 @@
-"""Part of the GPU's benchmark: a Qwen3-4B-shaped random model, 64 requests at once, by Quire and by
-Transformers' continuous batching, each in a process of its own, in turns.
+"""A part: a Qwen3-4B-shaped random model, many requests at once, by Quire, by Transformers'
+continuous batching and, where it is installed, by vLLM: each in a process of its own, in turns.
 
-Both have the same weights (a seed), the same prompts, and as many tokens to give; nothing is
-sampled and nothing shared. Tokens a second are those of answers.
+All have the same prompts and as many tokens to give, and weights of the same shape, of one seed but
+vLLM's; nothing is sampled and nothing shared. Tokens a second are those of answers.
 """
 
 import inspect
@@ -11,17 +11,18 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from gpu_setting import Found, Setting
-from harness.report import Table
 
-NUM_REQUESTS = 64
+from benchmarks.gpu.setting import Setting, claim, note, show
+
 ROUNDS = 3
-PATIENCE_S = 300.0  # for a worker to start, or to finish a round
+PATIENCE_S = 120.0  # for a worker to start, or to finish a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +36,22 @@ class Load:
     emulated: bool
 
 
-def engine(setting: Setting) -> Found:
-    """Throughput and time a token at 64 requests."""
+def throughput(setting: Setting) -> None:
+    """Tokens a second of answers, of all engines that are here."""
     load = _load(setting)
-    found = Found()
     context = get_context("spawn")
     workers: dict[str, tuple[Any, Connection]] = {}
     said: dict[str, str] = {}
-    for name, serve in (("quire", _quire), ("transformers", _transformers)):
+    for name, serve in {"quire": _quire, "transformers": _transformers, "vllm": _vllm}.items():
+        if find_spec(name) is None:
+            note(f"{name} is not installed, so it was not run.")
+            continue
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(serve, load, theirs), daemon=True)
         process.start()
         workers[name] = (process, ours)
         said[name] = str(_answer(process, ours))
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
     for number in range(1 + (1 if setting.emulated else ROUNDS)):  # the first one warms up
         for name, (process, connection) in workers.items():
             if said[name].startswith("failed"):
@@ -58,52 +61,51 @@ def engine(setting: Setting) -> Found:
             if not isinstance(took, float):
                 said[name] = str(took)
             elif number:
-                seconds.setdefault(name, []).append(took)
+                seconds[name].append(took)
+                print(f"{name}: {took:.2f} s")
     for process, connection in workers.values():
         if process.is_alive():
             connection.send("end")
             process.join(10)
             process.kill()
-    tokens = NUM_REQUESTS * load.answer_tokens
-    rates = {name: [tokens / each for each in took] for name, took in seconds.items()}
-    rows = [
-        [
-            name,
-            *(f"{value:,.0f}" for value in (statistics.median(each), min(each), max(each))),
-            said[name],
-        ]
-        for name, each in rates.items()
-    ]
-    found.notes += [f"{name}: {text}" for name, text in said.items() if name not in rates]
-    mean = sum(map(len, load.prompts)) / NUM_REQUESTS
-    title = f"{NUM_REQUESTS} requests of {mean:.0f} tokens, {load.answer_tokens} to each answer"
-    columns = ("engine", "tokens/s", "least", "most", "how")
-    found.tables.append(Table(title=title, columns=columns, rows=rows))
-    ours = statistics.median(rates["quire"]) if "quire" in rates else 0.0
-    peer = statistics.median(rates["transformers"]) if "transformers" in rates else None
-    ratio = None
-    if ours and peer:
-        pairs = zip(rates["quire"], rates["transformers"], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-    found.claim(
-        f"throughput at {NUM_REQUESTS} requests beside Transformers' continuous batching",
-        ours,
-        peer,
-        "tokens/s",
-        ">= 1.0",
-        ratio is not None and ratio >= 1,
-        ratio,
-        timed=True,
-    )
-    return found
+    _compare(load, said, seconds)
+
+
+def _compare(load: Load, said: dict[str, str], seconds: dict[str, list[float]]) -> None:
+    num_requests = len(load.prompts)
+    tokens = num_requests * load.answer_tokens
+    rates = {name: [tokens / each for each in took] for name, took in seconds.items() if took}
+    rows = []
+    for name, how in said.items():
+        each = rates.get(name, [0.0])
+        speeds = (statistics.median(each), min(each), max(each))
+        rows.append([name, *(f"{speed:,.0f}" for speed in speeds), how])
+    mean = sum(map(len, load.prompts)) / num_requests
+    title = f"{num_requests} requests of {mean:.0f} tokens, {load.answer_tokens} to each answer"
+    show(title, "engine | tokens/s | least | most | how", rows)
+    peers = {"transformers": "Transformers' continuous batching", "vllm": "vLLM"}
+    for peer in said.keys() & peers:
+        pairs = zip(rates.get("quire", ()), rates.get(peer, ()), strict=False)
+        ratio = statistics.median([a / b for a, b in pairs] or [0.0])
+        claim(
+            f"throughput at {num_requests} requests beside {peers[peer]}",
+            statistics.median(rates.get("quire", [0.0])),
+            statistics.median(rates.get(peer, [0.0])),
+            "tokens/s",
+            ">= 1.0",
+            ratio >= 1,
+            ratio,
+            timed=True,
+        )
 
 
 def _load(setting: Setting) -> Load:
     generator = torch.Generator().manual_seed(setting.seed)
     lengths = (4, 12) if setting.emulated else (128, 896)
+    num_requests = 4 if setting.emulated else 64
     prompts = [
         torch.randint(3, 190, (int(length),), generator=generator).tolist()
-        for length in torch.randint(*lengths, (NUM_REQUESTS,), generator=generator)
+        for length in torch.randint(*lengths, (num_requests,), generator=generator)
     ]
     answer = 4 if setting.emulated else 128
     return Load(
@@ -146,11 +148,9 @@ def _serve(
         connection.send(f"failed: {' '.join(repr(error).split())[:300]}")
 
 
-def _model(load: Load, **given: Any) -> Any:
-    """Qwen3-4B's shape, random weights in bfloat16, on the device."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    shape = dict(
+def _shape(load: Load) -> dict[str, Any]:
+    """Of a configuration: Qwen3-4B's."""
+    shape: dict[str, Any] = dict(
         vocab_size=151_936,
         hidden_size=2560,
         intermediate_size=9728,
@@ -169,19 +169,32 @@ def _model(load: Load, **given: Any) -> Any:
             num_key_value_heads=2,
             head_dim=16,
         )
-    config = Qwen3Config(**shape, max_position_embeddings=40_960, tie_word_embeddings=True)
+    return dict(**shape, max_position_embeddings=40_960, tie_word_embeddings=True)
+
+
+def _model(load: Load, **given: Any) -> Any:
+    """Random weights in bfloat16, on the device."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
     torch.manual_seed(load.seed)
     with torch.device("cpu" if load.emulated else "cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **given).eval()
+        made = AutoModelForCausalLM.from_config(
+            Qwen3Config(**_shape(load)), dtype=torch.bfloat16, **given
+        )
+    return made.eval()
+
+
+def _pool_bytes(load: Load) -> int:
+    return load.max_model_len * len(load.prompts) * (512 if load.emulated else 147_456)
 
 
 def _quire(load: Load) -> tuple[str, Callable[[], None]]:
     from quire import LLM, SamplingParams
 
-    room = load.max_model_len * NUM_REQUESTS * (512 if load.emulated else 147_456) * 2
+    room = _pool_bytes(load) * 2
     llm = LLM(
         _model(load),
-        max_num_seqs=NUM_REQUESTS,
+        max_num_seqs=len(load.prompts),
         max_num_batched_tokens=256 if load.emulated else 8192,
         max_model_len=load.max_model_len,
         kv_cache_memory_bytes=room,
@@ -211,11 +224,11 @@ def _transformers(load: Load) -> tuple[str, Callable[[], None]]:
             pass
     model = _model(load, attn_implementation=attention)
     block = 32
-    tokens = load.max_model_len * NUM_REQUESTS
+    tokens = load.max_model_len * len(load.prompts)
     wanted = {
         "page_size": block,
         "block_size": block,  # as it was called before
-        "num_blocks": -(-tokens // block) + NUM_REQUESTS,
+        "num_blocks": -(-tokens // block) + len(load.prompts),
         "max_batch_tokens": 256 if load.emulated else 8192,
         "allow_block_sharing": False,
     }
@@ -245,3 +258,36 @@ def _transformers(load: Load) -> tuple[str, Callable[[], None]]:
                 names.discard(result.request_id)
 
     return f"Transformers {transformers.__version__}, {attention}, pages of {block}", run
+
+
+def _vllm(load: Load) -> tuple[str, Callable[[], None]]:
+    """Its own random weights: it reads a model's configuration, and no weights, from a folder."""
+    import vllm
+    from transformers import Qwen3Config
+
+    with TemporaryDirectory() as folder:
+        Qwen3Config(**_shape(load), architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+        llm = vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            seed=load.seed,
+            max_model_len=load.max_model_len,
+            max_num_seqs=len(load.prompts),
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.4,  # the others have theirs
+            kv_cache_memory_bytes=_pool_bytes(load),
+        )
+    params = vllm.SamplingParams(
+        max_tokens=load.answer_tokens, temperature=0, ignore_eos=True, detokenize=False
+    )
+
+    def run() -> None:
+        done = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in load.prompts], params, use_tqdm=False
+        )
+        assert all(len(each.outputs[0].token_ids) == load.answer_tokens for each in done)
+
+    return f"vLLM {vllm.__version__}", run

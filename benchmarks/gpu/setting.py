@@ -4,23 +4,19 @@
 the emulator of the driver in the driver's. Its times mean nothing.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from harness.report import Table
 
+from benchmarks.gpu.parts import tell
 from quire.attention import AttentionBackend, ReferenceAttention, SdpaAttention
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.driver import Driver, load_driver_functions
+from quire.spec import FullAttention, Layer, ModelSpec
 
-TESTS = Path(__file__).parents[1] / "tests"
 MIB, GIB = 2**20, 2**30
 
 
@@ -31,6 +27,13 @@ class Setting:
     rounds: int
 
     @property
+    def geometry(self) -> "Geometry":
+        """Qwen3-4B's."""
+        if self.emulated:
+            return Geometry(num_layers=12, num_kv_heads=2, num_groups=2, head_dim=64)
+        return Geometry(num_layers=36, num_kv_heads=8, num_groups=4, head_dim=128)
+
+    @property
     def device(self) -> torch.device:
         return torch.device("cpu" if self.emulated else "cuda")
 
@@ -39,7 +42,6 @@ class Setting:
         if not self.emulated:
             functions = load_driver_functions()
             return CudaMemory(driver=functions, keep_bytes=0), Driver(functions, 0, 0)
-        _with_tests()
         from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 
         emulator = EmulatedDriver(total_bytes=512 * MIB)
@@ -60,21 +62,22 @@ class Setting:
         return {name: why for name, why in tried.items() if isinstance(why, str)}
 
     def _backend(self, name: str) -> AttentionBackend | str:
+        try:
+            return self._made(name)
+        except Exception as error:  # a package that is broken: the other one is timed all the same
+            return " ".join(repr(error).split())[:300]
+
+    def _made(self, name: str) -> AttentionBackend | str:
         if name == "flashinfer":
             from quire.attention.flashinfer import FlashInferAttention
             from quire.attention.flashinfer.limits import cannot_run
 
             if self.emulated:
-                _with_tests()
                 from attention.pretend_flashinfer import pretended_backend
 
                 return pretended_backend()
             return cannot_run(self.device) or FlashInferAttention()
-        try:
-            from quire.attention.triton import TritonAttention
-        except ImportError as error:
-            return str(error)
-        from quire.spec import FullAttention
+        from quire.attention.triton import TritonAttention
 
         triton = TritonAttention()
         spec = FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -101,54 +104,73 @@ class Setting:
         return 2 * GIB if self.emulated else torch.cuda.mem_get_info()[0]
 
 
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """What a part brings."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The attention of a model."""
 
-    tables: list[Table] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    claims: list[dict[str, Any]] = field(default_factory=list)
+    num_layers: int
+    num_kv_heads: int
+    num_groups: int  # query heads for each of them
+    head_dim: int
 
-    def claim(
-        self,
-        name: str,
-        ours: float,
-        peer: float | None,
-        unit: str,
-        goal: str,
-        holds: bool,
-        ratio: float | None = None,
-        *,
-        timed: bool = False,
-    ) -> None:
-        """``timed``: a speed, about which an emulation says nothing."""
-        if ratio is None and peer:
-            ratio = ours / peer
-        self.claims.append(
-            {
-                "claim": name,
-                "ours": round(ours, 4),
-                "peer": None if peer is None else round(peer, 4),
-                "unit": unit,
-                "ratio": None if ratio is None else round(ratio, 4),
-                "goal": goal,
-                "holds": holds,
-                "timed": timed,
-            }
+    @property
+    def entry_bytes(self) -> int:
+        return self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.entry_bytes
+
+    @property
+    def spec(self) -> FullAttention:
+        return FullAttention(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype="bfloat16"
         )
 
-    def as_json(self) -> str:
-        tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
-        return json.dumps({"tables": tables, "notes": self.notes, "claims": self.claims})
+    def model(self, max_model_len: int) -> ModelSpec:
+        return ModelSpec(
+            model_type="random",
+            layers=tuple(Layer(specs=(self.spec,)) for _ in range(self.num_layers)),
+            max_model_len=max_model_len,
+            dtype="bfloat16",
+        )
 
-    @classmethod
-    def from_json(cls, text: str) -> "Found":
-        read = json.loads(text)
-        tables = [
-            Table(title=t["title"], columns=tuple(t["columns"]), rows=t["rows"])
-            for t in read["tables"]
-        ]
-        return cls(tables=tables, notes=read["notes"], claims=read["claims"])
+
+def show(title: str, columns: str, rows: list[list[str]]) -> None:
+    """Tell a table; ``columns`` with " | " between them."""
+    tell(table={"title": title, "columns": columns.split(" | "), "rows": rows})
+
+
+def note(text: str) -> None:
+    tell(note=text)
+
+
+def claim(
+    name: str,
+    ours: float,
+    peer: float | None,
+    unit: str,
+    goal: str,
+    holds: bool,
+    ratio: float | None = None,
+    *,
+    timed: bool = False,
+) -> None:
+    """Tell what was found beside a goal. ``timed``: a speed: an emulation says nothing of it."""
+    if ratio is None and peer:
+        ratio = ours / peer
+    tell(
+        claim={
+            "claim": name,
+            "ours": round(ours, 4),
+            "peer": None if peer is None else round(peer, 4),
+            "unit": unit,
+            "ratio": None if ratio is None else round(ratio, 4),
+            "goal": goal,
+            "holds": holds,
+            "timed": timed,
+        }
+    )
 
 
 def median_ratio(ours: list[float], peer: list[float]) -> float:
@@ -222,8 +244,3 @@ def _recorded(several: Callable[[], None]) -> Callable[[], None] | None:
         return None
     play: Callable[[], None] = graph.replay
     return play
-
-
-def _with_tests() -> None:
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
