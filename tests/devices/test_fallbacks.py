@@ -3,6 +3,8 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from attention.pretend_flashinfer import pretended_backend
 from devices.test_engine import expected, generated, on
 from pretend import Gpu, PretendAttention
 from quire import LLM
-from quire.attention import AttentionBackend, SdpaAttention, choose, tried
+from quire.attention import AttentionBackend, SdpaAttention, choose
+from quire.config import EngineConfig
+from quire.engine.fallbacks import OtherAttention
 from quire.engine.sampling import sampler
-from quire.errors import ConfigError, UnsupportedModel
-from tiny import tiny_model
+from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
+from tiny import CONFIGS, random_model
 
 
 class CompilationError(Exception):
@@ -75,6 +79,22 @@ def gpu() -> Iterator[Gpu]:
         yield found
 
 
+@cache
+def texts() -> list[tuple[int, ...]]:
+    return expected(small_model())
+
+
+def small_model() -> PreTrainedModel:
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 2
+    return random_model(config)
+
+
+def case() -> tuple[PreTrainedModel, list[tuple[int, ...]]]:
+    """A model, and its texts: it is moved, so that each test has its own."""
+    return small_model(), texts()
+
+
 def served_by(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], AttentionBackend]) -> None:
     """These, with torch's; the others say that they are not there."""
 
@@ -94,8 +114,7 @@ def test_kernels_that_fail_are_passed_over_for_torchs(
     fault: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served_by(monkeypatch, triton=lambda: Faulty(fault))
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with auto(gpu, model) as llm:
         assert llm.attention_backend == "sdpa"
         assert generated(llm) == want
@@ -108,7 +127,7 @@ def test_what_was_asked_for_is_refused_with_the_option(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_by(monkeypatch, triton=lambda: Faulty("does not compile"))
-    model = tiny_model("llama")
+    model = small_model()
     with pytest.raises(ConfigError, match=r"=triton: .*ptxas.* With attention_backend=sdpa torch"):
         on(gpu, model, attention_backend="triton")
     served_by(monkeypatch, triton=lambda: Faulty("writes nothing"))
@@ -135,8 +154,7 @@ def test_flashinfer_that_cannot_compile_is_passed_over_for_ours(
         return Faulty("" if triton_works else "does not compile")
 
     served_by(monkeypatch, flashinfer=flashinfer, triton=ours)
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with auto(gpu, model) as llm:
         assert llm.attention_backend == ("triton" if triton_works else "sdpa")
         assert generated(llm) == want
@@ -154,22 +172,30 @@ def test_a_gpu_that_is_lost_to_the_process_is_said_with_what_to_do(
 
     monkeypatch.setattr("quire.engine.fallbacks.wait_for", lost)
     with pytest.raises(ConfigError, match="start another process, with attention_backend=sdpa"):
-        auto(gpu, tiny_model("llama"))
+        auto(gpu, small_model())
 
 
-def test_a_model_that_cannot_be_run_is_not_laid_to_attention(gpu: Gpu) -> None:
-    """The last attempt's error is the news, and an option's is told at once."""
-    assert tried(SdpaAttention(), torch.device("cuda")).name == "sdpa"
-    with pytest.raises(ConfigError, match="max_model_len"):
-        auto(gpu, tiny_model("llama"), max_model_len=10**6)
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [
+        ("cpu", RuntimeError("anything")),
+        ("cuda", ConfigError("max_model_len=1,000,000 is more than the model was made for")),
+        ("cuda", MemoryUnavailable("CUDA device 0 refused 2 MiB")),
+        ("cuda", torch.OutOfMemoryError("CUDA out of memory")),
+    ],
+)
+def test_other_errors_are_not_laid_to_attention(device: str, error: Exception) -> None:
+    loaded: Any = SimpleNamespace(device=torch.device(device))
+    with pytest.raises(type(error)) as raised:
+        OtherAttention(EngineConfig(), loaded).instead(error)
+    assert raised.value is error
 
 
 def test_enforce_eager_captures_nothing_and_takes_no_memory_for_it(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_by(monkeypatch, triton=lambda: Faulty(""))
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with auto(gpu, model, enforce_eager=True) as llm:
         gpu.reset()
         assert generated(llm) == want
@@ -181,8 +207,7 @@ def test_a_replay_that_is_refused_is_the_last_one(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served_by(monkeypatch, triton=lambda: Faulty(""))
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with auto(gpu, model) as llm:
 
         def refused(*_: Any) -> None:
@@ -203,8 +228,7 @@ def test_without_a_stream_for_graphs_steps_are_run(
         raise RuntimeError("CUDA error: out of resources")
 
     monkeypatch.setattr("quire.models.captured.torch.cuda.Stream", refused)
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with auto(gpu, model) as llm:
         assert generated(llm) == want
     assert "runs without CUDA graphs: RuntimeError('CUDA error: out of resources')" in caplog.text
@@ -217,8 +241,7 @@ def test_tokens_that_a_device_cannot_choose_the_host_does(
         raise NotImplementedError("\"argmax_cuda\" not implemented for 'BFloat16'")
 
     monkeypatch.setattr(sampler, "DeviceChoices", lacks)
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with on(gpu, model) as llm:
         assert generated(llm) == want
     assert caplog.text.count("tokens are chosen by the host, which takes longer, since") == 2
@@ -236,8 +259,7 @@ def test_tokens_that_a_device_chooses_otherwise_the_host_does(
         return choices
 
     monkeypatch.setattr(sampler, "DeviceChoices", last_of_equals)
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with on(gpu, model) as llm:
         assert generated(llm) == want
     assert "since cuda:0 chooses others" in caplog.text
@@ -254,8 +276,7 @@ def test_without_pinned_memory_copies_are_waited_for(
         return empty(*args, **options)
 
     monkeypatch.setattr(torch, "empty", refused)
-    model = tiny_model("llama")
-    want = expected(model)
+    model, want = case()
     with on(gpu, model, swap_space="16MiB") as llm:
         assert generated(llm) == want
     assert "no memory can be pinned" in caplog.text

@@ -14,6 +14,7 @@ This has run on an emulator of the driver only, never on a GPU: see docs/concept
 """
 
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 from quire.errors import ConfigError, MemoryUnavailable, one_line
@@ -156,7 +157,8 @@ class CudaMemory:
             raise self._of_no_use(error) from error
         finally:
             region.close()
-            self.trim()
+            with suppress(MemoryUnavailable):  # what the driver does not take back is used later
+                self.trim()
 
     def _of_no_use(self, error: Exception) -> ConfigError:
         return ConfigError(
