@@ -19,6 +19,7 @@ from quire import LLM
 from quire.attention import AttentionBackend, SdpaAttention, choose
 from quire.config import EngineConfig
 from quire.engine.fallbacks import OtherAttention
+from quire.engine.runner import ModelRunner
 from quire.engine.sampling import sampler
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from tiny import CONFIGS, random_model
@@ -189,6 +190,23 @@ def test_other_errors_are_not_laid_to_attention(device: str, error: Exception) -
     with pytest.raises(type(error)) as raised:
         OtherAttention(EngineConfig(), loaded).instead(error)
     assert raised.value is error
+
+
+def test_where_kernels_are_compiled_the_trial_is_long_and_ends_one_by_one(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that those for many queries, for one, and for a walk that is split are all tried."""
+    chunks: list[tuple[int, int]] = []
+    own = ModelRunner._trial_chunk
+
+    def seen(self: ModelRunner, trial: Any, start: int, stop: int) -> torch.Tensor:
+        chunks.append((start, stop))
+        return own(self, trial, start, stop)
+
+    monkeypatch.setattr(ModelRunner, "_trial_chunk", seen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    on(gpu, small_model(), max_model_len=512).close()
+    assert {*chunks} == {(0, 256), (256, 510), (510, 511), (511, 512)}
 
 
 def test_enforce_eager_captures_nothing_and_takes_no_memory_for_it(

@@ -198,9 +198,8 @@ class ModelRunner:
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
         kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
-        return Trial(
-            self._loaded, specs, kept_as, max_tokens, exact=exact, for_kernels=self._has_kernels
-        )
+        kernels = self._has_kernels and not exact
+        return Trial(self._loaded, specs, kept_as, max_tokens, exact=exact, for_kernels=kernels)
 
     def compute(
         self,

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,6 +376,13 @@ def test_without_a_driver(driver: EmulatedDriver) -> None:
 def test_without_the_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[cuda\]'"):
+        load_driver_functions()
+
+
+def test_bindings_with_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(**{n: None for n in dir(EmulatedDriver) if n != "cuMemSetAccess"})
+    monkeypatch.setattr("importlib.import_module", lambda name: other)
+    with pytest.raises(ConfigError, match="have no cuMemSetAccess: install 12"):
         load_driver_functions()
 
 
