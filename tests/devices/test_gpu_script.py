@@ -212,9 +212,9 @@ def test_an_interrupted_call_leaves_nothing_running(scene: Scene, capfd: Any) ->
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert "here" in capfd.readouterr().out
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
+    for other in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            assert str(scene.keep) not in process.read_text()
+            assert str(scene.keep) not in other.read_text()
 
 
 def test_without_time_nothing_is_begun(scene: Scene, capfd: Any) -> None:
