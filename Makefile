@@ -8,18 +8,20 @@ READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MINUTES   ?= 10
+# Torch 2.11's, which a GPU may have; .venv has a later one.
+OTHER_TRITON := .venv-triton-3.6
 # With VENV= in .venv's place: a Python that has torch for CUDA, Transformers, pytest and hypothesis.
 GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test test-all test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all test-triton test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 # Tests start some hundred processes; each would compile the sources anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-transformers check fuzz fuzz-http clients lint format types size bench \
+.PHONY: help demo test test-all test-gpu test-triton triton-3.6 test-transformers check fuzz fuzz-http clients lint format types size bench \
   bench-gpu docs setup clean
 
 help: ## print this list
@@ -35,8 +37,15 @@ test: $(READY) ## run the tests, in as many processes as there are cores
 test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
 	@$(BIN)/pytest -n logical --dist loadfile -m ""
 
-test-gpu: $(if $(VENV),$(READY)) ## the tests that a GPU can run (installing nothing: make test-gpu VENV= PYTHON=python3)
-	@$(GPU_PYTHON) tools/gpu_tests.py $(OPTIONS)
+test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
+	@$(GPU_PYTHON) -m benchmarks.gpu.run --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
+
+test-triton: $(READY) triton-3.6 ## each kernel compiled for a GPU that is not here, by Triton 3.6 too
+	@$(BIN)/pytest -n 2 --dist load -m "" tests/attention/triton/test_triton_compiled.py -k hopper
+
+triton-3.6: $(READY)
+	@test -d $(OTHER_TRITON)/triton || $(PIP) install --no-deps --target $(OTHER_TRITON) triton==3.6.0 || \
+	  { rm -rf $(OTHER_TRITON); echo "Triton 3.6.0 could not be fetched, so nothing is compiled by it." >&2; }
 
 test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
 	@$(BIN)/python tests/transformers_own/run.py $(if $(SOURCE),--source $(SOURCE)) $(MODELS)
@@ -71,13 +80,13 @@ size: ## lines of each module, the longest first
 	  END { printf "%8d lines in %d modules\n", lines, NR - 1 }'
 
 bench: $(READY) ## run every benchmark and print its tables
-	@set -e; for file in benchmarks/bench_*.py; do \
-	  test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; exit 1; }; \
-	  echo "== $$file"; $(BIN)/python "$$file"; \
+	@set -e; for file in benchmarks/*/bench_*.py; do \
+	  module=$$(echo "$${file%.py}" | tr / .); \
+	  echo "== python -m $$module"; $(BIN)/python -m $$module; \
 	done
 
-bench-gpu: $(if $(VENV),$(READY)) ## check and time all that runs on a GPU (parts: make bench-gpu ONLY=decode,prefill)
-	@$(GPU_PYTHON) benchmarks/bench_gpu.py --claims $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
+bench-gpu: $(if $(VENV),$(READY)) ## the same, and then its speeds (some parts: make bench-gpu ONLY=decode,prefill)
+	@$(GPU_PYTHON) -m benchmarks.gpu.run $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 docs: $(DOCS) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -87,7 +96,7 @@ setup: $(READY) ## make .venv, with Quire and its tools
 	@echo "$(VENV) is ready."
 
 clean: ## remove all that these verbs have made, .venv too
-	@rm -rf $(VENV) site build dist quire.svg .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(OTHER_TRITON) site build dist quire.svg .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that .venv holds what these two files ask for. What failed half-way is simply repeated;

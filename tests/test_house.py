@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 )
+AREA = "benchmarks.AREA.NAME"  # how benchmarks are run, said once
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_EXAMPLE_LINES = 40
 
@@ -97,6 +98,10 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
     assert verbs <= targets, f"the Makefile has no {', '.join(sorted(verbs - targets))}"
     unknown = commands - COMMANDS.keys()
     assert not unknown, f"quire has no command {', '.join(sorted(unknown))}"
+    programs = set(re.findall(r"\bpython (?:-m )?([\w/.]*\bbenchmarks\b[\w/.]+)", text))
+    files = {name if "/" in name else f"{name.replace('.', '/')}.py" for name in programs - {AREA}}
+    absent = sorted(name for name in files if not (ROOT / name).is_file())
+    assert not absent, f"there is no {', '.join(absent)}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

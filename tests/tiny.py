@@ -39,7 +39,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
     "qwen3": lambda: Qwen3Config(**_COMMON),
     "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        attn_implementation="eager",  # torch's knows no softcap, and is taken before 5.18
+    ),
     "gemma3": lambda: Gemma3TextConfig(
         **_COMMON,
         sliding_window=WINDOW,

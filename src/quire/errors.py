@@ -50,3 +50,9 @@ class MemoryUnavailable(QuireError, MemoryError):
 
 class RankLost(QuireError):
     """One of the processes that a model is divided among has ended: none can go on."""
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, for a log or within another message: an error of ours by its words alone."""
+    words = str(error) if isinstance(error, QuireError) else repr(error)
+    return " ".join(words.split())[:300]

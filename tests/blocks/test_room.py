@@ -212,9 +212,7 @@ def test_to_begin_alone_is_to_begin_in_a_step_of_many(
     for seq_id, length in enumerate(lengths):
         alone.add(seq_id)
         many.add(seq_id)
-        assert (alone.allocate(seq_id, length) is FITS) == many.try_extend_each(
-            [seq_id], [length]
-        )
+        assert (alone.allocate(seq_id, length) is FITS) == many.try_extend_each([seq_id], [length])
         assert alone.pools.held_bytes == many.pools.held_bytes
         assert alone.pools.changes == many.pools.changes
         for ours, theirs in zip(alone.tables.ids, many.tables.ids, strict=True):

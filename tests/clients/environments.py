@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".venv-peers"
-# vLLM's is the one that benchmarks/engine_peers.py makes, and not made here.
+# vLLM's is the one that benchmarks/engine/peers.py makes, and not made here.
 VLLM = "vllm-cpu-engine"
 PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

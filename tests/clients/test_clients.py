@@ -75,8 +75,9 @@ def test_anthropic(url: str) -> None:
 def test_others(script: str, environment: str, url: str) -> None:
     python = python_of(environment)
     if not python.exists():
-        maker = "benchmarks/engine_peers" if environment == VLLM else "tests/clients/environments"
-        pytest.skip(f"not installed: python {maker}.py {environment}")
+        ours = environment == VLLM
+        maker = "-m benchmarks.engine.peers" if ours else "tests/clients/environments.py"
+        pytest.skip(f"not installed: python {maker} {environment}")
     _run(script, url, python=python)
 
 

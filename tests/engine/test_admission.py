@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from admission_loads import Load, any_load, play, ten_loads
-from bench_admission import FIXED, TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.accounting.bench_admission import FIXED, TABLES
+from benchmarks.accounting.loads import Load, any_load, play, ten_loads
 from conformance.covering import in_turn
 from quire.engine.scheduling.costs import Costs, Prices
 from quire.planner.simulation.cost_model import StepCosts

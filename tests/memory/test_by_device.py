@@ -1,5 +1,7 @@
 """Who provides, limits and reads the memory of a device, and what is said where it cannot be."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,12 +56,18 @@ def test_a_cpu_has_memory_of_the_host() -> None:
 def test_a_gpu_has_memory_of_its_driver(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def make(**options: int) -> str:
-        asked.update(options)
-        return "memory of a GPU"
+    class Memory:
+        was_tried = False
 
-    monkeypatch.setattr(by_device, "CudaMemory", make)
-    assert memory_for(GPU, "prefault") == "memory of a GPU"
+        def __init__(self, **options: int) -> None:
+            asked.update(options)
+
+        def try_out(self) -> None:
+            self.was_tried = True
+
+    monkeypatch.setattr(by_device, "CudaMemory", Memory)
+    made: Any = memory_for(GPU, "prefault")
+    assert made.was_tried
     assert asked == {"device": 1, "stream": 7}
     memory_for(torch.device("cuda"), "on-demand")
     assert asked["device"] == 0
@@ -94,8 +102,11 @@ def test_no_bindings_no_driver_and_no_mapping_are_said(
     with pytest.raises(ConfigError, match="cannot map memory to chosen addresses"):
         memory_for(torch.device("cuda:0"), "on-demand")
     assert "cannot map memory" in str(why_no_memory(torch.device("cuda:0")))
-    monkeypatch.setattr(cuda, "load_driver_functions", EmulatedDriver)
+    monkeypatch.setattr(cuda, "load_driver_functions", lambda: EmulatedDriver(fills_at_once=True))
+    monkeypatch.setattr(cuda.dlpack, "CUDA", cuda.dlpack.CPU)  # where the emulator's tensors are
     assert why_no_memory(torch.device("cuda:0")) is None
+    monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", lambda *_: (CUresult.CUDA_SUCCESS,))
+    assert "new memory is not full of zeros" in str(why_no_memory(torch.device("cuda:0")))
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(ConfigError, match="GPUs of AMD"):
         memory_for(GPU, "on-demand")

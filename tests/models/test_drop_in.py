@@ -224,8 +224,9 @@ def test_cutting_back_behind_a_window_is_refused(strategy: str) -> None:
             pair.ours.crop(-60)
         assert pair.ours.usage() == usage
         assert pair.ours.get_seq_length() == 100
-    pair.ours.crop(-20)
+    pair.ours.crop(torch.tensor(-20))  # as assisted generation said it in Transformers 5.17
     assert pair.ours.get_seq_length() == 80
+    assert type(pair.ours.get_seq_length()) is int
     pair.ours.crop(78)  # what is left, as Transformers said it before 5.18
     assert pair.ours.get_seq_length() == 78
     pair.ours.crop(500)

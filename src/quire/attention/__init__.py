@@ -12,15 +12,22 @@ from quire.attention.base import (
     make_batch,
     packed_tokens,
 )
-from quire.attention.choose import BACKENDS, backend_for_graphs, choose_backend
+from quire.attention.choose import (
+    BACKENDS,
+    backend_for_graphs,
+    choose_backend,
+    fallback_backends,
+)
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowMover, TorchRows, find_padded_rows
 from quire.attention.sdpa import SdpaAttention
+from quire.attention.tried import AttentionFailed, tried
 
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionBatch",
+    "AttentionFailed",
     "FindWords",
     "NoHostPart",
     "PlacedBatch",
@@ -33,7 +40,9 @@ __all__ = [
     "VaryingCall",
     "backend_for_graphs",
     "choose_backend",
+    "fallback_backends",
     "find_padded_rows",
     "make_batch",
     "packed_tokens",
+    "tried",
 ]

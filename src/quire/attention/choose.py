@@ -51,6 +51,20 @@ def choose_backend(
     raise ConfigError(f"attention backend {name!r}: {'; '.join(reasons)}")
 
 
+def fallback_backends(name: str, specs: Iterable[AttentionSpec], device: torch.device) -> list[str]:
+    """What is to be tried, in that order, where the one that ``choose_backend`` takes fails.
+
+    None where the choice was not left open, and on the CPU, whose kernels are compiled before they
+    are taken.
+    """
+    if name != "auto" or device.type != "cuda":
+        return []
+    several = tuple(specs)
+    order = _FASTEST_FIRST["cuda"]
+    served = [each for each in order if not isinstance(_find(each, several, device, None), str)]
+    return served[1:]
+
+
 def backend_for_graphs(
     chosen: AttentionBackend, name: str, specs: Iterable[AttentionSpec], device: torch.device
 ) -> AttentionBackend:

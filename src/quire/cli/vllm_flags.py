@@ -55,13 +55,6 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     # -- how a step is computed
     Foreign(
-        flag="--enforce-eager",
-        switch=True,
-        harmless=ANY,
-        here="decode steps are captured as CUDA graphs, and recorded on a CPU, where that gives "
-        "the same numbers",
-    ),
-    Foreign(
         flag="--compilation-config",
         harmless=ANY,
         short=("-cc", "-O"),

@@ -62,6 +62,11 @@ class EngineConfig:
         "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
         panel=ADVANCED,
     )
+    enforce_eager: bool = option(
+        False,
+        "Compute each step anew: no CUDA graphs, and nothing recorded on a CPU.",
+        panel=ADVANCED,
+    )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens, prompt included. Default: the model's own."
     )

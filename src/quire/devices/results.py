@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.devices.pinned import host_bytes
+
 _MOST_BYTES = 64 * 2**20  # of results that wait on the device for a copy
 
 
@@ -56,9 +58,8 @@ class Results:
         if not self._waiting:
             return
         packed = torch.cat([_bytes_of(tensor) for tensor in self._waiting])
-        pins = self._device.type == "cuda"
-        staged = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=pins)
-        staged.copy_(packed, non_blocking=pins)
+        staged = host_bytes(len(packed), self._device)
+        staged.copy_(packed, non_blocking=self._device.type == "cuda")
         kinds = [(tensor.dtype, tensor.shape) for tensor in self._waiting]
         self._under_way.append((staged, kinds))
         self._waiting, self._waiting_bytes = [], 0

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.devices.pinned import host_bytes
 from quire.units import align_up
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -32,7 +33,7 @@ def to_device(
     come to lie at the same addresses in it; what was there is overwritten when the work that has
     been launched so far is done.
     """
-    staged = torch.empty(staged_bytes(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = host_bytes(staged_bytes(arrays), device)
     room, start = staged.numpy(), 0
     places: list[tuple[int, Array]] = []
     for array in arrays:

@@ -10,6 +10,7 @@ from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.refusals import refuse_switching_positions, refuse_too_little
 from quire.engine.runner import ModelRunner, Ranks
+from quire.errors import ConfigError
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.memory import MemoryProvider
@@ -47,7 +48,9 @@ class Assembly:
     attention_way: str  # one of ``models.ways``
 
     def capture(self, config: EngineConfig, max_model_len: int) -> None:
-        """Capture decode steps as graphs, where there is a GPU for them."""
+        """Capture decode steps as graphs, where there is a GPU for them and graphs are wanted."""
+        if config.enforce_eager:
+            return
         groups = attention_groups(self.kv.accounting.groups)
         graphs_by = backend_for_graphs(
             self.backend,
@@ -82,7 +85,9 @@ def assemble(
     watch = ModelWatch(loaded.model, is_private=loaded.is_private)
     stand_ins = StandIns(loaded.model, kernel_dir(), watch) if can_exchange else None
     try:
-        runner = ModelRunner(loaded, kv, backend, stand_ins, team, watch)
+        runner = ModelRunner(
+            loaded, kv, backend, stand_ins, team, watch, records=not config.enforce_eager
+        )
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
     except BaseException:
@@ -103,7 +108,7 @@ def _small_runner(
 ) -> Iterator[ModelRunner | None]:
     """What runs a small copy of the model, over a cache of its own; None where none is needed.
 
-    None too where none can be made, or where the copy needs another attention than the model.
+    None too where none can be made. Where what attends in the model cannot in the copy, torch does.
     """
     specs = [attention_spec(group) for group in attention_groups(spec.groups)]
     # Other ranks have no copy; what reads a source has more parts than a copy would be cut by.
@@ -124,7 +129,11 @@ def _small_runner(
         max_capacity_bytes=None,
         max_model_len=_SMALL_MODEL_LEN,
     )
-    backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
+    try:
+        backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
+    except ConfigError:  # FlashInfer has no kernels for float32
+        config = replace(config, attention_backend="sdpa")
+        backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
     kv = KVCache(make_pair)
     try:
         yield ModelRunner(copied, kv, backend)

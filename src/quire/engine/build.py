@@ -10,12 +10,14 @@ import torch
 
 from quire.config import EngineConfig
 from quire.devices import refuse_other_device
+from quire.devices.pinned import warn_if_none
 from quire.devices.streams import on_default_stream
 from quire.engine.ahead import AheadRunner
 from quire.engine.assembly import assemble
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elastic
 from quire.engine.engine import Engine
+from quire.engine.fallbacks import OtherAttention
 from quire.engine.kv_cache import KVCache
 from quire.engine.needs import stored_spec
 from quire.engine.parallel.part import PartedModel, load_parts
@@ -78,10 +80,21 @@ def build(
 
     ``lock`` and ``statistics``: of an engine that this one takes the place of.
 
+    Attention whose kernels fail there, or are wrong, is passed over for the next one that serves
+    the model, if it was not asked for by its name.
+
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
+    warn_if_none(loaded.device)
+    other = OtherAttention(config, loaded)
     with on_default_stream(loaded.device):  # where steps run too: its memory goes by that stream
-        return _built(config, loaded, provider, gauge, lock, statistics)
+        while True:
+            try:
+                return _built(config, loaded, provider, gauge, lock, statistics)
+            except Exception as error:  # a compiler, a driver and a model raise what they like
+                found = other.instead(error)
+            # Behind the error, whose frames have what the next attempt needs room for.
+            config = replace(config, attention_backend=found)
 
 
 def _built(
@@ -134,6 +147,9 @@ def _built(
             swap = make_swap_store(
                 kv, config.swap_path, costs, sizes.max_model_len, loaded.device, around=around
             )
+        sampler = Sampler(config.seed, _eos_token_ids(loaded))
+        if device.type != "cpu":
+            sampler.try_out(device, loaded.model.dtype, loaded.vocab_size)
         undo.pop_all()  # nothing can be refused any more
     limits = Limits(
         max_model_len=sizes.max_model_len,
@@ -164,9 +180,7 @@ def _built(
         most_bytes=sizes.most_bytes,
         attention_backend=model.backend.name,
         attention_way=model.attention_way,
-        engine=Engine(
-            scheduler, kv, runner, Sampler(config.seed, limits.eos_token_ids), drafter, swap
-        ),
+        engine=Engine(scheduler, kv, runner, sampler, drafter, swap),
         kv=kv,
         team=team,
         resident=resident,

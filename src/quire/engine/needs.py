@@ -77,7 +77,7 @@ def kv_needs(
         counted_weights_bytes=own.counted_bytes,
         activation_bytes=activation_bytes,
         activation_source=source,
-        graph_bytes=_graph_bytes(own, spec, num_seqs) if on_gpu else 0,
+        graph_bytes=0 if config.enforce_eager or not on_gpu else _graph_bytes(own, spec, num_seqs),
         swap_buffer_bytes=2 * swap_buffer_bytes(spec.groups, longest)
         if on_gpu and config.swap_space and config.swap_path is None
         else 0,

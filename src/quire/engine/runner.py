@@ -11,13 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention import AttentionBackend, AttentionBatch, NoHostPart, make_batch, packed_tokens
+from quire.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionFailed,
+    NoHostPart,
+    make_batch,
+    packed_tokens,
+    tried,
+)
 from quire.devices import on_device
 from quire.devices.unused import give_back_unused
 from quire.engine.kv_cache import KVCache
 from quire.engine.parts import ModelChanged
 from quire.engine.plan import StepPlan
-from quire.errors import UnsupportedModel
+from quire.errors import UnsupportedModel, one_line
 from quire.kv import Fits
 from quire.kv.layout import attention_groups, attention_spec
 from quire.models.captured import CapturedDecodes
@@ -67,9 +75,11 @@ class ModelRunner:
         stand_ins: StandIns | None = None,  # of the model
         ranks: Ranks | None = None,  # that have other parts of it
         watch: ModelWatch | None = None,  # the stand-ins' own, if there are any
+        *,
+        records: bool = True,  # passes over few tokens, where there are stand-ins
     ) -> None:
         layers = loaded.spec.recurrent_layers
-        self._loaded, self._stand_ins = loaded, stand_ins
+        self._loaded, self._stand_ins, self._records = loaded, stand_ins, records
         self._watch = watch or (stand_ins.watch if stand_ins else ModelWatch(loaded.model))
         self._model: Way | None = None
         self.way = ""  # in which the model runs: one of ``WAYS``, as soon as there is one
@@ -135,7 +145,8 @@ class ModelRunner:
         """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
         if self._model is not None:
             self._model.close()
-        self._model, self.way = make_way(way, self._loaded, self._stand_ins, self._watch), way
+        made = make_way(way, self._loaded, self._stand_ins, self._watch, records=self._records)
+        self._model, self.way = made, way
 
     def try_out(self, *, max_tokens: int, small: "ModelRunner | None" = None) -> None:
         """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
@@ -143,7 +154,8 @@ class ModelRunner:
         ``small`` runs a small copy of the model, which is tried in the same way: rounding and long
         windows hide in the model what they do not hide there.
 
-        Raises: UnsupportedModel if there is none, with what was wrong with each.
+        Raises: UnsupportedModel if there is none, with what was wrong with each; AttentionFailed
+        where a GPU's kernels are not right, with which no way is.
         """
         name, trial = self._name, self.make_trial(max_tokens)
         if self._recurrent is not None:
@@ -186,7 +198,8 @@ class ModelRunner:
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
         kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
-        return Trial(self._loaded, specs, kept_as, max_tokens, exact=exact)
+        kernels = self._has_kernels and not exact
+        return Trial(self._loaded, specs, kept_as, max_tokens, exact=exact, for_kernels=kernels)
 
     def compute(
         self,
@@ -220,18 +233,23 @@ class ModelRunner:
             return
         accounting = self._kv.accounting
         groups = range(len(attention_groups(accounting.groups)))
-        with on_device(self.device):
-            self._captured = CapturedDecodes(
-                self._watch,
-                partial(self._run_decode, backend),
-                backend.replays or NoHostPart(),
-                self.device,
-                block_sizes=[accounting.block_size(group) for group in groups],
-                state_groups=len(state_groups(accounting)),
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-            )
-            self._captured.capture(self._kv.storage)
+        try:
+            with on_device(self.device):
+                self._captured = CapturedDecodes(
+                    self._watch,
+                    partial(self._run_decode, backend),
+                    backend.replays or NoHostPart(),
+                    self.device,
+                    block_sizes=[accounting.block_size(group) for group in groups],
+                    state_groups=len(state_groups(accounting)),
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                )
+                self._captured.capture(self._kv.storage)
+        except RuntimeError as error:  # streams, memory that stays
+            log.warning("%s runs without CUDA graphs: %s", self._name, one_line(error))
+            self._captured = None
+            return
         if self._captured.has_graphs and (reason := self._why_not_right(backend, max_model_len)):
             log.warning(
                 "%s runs without CUDA graphs: where they are replayed, %s", self._name, reason
@@ -247,6 +265,8 @@ class ModelRunner:
             self._try(self.make_trial(max_tokens), max_tokens)
         except UnsupportedModel as error:
             return f"attention by {backend.name}: {error}"
+        except AttentionFailed as error:
+            return str(error)
         finally:
             self._backend = own
         return None
@@ -268,6 +288,9 @@ class ModelRunner:
         """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
         rows: list[Tensor] = []
         stops = self._begin_trial(trial)
+        own = self._backend
+        if self._ranks is None:  # which would wait for a part that is not to come
+            self._backend = tried(own, self.device)
         try:
             for start, stop in pairwise([0, *stops]):
                 if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
@@ -277,6 +300,7 @@ class ModelRunner:
                 # A graph's are overwritten by the next step.
                 rows.append(self._trial_chunk(trial, start, stop).clone())
         finally:
+            self._backend = own
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
         if self._ranks is not None and not trial.has_expectation:
@@ -328,13 +352,20 @@ class ModelRunner:
         return self._recurrent.settle(trial.token_ids, stops, limit_for(torch.float32))
 
     @property
+    def _has_kernels(self) -> bool:
+        """Of a GPU, which work otherwise on long sequences. Scans add up what they are apart."""
+        if self.device.type != "cuda" or self._recurrent is not None:
+            return False
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+
+    @property
     def _name(self) -> str:
         return f"{self._loaded.name} ({self._loaded.spec.model_type})"
 
     def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
-        """Two chunks; of a model with states or graphs, some tokens of the second come singly."""
+        """Two chunks; with states, graphs or a GPU's kernels, some tokens of the second singly."""
         middle = trial.first_stop(num_tokens)
-        if self._recurrent is None and self._captured is None:
+        if self._recurrent is None and self._captured is None and not self._has_kernels:
             return [middle, num_tokens]
         return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
@@ -348,7 +379,7 @@ class ModelRunner:
         except UnsupportedModel:
             raise
         except _MODEL_ERRORS as error:
-            raise UnsupportedModel(f"it does not run: {_one_line(error)}") from error
+            raise UnsupportedModel(f"it does not run: {one_line(error)}") from error
         if silent:
             raise UnsupportedModel(
                 f"layers {silent} never reached the cache, or attend by themselves"
@@ -409,7 +440,3 @@ class ModelRunner:
 
 def _reasons(wrong: Mapping[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(ways)}: {reason}" for reason, ways in wrong.items())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(repr(error).split())[:200]

@@ -7,7 +7,8 @@ its ancestors were used whenever it was.
 
 Blocks of a more important sequence (a smaller ``priority``, as in vLLM) go later than all others.
 
-Which policy keeps what real traffic comes back for is measured in ``benchmarks/bench_eviction.py``.
+Which policy keeps what real traffic comes back for is measured in
+``benchmarks/accounting/bench_eviction.py``.
 """
 
 import heapq

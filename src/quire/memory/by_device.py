@@ -53,7 +53,9 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
     # stream's kernels. An engine calls from the default stream, and uses it there
     # (``engine.cache_lock``).
     stream = torch.cuda.current_stream(index).cuda_stream
-    return CudaMemory(device=index, stream=stream)
+    memory = CudaMemory(device=index, stream=stream)
+    memory.try_out()
+    return memory
 
 
 def why_no_memory(device: "torch.device") -> str | None:

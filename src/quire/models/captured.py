@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.attention import AttentionBatch, Replays
 from quire.devices.staging import staged_bytes, to_device
+from quire.errors import one_line
 from quire.models.failed_capture import give_back_pool, is_shortage, put_in_order
 from quire.models.placing import HostInputs, Inputs, batch_arrays, place_batches
 from quire.models.states.batch import StateBatch
@@ -138,9 +139,13 @@ class CapturedDecodes:
             return None
         padded = [_padded(batch, len(captured.logits)) for batch in batches]
         self._place(padded, _padded_inputs(given, len(captured.logits)))
-        for batch in padded:
-            self._replays.prepare(batch)
-        captured.graph.replay()
+        try:
+            for batch in padded:
+                self._replays.prepare(batch)
+            captured.graph.replay()
+        except RuntimeError as error:
+            self._give_up(f"a replay was refused ({one_line(error)})")
+            return None
         return captured.logits[:num_seqs]
 
     @property
@@ -189,7 +194,7 @@ class CapturedDecodes:
                 self._require_alike(found)
         except Exception as error:  # the model is code that we know nothing of
             self._graphs.pop(size, None)
-            reason, is_short = " ".join(repr(error).split())[:300], is_shortage(error)
+            reason, is_short = one_line(error), is_shortage(error)
         else:
             return found
         del found  # as the error is gone, which held it too: a graph that failed holds its pool

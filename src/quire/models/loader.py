@@ -101,6 +101,8 @@ def load(
         placed = _divided(num_ranks)
     else:
         placed = {} if place.type == "cpu" else _placed(source, config, spec, place, dtype)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        placed["attn_implementation"] = "eager"  # Transformers 5.17 takes torch's, which caps none
     try:
         model, found = auto_class(config).from_pretrained(
             source,

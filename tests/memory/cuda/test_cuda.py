@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -378,6 +379,13 @@ def test_without_the_bindings_it_says_what_to_install(monkeypatch: pytest.Monkey
         load_driver_functions()
 
 
+def test_bindings_with_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(**{n: None for n in dir(EmulatedDriver) if n != "cuMemSetAccess"})
+    monkeypatch.setattr("importlib.import_module", lambda name: other)
+    with pytest.raises(ConfigError, match="have no cuMemSetAccess: install 12"):
+        load_driver_functions()
+
+
 # -- lifetimes -----------------------------------------------------------------------------------
 
 
@@ -434,3 +442,86 @@ def test_a_tensor_keeps_the_bytes_of_a_dropped_region(driver: EmulatedDriver) ->
     gc.collect()
     assert kept.view(torch.uint8).eq(3).all()
     assert driver.physical_bytes == 2 * PAGE
+
+
+# -- a trial on the real device ------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompt_driver() -> EmulatedDriver:
+    return EmulatedDriver(total_bytes=64 * PAGE, fills_at_once=True)
+
+
+def test_a_trial_leaves_nothing_behind(prompt_driver: EmulatedDriver) -> None:
+    memory = memory_of(prompt_driver, keep_pages=8)
+    memory.try_out()
+    memory.poll()  # addresses go with the next call
+    assert memory.cannot_share is None
+    assert (memory.physical_bytes, memory.hidden_bytes) == (0, 0)
+    assert prompt_driver.physical_bytes == prompt_driver.reserved_bytes == 0
+    assert prompt_driver.calls["cuMemMap"] == 1 + 2  # the page itself once, for it is parked
+
+
+def test_whatever_the_driver_refuses_in_a_trial_is_said(prompt_driver: EmulatedDriver) -> None:
+    memory = memory_of(prompt_driver, keep_pages=8)
+    before = prompt_driver.num_calls
+    memory.try_out()
+    memory.poll()
+    num_calls, said, shares = prompt_driver.num_calls - before, "", []
+    for number in range(1, num_calls + 1):
+        memory.cannot_share = None
+        prompt_driver.fail_call(number)
+        try:
+            memory.try_out()
+        except (ConfigError, MemoryUnavailable) as error:
+            said += str(error) + "\n"
+        else:
+            shares.append(memory.cannot_share)
+        memory.poll(wait=True)
+        memory.trim()
+        assert prompt_driver.physical_bytes == 0
+    for call in ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"):
+        assert f"{call} failed: CUDA_ERROR_UNKNOWN" in said
+    assert "set device=cpu" in said
+    assert "cache=paged reserves no more" in said
+    assert any("second address" in each for each in shares if each is not None)
+
+
+@pytest.mark.parametrize("refused", ["memory", "tensor"])
+def test_memory_that_is_not_what_it_should_be_is_refused(
+    refused: str, prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(prompt_driver)
+    if refused == "memory":
+        monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", lambda *_: (CUresult.CUDA_SUCCESS,))
+    else:
+
+        def no_tensor(*_: object) -> None:
+            raise BufferError("DLPack: unsupported version")
+
+        monkeypatch.setattr("quire.memory.cuda.dlpack.bytes_at", no_tensor)
+    why = {"memory": "new memory is not full of zeros", "tensor": "unsupported version"}
+    with pytest.raises(ConfigError, match=f"{why[refused]}.* or set device=cpu"):
+        memory.try_out()
+    assert prompt_driver.physical_bytes == 0
+
+
+def test_a_page_that_has_one_address_only_is_not_shared(
+    prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine then has its other layout of virtual, as the log says."""
+    own = CudaMemory(driver=prompt_driver, tensor_device=TENSOR_DEVICE, keep_bytes=0)
+    begun = prompt_driver.calls["cuMemMap"]
+
+    def fails(name: str, number: int) -> CUresult | None:
+        window = name == "cuMemMap" and prompt_driver.calls[name] > begun + 1
+        return CUresult.CUDA_ERROR_UNKNOWN if window else None
+
+    prompt_driver.fails = fails
+    with pytest.raises(ConfigError):  # nor can it be mapped again where it was not kept
+        own.try_out()
+    assert "CUDA_ERROR_UNKNOWN" in str(own.cannot_share)
+    kept = memory_of(prompt_driver, keep_pages=8)
+    begun = prompt_driver.calls["cuMemMap"]
+    kept.try_out()
+    assert "CUDA_ERROR_UNKNOWN" in str(kept.cannot_share)

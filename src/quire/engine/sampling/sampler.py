@@ -4,21 +4,27 @@ The rows are worked on where the logits lie, on the host or on a device. The sam
 nothing about when a text ends, but for a grammar in which nothing can follow.
 """
 
+import logging
 import math
 from dataclasses import replace
 from itertools import accumulate, islice
 
+import torch
 from torch import Tensor
 
 from quire.devices.results import wait_for
-from quire.engine.plan import Draw, Sampled, StepPlan
-from quire.engine.sampling.device.choices import DeviceChoices
+from quire.engine.params import SamplingParams
+from quire.engine.plan import Chunk, Draw, Sampled, StepPlan
+from quire.engine.sampling.device import DeviceChoices
 from quire.engine.sampling.draws import key_of_seed, key_of_sequence
 from quire.engine.sampling.edits import Edits
 from quire.engine.sampling.on_host import HostChoices
 from quire.engine.sampling.rules import Rules
 from quire.engine.sampling.work import Choices, Lot, Wanted, Work
-from quire.engine.sequence import Fault, Sequence
+from quire.engine.sequence import Fault, Request, Sequence
+from quire.errors import one_line
+
+log = logging.getLogger(__name__)
 
 
 class Sampler:
@@ -33,6 +39,7 @@ class Sampler:
     ) -> None:
         self._seed, self._eos_token_ids = seed, eos_token_ids
         self._as_on_device = as_on_device
+        self._on_host = False  # the device's logits too
         self._rules: dict[int, Rules] = {}
 
     def sample(self, logits: Tensor, plan: StepPlan) -> list[Sampled]:
@@ -49,11 +56,7 @@ class Sampler:
         rules = [self._rules_of(draw.sequence) for draw in plan.draws]
         firsts = list(accumulate((len(d.drafts) + 1 for d in plan.draws[:-1]), initial=0))
         work = _work(plan, rules, firsts, logits.shape[-1])
-        choices: Choices
-        if logits.is_cpu and not self._as_on_device:
-            choices = HostChoices(logits, work)
-        else:
-            choices = DeviceChoices(logits, work)
+        choices = self._choices(logits, work)
         for rows, found in zip(plan.prompt_rows, choices.prompt_logprobs, strict=True):
             rows.sequence.prompt_logprobs[rows.start :] = found
         tokens, sound = choices.tokens, choices.sound
@@ -64,6 +67,40 @@ class Sampler:
             for draw, own, first in zip(plan.draws, rules, firsts, strict=False)
         ]
         return _with_logprobs(choices, plan.draws, firsts, results) if work.wanted else results
+
+    def try_out(self, device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
+        """Choose from some logits on a device; where the host chooses others, leave it to the host.
+
+        That is said aloud.
+        """
+        plan = _trial_plan(vocab_size)
+        logits = torch.randn(
+            len(plan.draws), vocab_size, generator=torch.Generator().manual_seed(0)
+        ).to(dtype)
+        logits[0, [-1, vocab_size // 2]] = logits.max() + 1  # the lower id counts
+        want, got = Sampler().sample(logits, plan), self.sample(logits.to(device), plan)
+        if [each.token_ids for each in want] != [each.token_ids for each in got]:
+            self._leave_to_host(f"{device} chooses others")
+        for draw in plan.draws:
+            self.forget(draw.sequence)
+
+    def _choices(self, logits: Tensor, work: Work) -> Choices:
+        if logits.is_cpu and not self._as_on_device:
+            return HostChoices(logits, work)
+        if self._on_host:
+            return HostChoices(logits.cpu(), work)
+        try:
+            return DeviceChoices(logits, work)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operation that it lacks, most of all
+            choices = HostChoices(logits.cpu(), work)  # raises, if it was the step that failed
+            self._leave_to_host(one_line(error))
+            return choices
+
+    def _leave_to_host(self, reason: str) -> None:
+        log.warning("tokens are chosen by the host, which takes longer, since %s", reason)
+        self._on_host = True
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is remembered of a sequence that has ended."""
@@ -79,6 +116,22 @@ class Sampler:
                 key = key_of_seed(seed + sequence.index)
             rules = self._rules[sequence.seq_id] = Rules(sequence, key, self._eos_token_ids)
         return rules
+
+
+def _trial_plan(vocab_size: int) -> StepPlan:
+    """A token for each way to choose one."""
+    several = (
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1, top_p=0.9, presence_penalty=0.5, logprobs=1),
+        SamplingParams(seed=2, temperature=0.8, top_k=min(20, vocab_size)),
+        SamplingParams(seed=3, temperature=1.5, min_p=0.05, repetition_penalty=1.2),
+    )
+    chunks = []
+    for number, params in enumerate(several, start=1):
+        request = Request(request_id=-number, prompt_token_ids=(0, vocab_size - 1), params=params)
+        sequence = Sequence(request=request, seq_id=-number)
+        chunks.append(Chunk(sequence=sequence, start=0, stop=2, drafts=(), samples=True))
+    return StepPlan.of(chunks)
 
 
 def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int) -> Work:

@@ -1,5 +1,6 @@
 """Between the cache and a shelf: what a sequence has in its slots, and back into new ones."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
@@ -17,10 +18,12 @@ from quire.engine.scheduling.swap import Clock
 from quire.engine.swap.pinned import PinnedShelf
 from quire.engine.swap.shelves import FileShelf, MemoryShelf, Parts, Shelf
 from quire.engine.swap.timers import DeviceTimer, HostTimer, Note, Timer
-from quire.errors import ConfigError, MemoryUnavailable
+from quire.errors import ConfigError, MemoryUnavailable, one_line
 from quire.kv.interface import Slots
 from quire.spec import Group, KeptWhole
 from quire.units import format_bytes, format_count
+
+log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -149,7 +152,14 @@ def make_mover(
                 f"lower kv_cache_memory_bytes or max_model_len={format_count(max_model_len)}, set "
                 f"swap_path to go by files, or swap_space=0"
             ) from error
-        return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
+        except RuntimeError as error:
+            log.warning(
+                "swap_space: steps wait for what is saved and brought back, since no memory can be "
+                "pinned for it (%s): raise the limit of locked memory, or set swap_space=0",
+                one_line(error),
+            )
+        else:
+            return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
     timer = HostTimer(clock)
     if swap_path is None:
         return ShelfMover(kv, MemoryShelf(), timer, device)

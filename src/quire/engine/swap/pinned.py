@@ -42,7 +42,10 @@ class _Piece:
 
 @final
 class PinnedShelf:
-    """Of one device. See ``shelves.Shelf``. ``buffer_bytes``: of each, which hold any layer."""
+    """Of one device. See ``shelves.Shelf``. ``buffer_bytes``: of each, which hold any layer.
+
+    Raises: OutOfMemoryError, and RuntimeError where no memory of the host can be pinned.
+    """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._device = device
@@ -55,6 +58,7 @@ class PinnedShelf:
         self._spare = [_event() for _ in self._buffers]
         for spare in self._spare:
             spare.record(torch.cuda.current_stream(device))
+        _pinned(_CHUNK_BYTES)  # to be refused now, if ever
         self._turn = 0
         self._kept: dict[int, tuple[list[_Piece], Any]] = {}
 

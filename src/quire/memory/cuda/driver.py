@@ -67,15 +67,23 @@ class DriverError(MemoryUnavailable):
 def load_driver_functions() -> DriverFunctions:
     """NVIDIA's own bindings.
 
-    Raises: ConfigError if they are not installed.
+    Raises: ConfigError if they are not installed, or are of a release that has other names.
     """
     try:
-        return cast(DriverFunctions, importlib.import_module("cuda.bindings.driver"))
+        found = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise ConfigError(
             f"memory of a GPU needs the package cuda-bindings ({error}): "
             f"pip install 'quire[cuda]', or keep the KV cache in the memory of the CPU"
         ) from error
+    wanted = [*DriverFunctions.__annotations__, *vars(DriverFunctions)]
+    missing = [name for name in wanted if name[:2].lower() == "cu" and not hasattr(found, name)]
+    if missing:
+        raise ConfigError(
+            f"these cuda-bindings have no {', '.join(missing)}: install 12.8 or later (pip install "
+            f"'quire[cuda]'), or keep the KV cache in the memory of the CPU"
+        )
+    return cast(DriverFunctions, found)
 
 
 @final

@@ -14,9 +14,10 @@ This has run on an emulator of the driver only, never on a GPU: see docs/concept
 """
 
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
-from quire.errors import ConfigError, MemoryUnavailable
+from quire.errors import ConfigError, MemoryUnavailable, one_line
 from quire.memory.cuda import dlpack
 from quire.memory.cuda.driver import Driver, DriverFunctions, load_driver_functions
 from quire.memory.cuda.granules import Granule, Granules
@@ -125,6 +126,60 @@ class CudaMemory:
         addresses = _Addresses(self._granules, nbytes, self._tensor_device, parks=True)
         return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
 
+    def try_out(self) -> None:
+        """Use a page as an engine will: by a tensor whose first page is not there, and once more.
+
+        Where a page cannot be seen at a second address, ``cannot_share`` says so: less is shared.
+
+        Raises: ConfigError, in words, where such memory is refused or is not what it should be;
+        MemoryUnavailable where the device has too little.
+        """
+        import torch
+
+        page, region = (
+            self.page_bytes,
+            self.reserve(2 * self.page_bytes, heap_bytes=self.page_bytes),
+        )
+        try:
+            own = region.tensor(torch.uint8)[page:]
+            for _ in range(2):  # the second time it is parked
+                region.commit(page, page)
+                _require(not bool(own.any()), "new memory is not full of zeros")
+                own.fill_(7)
+                _require(bool((own == 7).all()), "what is written is not what is read")
+                self._try_window(region, own)
+                region.decommit(page, page)
+        except MemoryError as error:
+            if "OUT_OF_MEMORY" in str(error):
+                raise
+            raise self._of_no_use(error) from error
+        except (RuntimeError, BufferError, TypeError) as error:
+            raise self._of_no_use(error) from error
+        finally:
+            region.close()
+            with suppress(MemoryUnavailable):  # what the driver does not take back is used later
+                self.trim()
+
+    def _of_no_use(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"KV memory of CUDA device {self.device} is of no use here: {one_line(error)}. Choose "
+            f"another device, or set device=cpu"
+        )
+
+    def _try_window(self, region: "CudaRegion", own: "torch.Tensor") -> None:
+        """A page at a second address."""
+        try:
+            window = region.window(self.page_bytes)
+            try:
+                window.map(0, self.page_bytes, self.page_bytes)
+                seen = window.tensor(own.dtype)
+                own.fill_(9)
+                _require(bool((seen == 9).all()), "there it is not what was written here")
+            finally:
+                window.close()
+        except (RuntimeError, MemoryUnavailable) as error:
+            self.cannot_share = f"no page can be seen at a second address ({one_line(error)})"
+
     def prepare(self, nbytes: int) -> None:
         """Create pages ahead, so that ``nbytes`` are kept: at most those that would stay.
 
@@ -148,6 +203,11 @@ class CudaMemory:
         self._granules.trim(keep_bytes)
 
 
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise RuntimeError(otherwise)
+
+
 @final
 class _Addresses:
     """A reserved range. It is given back when neither its owner nor a tensor refers to it."""
@@ -162,7 +222,9 @@ class _Addresses:
             self.table = granules.reserve(nbytes, parks=parks)
         except (MemoryUnavailable, OverflowError) as error:
             raise MemoryUnavailable(
-                f"CUDA refused {format_bytes(nbytes)} of address space ({error}): reserve less"
+                f"CUDA refused {format_bytes(nbytes)} of address space ({error}): reserve less "
+                f"(cache=paged reserves no more than its ceiling; others max_num_seqs times "
+                f"max_model_len)"
             ) from error
         self._tensor_device = tensor_device
         weakref.finalize(self, granules.forsake, self.table).atexit = False

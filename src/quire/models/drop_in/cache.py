@@ -377,6 +377,7 @@ class DropInCache(Cache):
         A number above zero is what shall be left of them, as before Transformers 5.18; a recurrent
         layer knows no such number, and goes back only over what it was told to record.
         """
+        tokens_to_remove = int(tokens_to_remove)  # Transformers 5.17 gives a tensor of one number
         with self._steps.of_this_thread(ends=True):
             for layer in [*self._states.values(), *self._other_layers]:
                 layer.crop(tokens_to_remove)

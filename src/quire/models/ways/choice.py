@@ -41,11 +41,12 @@ def make_way(
     loaded: LoadedModel,
     stand_ins: StandIns | None = None,
     watch: ModelWatch | None = None,
+    *,
+    records: bool = True,
 ) -> Way:
     """One of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
     if loaded.spec.source_tokens and name != "alone":
         raise UnsupportedModel("each of its texts reads a source of its own, of another length")
-    recurrent = bool(loaded.spec.recurrent_layers)
     if name == "table":
         latents = {
             number: spec
@@ -53,7 +54,8 @@ def make_way(
             for spec in layer.specs
             if isinstance(spec, LatentAttention)
         }
-        return PackedModel(loaded.model, stand_ins, watch, latents=latents, records=not recurrent)
+        records &= not loaded.spec.recurrent_layers
+        return PackedModel(loaded.model, stand_ins, watch, latents=latents, records=records)
     if name == "gathered":
         return PackedModel(loaded.model, stand_ins, watch, gathers=True, records=False)
     return LoneModel(loaded.model, stand_ins, watch)

