@@ -21,6 +21,7 @@ SRC = Path(__file__).parents[1] / "src"
 MAY_IMPORT = {
     "errors": "",
     "units": "errors",
+    "sampling_params": "errors",
     "traces": "errors units",
     "memory": "errors units",
     "spec": "errors units",
@@ -32,41 +33,40 @@ MAY_IMPORT = {
     "attention": "errors units spec kv kernels devices",
     "layers": "errors units kernels",
     "models": "errors units spec memory kv kernels attention layers devices",
-    "engine.params": "errors",
-    "engine.structured": "errors units engine.params",
-    "engine.sequence": "errors units kv engine.params engine.structured",
-    "engine.plan": "kv engine.sequence",
-    "engine.statistics": "kv engine.sequence engine.plan",
-    "engine.scheduling": "errors units spec kv engine.sequence engine.plan engine.statistics",
-    "engine.scheduler": "errors units spec kv engine.sequence engine.plan"
+    "engine.structured": "errors units sampling_params",
+    "engine.sequence": "errors units kv sampling_params engine.structured",
+    "engine.step_plan": "kv engine.sequence",
+    "engine.statistics": "kv engine.sequence engine.step_plan",
+    "engine.scheduling": "errors units spec kv engine.sequence engine.step_plan engine.statistics",
+    "engine.scheduler": "errors units spec kv engine.sequence engine.step_plan"
     " engine.statistics engine.scheduling",
-    "engine.sampling": "errors units devices engine.params engine.sequence engine.plan",
-    "engine.detokenizer": "engine.params",
-    "engine.needs": "errors units config spec memory kv",
+    "engine.sampling": "errors units devices sampling_params engine.sequence engine.step_plan",
+    "engine.detokenizer": "sampling_params",
+    "engine.kv_sizing": "errors units config spec memory kv",
     "engine.kv_cache": "errors memory kv",
-    "engine.parts": "kv engine.sequence engine.plan engine.scheduling",
-    "engine.engine": "errors units engine.sequence engine.plan engine.scheduling engine.scheduler"
-    " engine.parts",
+    "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
+    "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
+    " engine.scheduler engine.interfaces",
     "engine.runner": "errors units spec kv attention layers models devices engine.sequence"
-    " engine.plan engine.parts"
+    " engine.step_plan engine.interfaces"
     " engine.kv_cache engine.sequence",
     "engine": "errors units config spec memory kv attention models devices"
-    " engine.params"
-    " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.parts engine.engine engine.detokenizer engine.needs engine.kv_cache engine.runner"
-    " engine.sampling engine.structured",
-    "planner": "errors units traces config spec memory kv engine.params"
-    " engine.sequence engine.plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.parts engine.engine engine.needs figures",
-    "chat": "errors units engine.params",
-    "server": "errors units traces config spec kv engine.params engine.sequence"
-    " engine.plan engine.statistics engine.scheduling engine.scheduler engine chat",
+    " sampling_params"
+    " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
+    " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
+    " engine.runner engine.sampling engine.structured",
+    "planner": "errors units traces config spec memory kv sampling_params"
+    " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
+    " engine.interfaces engine.core engine.kv_sizing figures",
+    "chat": "errors units sampling_params",
+    "server": "errors units traces config spec kv sampling_params engine.sequence"
+    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat",
     "http": "errors",
-    "bench": "errors units traces kv engine.params engine.plan engine.scheduling engine"
+    "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
-    "compare": "errors units config spec kv models engine.params engine.sequence engine figures",
-    "cli": "errors units traces config spec memory kv models engine.params engine.sequence"
-    " engine planner server figures compare bench http engine.needs devices",
+    "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
+    "cli": "errors units traces config spec memory kv models sampling_params engine.sequence"
+    " engine planner server figures compare bench http engine.kv_sizing devices",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
@@ -98,9 +98,9 @@ ONLY_IN = {
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
     *("errors", "units", "config", "spec", "memory", "kv"),
-    *("engine.params", "engine.sequence", "engine.plan"),
-    *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.needs"),
-    *("engine.parts", "engine.engine", "engine.kv_cache"),
+    *("sampling_params", "engine.sequence", "engine.step_plan"),
+    *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
+    *("engine.interfaces", "engine.core", "engine.kv_cache"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     "server.run",
 )

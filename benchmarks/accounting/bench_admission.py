@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.accounting.loads import Outcome, play, ten_loads
 from benchmarks.harness.report import WithClaims
-from quire.engine.scheduling.costs import Costs
+from quire.engine.scheduling.step_costs import Costs
 from quire.planner.hardware import BANDWIDTH_FRACTION, COMPUTE_FRACTION, SPEEDS, STEP_S
 from quire.planner.simulation.cost_model import FittedCosts, RooflineCosts, StepCosts
 from quire.planner.simulation.simulated_engine import prices_of

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.accounting.loads import TOKEN_BYTES, Job, Load, Outcome, play
 from benchmarks.harness.report import WithClaims
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.sequence import Sequence
 from quire.planner.simulation.cost_model import FittedCosts
 

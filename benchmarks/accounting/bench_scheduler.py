@@ -13,11 +13,11 @@ import typer
 
 from benchmarks.harness.quiet import no_collection
 from benchmarks.harness.report import Output, Run, Table, WithClaims
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig
+from quire.sampling_params import SamplingParams
 from quire.spec import FullAttention, Group
 
 BLOCK, MAX_MODEL_LEN = 16, 8192

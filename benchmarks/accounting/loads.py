@@ -8,14 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.costs import Costs
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig
 from quire.planner.simulation.cost_model import FittedCosts, Reach, StepCosts, Work
+from quire.sampling_params import SamplingParams
 from quire.spec import FullAttention, Group
 
 EOS = 0

@@ -28,9 +28,9 @@ from quire.attention import SdpaAttention, make_batch
 from quire.config import KV_CACHE_DTYPES
 from quire.kv import CacheConfig, Fits, build_accounting, build_storage
 from quire.memory import HostMemory
+from quire.models.executors.hooks import make_step
+from quire.models.executors.packed import PackedModel
 from quire.models.loader import LoadedModel, load
-from quire.models.ways.hooks import make_step
-from quire.models.ways.packed import PackedModel
 
 # As in tools/demo_model_data.py: what the model has not seen, and how it is scored.
 HELD_OUT = (

@@ -30,9 +30,8 @@ from quire.attention import (
 from quire.config import kernel_dir
 from quire.kv import STRATEGIES, CacheConfig, Fits, Storage, build_storage
 from quire.memory import HostMemory
-from quire.models.ways.gathered import attend_gathered, gather
-from quire.models.ways.latent import LatentLayers
-from quire.models.ways.latent_read import WORTH_EXPANDING, attend_latents
+from quire.models.executors.hooks import attend_gathered, gather
+from quire.models.executors.latent import WORTH_EXPANDING, LatentLayers, attend_latents
 from quire.spec import AttentionSpec, Group, LatentAttention
 
 RANK, ROPE, KEY, VALUE = 512, 64, 128, 128

@@ -23,10 +23,10 @@ from torch import Tensor
 from benchmarks.harness.quiet import Call, Timing, take_turns, times_as_fast
 from benchmarks.harness.report import Table, WithClaims, show
 from quire import SamplingParams
-from quire.engine.plan import Draw, StepPlan
 from quire.engine.sampling import Sampler
 from quire.engine.sequence import Request
 from quire.engine.sequence import Sequence as Running
+from quire.engine.step_plan import Draw, StepPlan
 
 VOCAB_SIZE = 151_936
 OUTPUT_TOKENS = 500  # of each sequence so far: what penalties count

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.setting import GIB, MIB, Setting, claim, in_turns, median_ratio, note, show
 from quire.attention import AttentionBackend, AttentionBatch
-from quire.attention.flashinfer.limits import cannot_serve
+from quire.attention.flashinfer.backend import cannot_serve
 from quire.kv import LayerView
 from quire.kv.storage.entries import quantize
 from quire.spec import AttentionSpec, FullAttention, SlidingWindow

@@ -70,7 +70,7 @@ class Setting:
     def _made(self, name: str) -> AttentionBackend | str:
         if name == "flashinfer":
             from quire.attention.flashinfer import FlashInferAttention
-            from quire.attention.flashinfer.limits import cannot_run
+            from quire.attention.flashinfer.backend import cannot_run
 
             if self.emulated:
                 from attention.pretend_flashinfer import pretended_backend

@@ -15,8 +15,8 @@ from llvmlite import ir
 from llvmlite.ir import Value
 
 from benchmarks.harness.quiet import Call
+from quire.kernels.compile import Kernels, native_isa
 from quire.kernels.language import LANES, LINE_BYTES, Code, Int
-from quire.kernels.machine import Kernels, native_isa
 from quire.kernels.threads import Threads
 
 STREAMS = ("STREAM, torch.sum", "STREAM, vectors added up")

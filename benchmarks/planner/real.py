@@ -27,18 +27,18 @@ from benchmarks.harness.report import Table, show
 from quire.bench import calibrate as calibration
 from quire.bench.calibrate import calibrate, warm_up
 from quire.engine.llm import LLM
-from quire.engine.params import SamplingParams
-from quire.engine.plan import StepPlan
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.swap import Clock
+from quire.engine.scheduling.swap_space import Clock
 from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
+from quire.engine.step_plan import StepPlan
 from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.models.recorded import recordings
 from quire.planner.simulation.cost_model import Fit, FittedCosts
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.simulation.simulator import Fleet, make_replica
+from quire.sampling_params import SamplingParams
 
 ROUNDS = 5
 THROUGHPUT_GOAL, COUNT_GOAL = 0.10, 0.02

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
-    from quire.engine.params import (
+    from quire.models.drop_in import cache
+    from quire.sampling_params import (
         BeamSearchParams,
         PoolingParams,
         SamplingParams,
         StructuredOutputsParams,
     )
-    from quire.models.drop_in import cache
     from quire.spec import ModelSpec
 
     __version__: str
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         case "ModelSpec":
             return import_module("quire.spec").ModelSpec
         case "BeamSearchParams" | "PoolingParams" | "SamplingParams" | "StructuredOutputsParams":
-            return getattr(import_module("quire.engine.params"), name)
+            return getattr(import_module("quire.sampling_params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache
         case "__version__":

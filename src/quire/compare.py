@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.params import SamplingParams
 from quire.figures import Line, line_chart
 from quire.kv import STRATEGIES, Usage
+from quire.sampling_params import SamplingParams
 from quire.units import format_bytes
 
 if TYPE_CHECKING:

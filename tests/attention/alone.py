@@ -11,8 +11,8 @@ import numpy.typing as npt
 from llvmlite import ir
 
 from attention.machines import kernel_folder
+from quire.kernels.compile import Kernels
 from quire.kernels.language import Code, Isa
-from quire.kernels.machine import Kernels
 
 _WORD = 8
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)

@@ -17,8 +17,8 @@ import pytest
 
 from quire.attention.cpu import CpuAttention
 from quire.kernels import amx
+from quire.kernels.compile import isa, native_isa
 from quire.kernels.language import Isa
-from quire.kernels.machine import isa, native_isa
 
 # "native" is what this machine does best, "pairs" multiplies bfloat16; the others are older x86, as
 # (LLVM's name, features).

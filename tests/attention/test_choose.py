@@ -45,7 +45,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_flashinfer_says_what_is_missing(
     device: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.attention.flashinfer.limits.find_spec", lambda name: None)
+    monkeypatch.setattr("quire.attention.flashinfer.backend.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"'flashinfer': flashinfer cannot serve: {why}"):
         choose_backend("flashinfer", [layer()], torch.device(device))
 

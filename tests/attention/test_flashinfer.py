@@ -27,8 +27,8 @@ from conformance.attention_cases import (
 )
 from quire.attention import AttentionBatch, PlacedBatch
 from quire.attention.flashinfer import FlashInferAttention
-from quire.attention.flashinfer.limits import cannot_run, cannot_serve
-from quire.attention.flashinfer.pages import page_tables, page_tokens_of
+from quire.attention.flashinfer.backend import cannot_run, cannot_serve
+from quire.attention.flashinfer.wrappers import page_tables, page_tokens_of
 from quire.errors import ConfigError
 from quire.kv import LayerView
 from quire.spec import FullAttention, LatentAttention
@@ -242,7 +242,7 @@ def test_what_it_cannot_serve_is_said_in_words() -> None:
 
 
 def test_where_it_cannot_run_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, limits = torch.device("cuda"), "quire.attention.flashinfer.limits."
+    gpu, limits = torch.device("cuda"), "quire.attention.flashinfer.backend."
     installed = {"flashinfer"}
     monkeypatch.setattr(limits + "find_spec", lambda name: name in installed or None)
     monkeypatch.setattr(limits + "_NVCC", Path("/nowhere/nvcc"))

@@ -16,10 +16,10 @@ from llvmlite import ir
 from attention import twins
 from attention.alone import Alone, ending
 from attention.machines import isa_or_skip
-from quire.attention.cpu.frame import AttendShape, Layout
-from quire.attention.cpu.panels import KEYS, write_panels
-from quire.attention.cpu.results import write_finish_row, write_merge
-from quire.attention.cpu.rows import TILE, write_rows
+from quire.attention.cpu.call_frame import AttendShape, Layout
+from quire.attention.cpu.decode_kernel import TILE, write_rows
+from quire.attention.cpu.prefill_kernel import KEYS, write_panels
+from quire.attention.cpu.worker import write_finish_row, write_merge
 from quire.kernels import amx
 from quire.kernels.formats import KIND_BYTES, kind_factor
 from quire.kernels.language import LANES, LOG2_E, LOWEST, Code

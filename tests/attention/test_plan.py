@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from attention.machines import find_isa
 from quire.attention import AttentionBatch
-from quire.attention.cpu.frame import FRAME, GROUP, ITEM, MAX_PANELS, AttendShape, Layout
-from quire.attention.cpu.plan import Plan, make_plan
+from quire.attention.cpu.backend import Plan, make_plan
+from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, MAX_PANELS, AttendShape, Layout
 from quire.kernels.language import LANES, LINE_BYTES
 from quire.spec import (
     AttentionSpec,

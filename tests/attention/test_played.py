@@ -11,8 +11,8 @@ from torch import Tensor
 from attention.machines import cpu_backend, kernel_folder
 from conformance.attention_cases import STORED, Case, make_case, make_sinks, make_spec, same_bits
 from quire.attention import VaryingCall
-from quire.attention.cpu import played
-from quire.attention.cpu.frame import FRAME
+from quire.attention.cpu import backend as played
+from quire.attention.cpu.call_frame import FRAME
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear
 

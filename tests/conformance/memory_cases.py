@@ -25,8 +25,8 @@ from quire.memory import (
 )
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.driver import load_driver_functions
-from quire.memory.kept import KeptMemory
 from quire.memory.machine.probe import resident_bytes
+from quire.memory.page_cache import KeptMemory
 
 GIB = 2**30
 

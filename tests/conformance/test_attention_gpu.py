@@ -24,7 +24,7 @@ from conformance.attention_grid import EXTRAS, SAMPLE, SHARING, build, name_of, 
 from conformance.covering import Row, cover
 from quire.attention import AttentionBackend
 from quire.attention.flashinfer import FlashInferAttention
-from quire.attention.flashinfer.limits import cannot_run, cannot_serve
+from quire.attention.flashinfer.backend import cannot_run, cannot_serve
 
 pytestmark = pytest.mark.gpu(emulated=True)
 

@@ -16,7 +16,7 @@ from attention.machines import cpu_backend, isa_or_skip
 from conformance.attention_cases import CHUNKS, STORED, Case, error, make_case, make_spec, same_bits
 from conformance.attention_grid import MIXES, SAMPLE, build, name_of
 from quire.attention import AttentionBackend, SdpaAttention
-from quire.attention.cpu import plan
+from quire.attention.cpu import backend as plan
 from quire.kernels.threads import Scratch
 from quire.kv import LayerView
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.devices import choice
+from quire import devices as choice
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from quire import LLM, SamplingParams
 from quire.attention import AttentionBatch, SdpaAttention, backend_for_graphs, choose
 from quire.engine import assembly
 from quire.engine.runner import ModelRunner
-from quire.models import captured
-from quire.models.captured import CapturedDecodes, graph_sizes
+from quire.models import cuda_graphs as captured
+from quire.models.cuda_graphs import CapturedDecodes, graph_sizes
 from quire.spec import FullAttention
 from tiny import tiny_model, tokens
 

@@ -16,9 +16,9 @@ from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine import assembly
 from quire.kv import STRATEGIES
-from quire.models.captured import CapturedDecodes
+from quire.models.cuda_graphs import CapturedDecodes
 from quire.models.states import recurrent
-from quire.models.states.batch import state_groups
+from quire.models.states.state_batch import state_groups
 from tiny import random_model
 from zoo import build as zoo
 
@@ -265,7 +265,7 @@ def test_a_model_that_never_attends_asks_no_backend(
 ) -> None:
     monkeypatch.undo()
     launch_there(monkeypatch)
-    monkeypatch.setattr("quire.devices.choice.why_no_memory", lambda device: None)
+    monkeypatch.setattr("quire.devices.why_no_memory", lambda device: None)
     llm = on(gpu, random_model(PURE["mamba2"]()), attention_backend="sdpa")
     gpu.reset()
     llm.generate(PROMPTS[:1], GREEDY)

@@ -7,7 +7,8 @@ import torch
 
 import pretend
 from quire import LLM
-from quire.devices import choice, choose_device, refuse_other_device
+from quire import devices as choice
+from quire.devices import choose_device, refuse_other_device
 from quire.errors import ConfigError
 from quire.models.loader import load
 

@@ -14,8 +14,9 @@ from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from pretend import Gpu, PretendAttention, PretendMemory
 from quire import LLM, SamplingParams
 from quire.attention import SdpaAttention
-from quire.engine import assembly, needs
-from quire.engine.plan import StepPlan
+from quire.engine import assembly
+from quire.engine import kv_sizing as needs
+from quire.engine.step_plan import StepPlan
 from quire.kv import FITS, CacheConfig, GrowingAccounting, StackedStorage
 from quire.memory.cuda import CudaMemory
 from quire.spec import FullAttention, Group

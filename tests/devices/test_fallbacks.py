@@ -245,7 +245,7 @@ def test_without_a_stream_for_graphs_steps_are_run(
     def refused(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of resources")
 
-    monkeypatch.setattr("quire.models.captured.torch.cuda.Stream", refused)
+    monkeypatch.setattr("quire.models.cuda_graphs.torch.cuda.Stream", refused)
     model, want = case()
     with auto(gpu, model) as llm:
         assert generated(llm) == want

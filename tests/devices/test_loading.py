@@ -10,9 +10,15 @@ import pretend
 from pretend import PretendMemory
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelNotLoadable
-from quire.models import placed
+from quire.models import weight_placement as placed
 from quire.models.loader import adopt, load
-from quire.models.placed import device_map, device_of, is_offloaded, move_to, weights_bytes
+from quire.models.weight_placement import (
+    device_map,
+    device_of,
+    is_offloaded,
+    move_to,
+    weights_bytes,
+)
 from tiny import tiny_model
 
 CUDA = torch.device("cuda", 0)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pretend
-from quire.devices import results
-from quire.devices.results import Results, wait_for
+from quire import devices as results
+from quire.devices import Results, wait_for
 
 HAS_GPU = torch.cuda.is_available()
 DEVICES = [

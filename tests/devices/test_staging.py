@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import pretend
-from quire.devices.staging import staged_bytes, to_device
-from quire.devices.unused import give_back_unused
+from quire.devices import give_back_unused, staged_bytes, to_device
 
 CPU = torch.device("cpu")
 SOME = st.lists(

@@ -11,7 +11,7 @@ import torch
 import pretend
 from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
-from quire.devices.streams import on_default_stream
+from quire.devices import on_default_stream
 from quire.engine import build
 from quire.engine.cache_lock import CacheLock
 from quire.engine.runner import ModelRunner

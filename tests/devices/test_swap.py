@@ -11,9 +11,10 @@ import pretend
 from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine.runner import ModelRunner
-from quire.engine.swap import mover, pinned
-from quire.engine.swap.pinned import PinnedShelf
-from quire.engine.swap.timers import DeviceTimer
+from quire.engine.swap import kv_mover as mover
+from quire.engine.swap import pinned_store as pinned
+from quire.engine.swap.kv_mover import DeviceTimer
+from quire.engine.swap.pinned_store import PinnedShelf
 from quire.errors import MemoryUnavailable
 from tiny import tiny_model, tokens
 
@@ -134,7 +135,7 @@ def test_tokens_are_the_same_after_a_swap(
             return texts
 
     assert outputs(256) == (want := outputs(1024))
-    monkeypatch.setattr("quire.engine.swap.mover.PinnedShelf", no_pinned_memory)
+    monkeypatch.setattr("quire.engine.swap.kv_mover.PinnedShelf", no_pinned_memory)
     assert outputs(256) == want
     assert "swap_space: steps wait for what is saved and brought back" in caplog.text
 

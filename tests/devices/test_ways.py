@@ -17,7 +17,7 @@ from models.test_recurrent import HYBRIDS
 from pretend import PretendMemory
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
-from quire.engine.scheduling.costs import Prices
+from quire.engine.scheduling.step_costs import Prices
 from readers import source_ids, tiny_reader
 from tiny import random_model, tiny_model, tokens
 

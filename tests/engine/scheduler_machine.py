@@ -32,18 +32,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from conformance.mapping_checks import counted_mappings
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Chunk, Sampled, StepPlan
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
-from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import slots_of
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Chunk, Sampled, StepPlan
 from quire.errors import RequestTooLong
 from quire.kv import POLICIES as EVICTION_POLICIES
 from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKeys
 from quire.kv.paged import PagedAccounting
+from quire.sampling_params import SamplingParams
 
 EOS = 0
 HEADROOM = (0.0, 0.0, None, 1.0)

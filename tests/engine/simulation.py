@@ -25,29 +25,28 @@ import torch
 from torch import Tensor
 
 from conformance.strategy_cases import OPTIONS
-from quire.engine.beam import BeamSearch
+from quire.engine.beam_search import BeamSearch
 from quire.engine.cache_lock import CacheLock
+from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
-from quire.engine.engine import Engine
 from quire.engine.kv_cache import KVCache
-from quire.engine.params import BeamSearchParams, SamplingParams
-from quire.engine.plan import Chunk, Save, StepPlan, TokenOutput
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Drafts, Limits, Scheduler
-from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
-from quire.engine.swap.mover import ShelfMover
-from quire.engine.swap.shelves import MemoryShelf
-from quire.engine.swap.store import SwapStore
-from quire.engine.swap.timers import HostTimer
+from quire.engine.step_plan import Chunk, Save, StepPlan, TokenOutput
+from quire.engine.swap.kv_mover import HostTimer, ShelfMover
+from quire.engine.swap.kv_store import MemoryShelf
+from quire.engine.swap.swapper import SwapStore
 from quire.errors import RequestTooLong
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import FailingMemory, HostMemory
-from quire.memory.governor import Governor
+from quire.memory.controller import Governor
 from quire.memory.machine.readings import MemoryReading
 from quire.memory.residency import HostResident
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 
 VOCAB, EOS = 32, 0

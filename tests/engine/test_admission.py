@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.accounting.bench_admission import FIXED, TABLES
 from benchmarks.accounting.loads import Load, any_load, play, ten_loads
 from conformance.covering import in_turn
-from quire.engine.scheduling.costs import Costs, Prices
+from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.simulated_engine import prices_of
 

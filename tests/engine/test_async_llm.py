@@ -25,11 +25,11 @@ from engine.test_llm import (
 )
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
-from quire.engine.params import StructuredOutputsParams
 from quire.errors import MemoryUnavailable, RequestError, RequestTooLong
 from quire.kv import Usage
 from quire.memory import CountedMemory, HostMemory
 from quire.models.loader import load
+from quire.sampling_params import StructuredOutputsParams
 from tiny import tokens
 
 T = TypeVar("T")

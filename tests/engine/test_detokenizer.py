@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.outputs import Listener, TextDelta
-from quire.engine.params import SamplingParams
-from quire.engine.plan import TokenOutput
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import TokenOutput
+from quire.sampling_params import SamplingParams
 
 CORPUS = [
     "def main(arguments):\n    return [argument for argument in arguments]\n",

@@ -15,7 +15,7 @@ from engine.schedules import TEXTS, Result, Schedule, demo, prompts
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from memory.cuda.streams import Work
 from quire import LLM, SamplingParams
-from quire.engine.plan import StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.errors import MemoryUnavailable
 from quire.kv import STRATEGIES
 from quire.memory.cuda import CudaMemory

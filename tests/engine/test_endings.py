@@ -16,9 +16,9 @@ from engine.test_beam import params as beam_params
 from engine.test_beam import small as small_beams
 from engine.test_llm import GREEDY, assert_all_is_given_back, demo, ids, model_of, prompts
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.mailbox import Mailbox
 from quire.engine.outputs import TextDelta
-from quire.engine.plan import TokenOutput
+from quire.engine.request_tracker import Mailbox
+from quire.engine.step_plan import TokenOutput
 from quire.errors import RequestError
 from quire.kv import STRATEGIES
 from quire.models.loader import LoadedModel

@@ -13,7 +13,7 @@ from engine.simulation import replay
 from engine.test_llm import GREEDY, ids, prompts, small
 from quire import LLM
 from quire.engine.outputs import TextDelta
-from quire.engine.plan import StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.kv import STRATEGIES
 from quire.models.recorded import recordings
 

@@ -11,18 +11,25 @@ from hypothesis import strategies as st
 
 from engine.scheduler_machine import Watch
 from engine.test_progress import FULL, added, five, request, watch
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling import company as company_module
+from quire.engine.scheduling import headroom as company_module
 from quire.engine.scheduling.admission import Admission
-from quire.engine.scheduling.company import Company, joined
-from quire.engine.scheduling.costs import Costs, Prices
-from quire.engine.scheduling.headroom import BytesAt, Outlook, OutputLengths, Prospects, Survival
+from quire.engine.scheduling.headroom import (
+    BytesAt,
+    Company,
+    Outlook,
+    OutputLengths,
+    Prospects,
+    Survival,
+    joined,
+)
 from quire.engine.scheduling.policy import POLICIES
+from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Sampled
 from quire.kv import CacheConfig
 from quire.kv.paged import PagedAccounting
+from quire.sampling_params import SamplingParams
 
 NONE_RUNNING = np.zeros(0, np.int64), np.zeros(0)
 HORIZON = 100

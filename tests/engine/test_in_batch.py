@@ -10,12 +10,12 @@ import pytest
 
 from engine.scheduler_machine import Watch
 from engine.test_progress import five, watch
-from quire.engine.params import BeamSearchParams, SamplingParams
-from quire.engine.plan import Sampled, TokenLogprobs
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Sampled, TokenLogprobs
 from quire.kv import STRATEGIES, CacheConfig, PrefixKeys
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.spec import FullAttention, Group, RecurrentState, StateTensor
 
 FULL = Group(spec=FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16"), layers=(0,))

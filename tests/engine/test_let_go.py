@@ -15,9 +15,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kv import STRATEGIES
+from quire.models.executors.choice import WAYS
 from quire.models.loader import adopt
 from quire.models.recorded import recordings
-from quire.models.ways.choice import WAYS
 from tiny import heavy_model, tiny_model, tokens
 
 MIB = 2**20
@@ -29,7 +29,7 @@ PROMPT = tokens(1, 9)[0].tolist()
 CHILD = """
 import gc, json, sys
 from quire import LLM, SamplingParams
-from quire.memory.host.allocator import trim_allocator
+from quire.memory.residency import trim_allocator
 
 def figures():
     trim_allocator()

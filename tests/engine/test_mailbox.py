@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.mailbox import Mailbox
 from quire.engine.outputs import TextDelta
+from quire.engine.request_tracker import Mailbox
 from quire.engine.sequence import TokenLogprobs
 
 CHOICES = 3

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 from conformance.covering import in_turn
 from quire.attention import SdpaAttention
 from quire.engine.kv_cache import KVCache
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Sampled
 from quire.engine.runner import ModelRunner
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import HostMemory
 from quire.models.loader import adopt
+from quire.sampling_params import SamplingParams
 from tiny import CONFIGS, VOCAB, tiny_model, tokens
 
 LENGTHS = (40, 9, 61, 23, 33)  # all tokens of a sequence, prompt and what is to follow it

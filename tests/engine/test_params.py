@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from quire import SamplingParams
 from quire.engine.llm import LLM
-from quire.engine.vocabulary import bad_word_ids
+from quire.engine.prompts import bad_word_ids
 from quire.errors import RequestError
 from quire.spec.files import find_folder
 from tiny import VOCAB, tiny_model

@@ -8,11 +8,11 @@ import torch
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.config import EngineConfig
 from quire.engine import profile
-from quire.engine.needs import kv_needs
-from quire.engine.plan import StepPlan
+from quire.engine.kv_budget import kv_ledger
+from quire.engine.kv_sizing import kv_needs
 from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.runner import ModelRunner
-from quire.engine.sizing import kv_ledger
+from quire.engine.step_plan import StepPlan
 from quire.errors import MemoryUnavailable
 from quire.memory.budget import Footprint
 from quire.memory.cuda import CudaMemory

@@ -14,16 +14,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from engine.scheduler_machine import SchedulerMachine, Watch
 from quire.engine import scheduler
-from quire.engine.params import SamplingParams
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.in_batch import InBatchPrefixes
-from quire.engine.scheduling.outcome import mark_computed
-from quire.engine.scheduling.room import Room
-from quire.engine.scheduling.step import Step
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.admission import InBatchPrefixes, Room
+from quire.engine.scheduling.plan_builder import Step
+from quire.engine.scheduling.swap_space import SwapSpace
+from quire.engine.scheduling.update import mark_computed
 from quire.engine.sequence import Request, Sequence
 from quire.kv import STRATEGIES, BlockCoordinator, CacheConfig
 from quire.kv.paged import PagedAccounting
+from quire.sampling_params import SamplingParams
 from quire.spec import Group
 
 SETTINGS = settings(max_examples=10, stateful_step_count=30, deadline=None)

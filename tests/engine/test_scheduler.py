@@ -16,15 +16,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
-from quire.engine.params import BeamSearchParams, SamplingParams
-from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.costs import Costs, Prices
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
+from quire.engine.step_plan import Sampled
 from quire.errors import RequestTooLong
 from quire.kv import STRATEGIES, Accounting, CacheConfig
 from quire.kv.paged import PagedAccounting
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.spec import FullAttention, Group, SlidingWindow
 
 MAX_MODEL_LEN = 48

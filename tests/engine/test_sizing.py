@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.needs import kv_needs, ledger_for
+from quire.engine.kv_sizing import kv_needs, ledger_for
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import by_device
 from quire.memory.budget import Footprint, Needs

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from quire import LLM, SamplingParams
 from quire.engine.async_llm import AsyncLLM
 from quire.errors import MemoryUnavailable, ModelNotLoadable, RequestError
-from quire.memory.host.allocator import trim_allocator
+from quire.memory.residency import trim_allocator
 from tiny import heavy_model, tiny_model
 
 MIB = 2**20

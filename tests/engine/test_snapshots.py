@@ -6,11 +6,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Chunk
-from quire.engine.scheduling.snapshots import Snapshots
-from quire.engine.scheduling.suspects import Suspects
+from quire.engine.scheduling.state_checkpoints import Snapshots
+from quire.engine.scheduling.update import Suspects
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Chunk
+from quire.sampling_params import SamplingParams
 from quire.spec import FullAttention, Group, RecurrentState, StateTensor
 
 FULL = Group(spec=FullAttention(num_kv_heads=1, head_dim=8, dtype="float32"), layers=(0,))

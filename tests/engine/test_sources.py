@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from conformance.covering import in_turn
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import SpeculativeConfig
-from quire.engine.plan import StepPlan
 from quire.engine.prompts import Prompt
-from quire.engine.scheduling.step import NO_DRAFTS, Drafts
+from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts
+from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, RequestError, RequestTooLong
+from quire.models.executors import encoder_source as sources
 from quire.models.footprint import outline
-from quire.models.ways import source as sources
 from quire.spec import ModelSpec
 from readers import FRAMES, VOCAB, features, source_ids, tiny_reader
 from tiny import tiny_model

@@ -16,12 +16,12 @@ from conformance.sharing_model import SHARING_KINDS, groups_of
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config import EngineConfig
 from quire.engine.outputs import Completion
-from quire.engine.plan import Sampled
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.speculation.draft_length import Pace, num_alike
 from quire.engine.speculation.draft_model import DraftModel
-from quire.engine.speculation.pace import Pace, num_alike
 from quire.engine.speculation.prompt_lookup import PromptLookup, Repetitions
+from quire.engine.step_plan import Sampled
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.kv import STRATEGIES, CacheConfig, Usage
 from quire.kv.paged import PagedAccounting

@@ -11,9 +11,9 @@ import torch
 from engine.test_llm import GREEDY, prompts, small
 from engine.twin import Hands, Twin, same
 from quire import LLM, SamplingParams
-from quire.engine.plan import StepPlan
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import MISS_REASONS, Histogram, Statistics, token_bounds
+from quire.engine.step_plan import StepPlan
 from quire.kv import PrefixKeys
 from tiny import tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.stepper import Stepper
+from quire.engine.engine_thread import Stepper
 from quire.errors import MemoryUnavailable, RequestError, RequestTooLong
 
 

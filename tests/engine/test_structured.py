@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.engine.params import Reasoning
-from quire.engine.plan import Draw, Sampled, StepPlan
 from quire.engine.sampling import Sampler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Draw, Sampled, StepPlan
 from quire.engine.structured import Grammars
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel, load
+from quire.sampling_params import Reasoning
 
 PERSON = {
     "type": "object",

@@ -14,15 +14,14 @@ from conformance.strategy_cases import layers_of, model_spec
 from engine.test_llm import ids, model_of, prompts
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
-from quire.engine import needs
+from quire.engine import kv_sizing as needs
 from quire.engine.kv_cache import KVCache
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
-from quire.engine.swap.mover import Mover, ShelfMover
-from quire.engine.swap.pinned import _forms
-from quire.engine.swap.shelves import FileShelf, MemoryShelf, Shelf
-from quire.engine.swap.store import make_swap_store
-from quire.engine.swap.timers import HostTimer
+from quire.engine.swap.kv_mover import HostTimer, Mover, ShelfMover
+from quire.engine.swap.kv_store import FileShelf, MemoryShelf, Shelf
+from quire.engine.swap.pinned_store import _forms
+from quire.engine.swap.swapper import make_swap_store
 from quire.errors import ConfigError
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import HostMemory

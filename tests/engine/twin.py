@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.engine.plan import StepPlan
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Histogram, Statistics
+from quire.engine.step_plan import StepPlan
 
 
 class Hands:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from llvmlite import ir
 
-from quire.kernels import kept, machine
+from quire.kernels import compile as kept
+from quire.kernels import compile as machine
+from quire.kernels.compile import Kernels, native_isa
 from quire.kernels.language import I64, Code, Isa
-from quire.kernels.machine import Kernels, native_isa
 
 
 def write_answer(module: ir.Module, answer: int = 42) -> None:
@@ -340,9 +341,9 @@ MANY_PROCESSES = """
 import ctypes, os, sys, time, traceback
 from pathlib import Path
 
-from quire.kernels import machine
+from quire.kernels import compile as machine
 from quire.kernels.language import I64, Code
-from quire.kernels.machine import Kernels, native_isa
+from quire.kernels.compile import Kernels, native_isa
 from llvmlite import ir
 
 folder = Path(sys.argv[1])

@@ -14,7 +14,7 @@ from attention.machines import kernel_folder
 from quire.kernels.player import Player
 from quire.kernels.threads import Call
 from quire.layers.cpu import CpuLinear
-from quire.layers.cpu.sums import Sums
+from quire.layers.cpu.row_kernels import Sums
 
 SIZE = 96
 

@@ -15,7 +15,7 @@ from attention.machines import isa_or_skip, kernel_folder
 from layers.products import ACTIVATIONS, MOST_ROWS, linears
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear, linear
-from quire.layers.cpu.frame import BLOCK, ProductShape, items_of
+from quire.layers.cpu.linear_frame import BLOCK, ProductShape, items_of
 from quire.models.recorded.recordings import SIZES
 
 Use = Callable[[int], None]

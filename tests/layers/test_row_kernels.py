@@ -11,11 +11,17 @@ from torch import Tensor
 
 from layers.products import ACTIVATIONS, linears
 from quire.kernels.tensors import KINDS
-from quire.layers.cpu.gate import Gate, GateShape
-from quire.layers.cpu.norm import Norm, NormForm, NormShape
-from quire.layers.cpu.rotary import Rotary, RotaryShape
-from quire.layers.cpu.sums import Sums
-from quire.layers.stand_ins import agrees
+from quire.layers.cpu.row_kernels import (
+    Gate,
+    GateShape,
+    Norm,
+    NormForm,
+    NormShape,
+    Rotary,
+    RotaryShape,
+    Sums,
+)
+from quire.layers.fused import agrees
 
 Use = Callable[[int], None]
 

@@ -12,11 +12,7 @@ from torch.nn import functional
 from attention.machines import kernel_folder
 from layers.products import linears
 from quire.layers.cpu import CpuLinear
-from quire.layers.gated import GatedLayers
-from quire.layers.linears import Linears
-from quire.layers.norms import Norms
-from quire.layers.rotation import Rotation
-from quire.layers.stand_ins import StandIn, agrees
+from quire.layers.fused import GatedLayers, Linears, Norms, Rotation, StandIn, agrees
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

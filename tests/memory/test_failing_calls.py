@@ -20,8 +20,8 @@ from conformance.memory_cases import heap_files, is_mapped, memfd_bytes_from_now
 from memory.faults import Faults, install
 from quire.errors import MemoryUnavailable
 from quire.memory import HostMemory, Region, Window
-from quire.memory.kept import KeptMemory
 from quire.memory.machine.probe import resident_bytes
+from quire.memory.page_cache import KeptMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts by the kernel's own files")
 PAGE = HostMemory().page_bytes
@@ -257,7 +257,7 @@ FILL = """
     import mmap, torch
     from quire.errors import MemoryUnavailable
     from quire.memory import HostMemory
-    from quire.memory.kept import KeptMemory
+    from quire.memory.page_cache import KeptMemory
     from quire.memory.machine.probe import resident_bytes
 
     PAGE = mmap.PAGESIZE

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory.budget import Needs, headroom_bytes, make_ledger
-from quire.memory.governor import Decision, Governor, Reading
+from quire.memory.controller import Decision, Governor, Reading
 from quire.memory.machine import Machine, readings
 from quire.memory.machine.probe import MemoryBound
 

@@ -24,9 +24,8 @@ from quire.memory.machine import (
     unified_memory_cap,
     working_set,
 )
-from quire.memory.machine.numa import NumaNode
 from quire.memory.machine.probe import mapped_from_files, mapping_limit, num_mappings
-from quire.memory.machine.procfs import read_list, read_number, read_table, read_text
+from quire.memory.machine.procfs import NumaNode, read_list, read_number, read_table, read_text
 
 MACHINES = Path(__file__).parent / "machines"
 MIB, GIB = 2**20, 2**30

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import quire
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory, Region
-from quire.memory.kept import KeptMemory
 from quire.memory.machine.probe import resident_bytes
+from quire.memory.page_cache import KeptMemory
 from quire.memory.residency import KeepAlive, host_memory, resident_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
@@ -404,7 +404,7 @@ def test_a_forked_child_keeps_nothing_and_takes_nothing(heap_bytes: int | None) 
         import os, torch
         from quire.errors import MemoryUnavailable
         from quire.memory import HostMemory
-        from quire.memory.kept import KeptMemory
+        from quire.memory.page_cache import KeptMemory
         from quire.memory.residency import KeepAlive
         host = HostMemory()
         heap_bytes = {heap_bytes}

@@ -17,8 +17,8 @@ from quire.engine.runner import ModelRunner
 from quire.kv import Accounting, CacheConfig, Fits, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_spec
 from quire.memory import HostMemory
+from quire.models.executors.choice import RoundedCache
 from quire.models.loader import LoadedModel, adopt
-from quire.models.rounded import RoundedCache
 from tiny import tokens
 
 # (sequence, tokens) of each step: prompts from nothing, chunks of them beside decodes, decodes.

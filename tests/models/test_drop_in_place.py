@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from conformance.covering import in_turn
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES
-from quire.memory.machine import snapshot
+from quire.memory.machine import machine_state as snapshot
 from quire.models.drop_in import cache
 from quire.models.drop_in.in_place import Unread
 from quire.models.drop_in.rows import Rows

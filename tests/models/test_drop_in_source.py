@@ -17,7 +17,7 @@ from quire.errors import ConfigError, MemoryUnavailable, RequestTooLong, Unsuppo
 from quire.kv import STRATEGIES
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import cache
-from quire.models.drop_in.source import SourceCache
+from quire.models.drop_in.encoder_decoder import SourceCache
 from quire.spec import ModelSpec
 from readers import CONFIGS, features, source_ids, tiny_reader
 from tiny import tiny_model

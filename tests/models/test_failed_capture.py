@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models.failed_capture import give_back_pool, is_shortage, put_in_order
+from quire.models.cuda_graphs import give_back_pool, is_shortage, put_in_order
 
 DEVICE, POOL = torch.device("cuda", 1), (0, 7)
 NAMES = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")

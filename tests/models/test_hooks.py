@@ -17,7 +17,7 @@ from transformers import (
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory
-from quire.models.ways.hooks import (
+from quire.models.executors.hooks import (
     ATTENTION_NAME,
     EngineCache,
     Step,

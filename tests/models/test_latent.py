@@ -26,8 +26,8 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from models.steps import LENGTH, World, alone, deviation, world_of
 from quire.attention import SdpaAttention
 from quire.kv import STRATEGIES
-from quire.models.ways import latent_read
-from quire.models.ways.latent import LatentLayers
+from quire.models.executors import latent as latent_read
+from quire.models.executors.latent import LatentLayers
 from quire.spec import AttentionSpec, LatentAttention
 from tiny import VOCAB, random_model, tokens
 
@@ -241,7 +241,7 @@ def test_what_an_owner_changes_later_counts(
 ) -> None:
     """A weight that was changed where it lies is still absorbed; the rest is expanded again."""
     model = fresh_model("minicpm3")
-    with tried(model) as world, caplog.at_level(logging.INFO, "quire.models.ways.latent"):
+    with tried(model) as world, caplog.at_level(logging.INFO, "quire.models.executors.latent"):
         own = alone(model, tokens(3, LENGTH))
         change(attentions(model)[1])
         assert not torch.allclose(alone(model, tokens(3, LENGTH)), own)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.kv import STRATEGIES
 from quire.models.recorded import recordings as recordings_module
-from quire.models.recorded.pieces import Pieces
+from quire.models.recorded.arena import Pieces
 from quire.models.recorded.recordings import SIZES, Recordings
 from tiny import CONFIGS, tiny_model, tokens
 

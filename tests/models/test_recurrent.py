@@ -28,14 +28,14 @@ from transformers import (
 
 from quire import LLM, SamplingParams
 from quire.config import SpeculativeConfig
-from quire.engine.params import BeamSearchParams
-from quire.engine.plan import StepPlan
 from quire.engine.runner import ModelRunner
 from quire.engine.scheduler import NO_DRAFTS, Drafts
-from quire.engine.scheduling.costs import Prices
+from quire.engine.scheduling.step_costs import Prices
+from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kv import STRATEGIES
 from quire.kv.layout import slot_bytes
+from quire.sampling_params import BeamSearchParams
 from quire.spec import ModelSpec, RecurrentState
 from tiny import random_model, tiny_model
 

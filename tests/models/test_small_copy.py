@@ -24,9 +24,9 @@ from quire import LLM
 from quire.attention import packed_tokens
 from quire.engine import runner
 from quire.errors import UnsupportedModel
+from quire.models.executors import hooks
+from quire.models.executors.small_copy import small_copy
 from quire.models.loader import LoadedModel, adopt
-from quire.models.ways import hooks
-from quire.models.ways.small_copy import small_copy
 from quire.spec import ChunkedAttention, LayerSpec, SlidingWindow
 from tiny import random_model
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from attention.machines import kernel_folder
-from quire.models.stand_ins import StandIns
+from quire.models.fused_modules import StandIns
 from tiny import CONFIGS, tiny_model, tokens
 
 # Of logits, in parts of the largest: sums in another order, and one more rounding here or there.
@@ -85,9 +85,9 @@ def test_what_is_found_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFix
     model = tiny_model("qwen3")
     for layer in model.model.layers[:2]:
         layer.self_attn.o_proj = OddLinear(64, 64)
-    with caplog.at_level(logging.INFO, "quire.models.stand_ins"):
+    with caplog.at_level(logging.INFO, "quire.models.fused_modules"):
         stand_ins(model)
-    told = [r.getMessage() for r in caplog.records if r.name == "quire.models.stand_ins"]
+    told = [r.getMessage() for r in caplog.records if r.name == "quire.models.fused_modules"]
     # Three of each layer's linear layers make one of its gated ones.
     assert told == [
         f"stand-ins for {4 * 4 - 2 + 1} Linear, 4 Qwen3Attention, 4 Qwen3MLP, "

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.models.states.batch import StateBatch, make_state_batch, placed_states
+from quire.models.states.state_batch import StateBatch, make_state_batch, placed_states
 from quire.spec import FullAttention, RecurrentState, StateTensor
 
 STATE = RecurrentState(states=(StateTensor(name="scan", shape=(3,), dtype="float32"),))

@@ -30,8 +30,7 @@ from models.steps import LENGTH, World, alone, deviation, world_of
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModel
 from quire.kv import STRATEGIES, Extension, Fits
-from quire.models.ways.choice import WAYS
-from quire.models.ways.trial import Trial
+from quire.models.executors.choice import WAYS, Trial
 from quire.spec import FullAttention, SlidingWindow
 from tiny import CONFIGS, VOCAB, WINDOW, random_model, tiny_model, tokens
 

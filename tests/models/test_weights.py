@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from quire.errors import MemoryUnavailable
-from quire.memory import huge
-from quire.memory.huge import huge_page_bytes
+from quire.memory.host import backing as huge
+from quire.memory.host.backing import huge_page_bytes
 from quire.memory.machine.probe import mapped_from_files
-from quire.models import weights
+from quire.models import loader as weights
 from quire.models.footprint import footprint
-from quire.models.loader import load
-from quire.models.weights import hold_in_memory
+from quire.models.loader import hold_in_memory, load
 from tiny import random_model
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.engine.engine import Engine
+from quire.engine.core import Engine
 from quire.engine.llm import LLM
 from quire.server.logs import PlaceFormatter
 from quire.server.request_context import Exchange

@@ -584,7 +584,7 @@ def test_texts_are_those_of_paged(name: str) -> None:
 def test_what_cannot_share_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     provider = HostMemory(portable=True)
     with (
-        caplog.at_level(logging.WARNING, "quire.engine.sizing"),
+        caplog.at_level(logging.WARNING, "quire.engine.kv_budget"),
         LLM(model_of("llama"), cache="virtual", provider=provider, **OPTIONS) as llm,
     ):
         assert isinstance(llm._kv.accounting, VirtualAccounting)
@@ -594,7 +594,7 @@ def test_what_cannot_share_says_so_and_goes_on(caplog: pytest.LogCaptureFixture)
 
 
 def test_at_the_limit_of_mappings_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.sizing.spare_mappings", lambda: 20)
+    monkeypatch.setattr("quire.engine.kv_budget.spare_mappings", lambda: 20)
     with LLM(model_of("gemma3"), cache="virtual", **OPTIONS) as llm:
         windows = llm._kv.accounting._windows  # type: ignore[attr-defined]
         several, seen = prompts()[1], []

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine.plan import StepPlan
 from quire.engine.sequence import Sequence
+from quire.engine.step_plan import StepPlan
 
 # Small blocks and small steps: much happens within few tokens.
 OPTIONS: dict[str, Any] = dict(

@@ -21,7 +21,7 @@ from benchmarks.memory.virtual.caches import heap_bytes
 from quire import LLM, SamplingParams
 from quire.kv import Usage
 from quire.memory import HostMemory
-from quire.memory.base import Region
+from quire.memory.provider import Region
 from quire.models.loader import LoadedModel
 
 DIVISOR = 7  # so that the longest request fits the model's 2,048 tokens

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.memory.utilization.lengths import Lengths
 from benchmarks.memory.utilization.waste import Fate, Moment, Watch, mean
 from quire import SamplingParams
-from quire.engine.plan import Sampled, StepPlan
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence import Request
+from quire.engine.step_plan import Sampled, StepPlan
 from quire.errors import RequestTooLong
 from quire.kv import CacheConfig, build_accounting
 from quire.spec import FullAttention, Layer, ModelSpec

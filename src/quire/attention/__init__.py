@@ -1,6 +1,17 @@
 """Tensors: a packed batch of chunks attends to what its sequences hold."""
 
-from quire.attention.base import (
+from quire.attention.choose import (
+    BACKENDS,
+    AttentionFailed,
+    RowMover,
+    TorchRows,
+    backend_for_graphs,
+    choose_backend,
+    fallback_backends,
+    find_padded_rows,
+    tried,
+)
+from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
     FindWords,
@@ -12,16 +23,8 @@ from quire.attention.base import (
     make_batch,
     packed_tokens,
 )
-from quire.attention.choose import (
-    BACKENDS,
-    backend_for_graphs,
-    choose_backend,
-    fallback_backends,
-)
 from quire.attention.reference import ReferenceAttention
-from quire.attention.rows import RowMover, TorchRows, find_padded_rows
 from quire.attention.sdpa import SdpaAttention
-from quire.attention.tried import AttentionFailed, tried
 
 __all__ = [
     "BACKENDS",

@@ -6,7 +6,7 @@ For what has no kernel of its own: the reference, torch's attention, models that
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
+from quire.attention.interface import AttentionBatch
 from quire.kv import LayerView
 from quire.kv.storage.entries import dequantize
 from quire.spec import AttentionSpec, LatentAttention

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
 from quire.attention.gather import output_width, read_for
+from quire.attention.interface import AttentionBatch
 from quire.kv import LayerView
 from quire.spec import AttentionSpec
 

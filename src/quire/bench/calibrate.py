@@ -14,8 +14,7 @@ import numpy as np
 
 from quire.bench.load import vocabulary_of
 from quire.bench.workload import Vocabulary
-from quire.engine.params import SamplingParams
-from quire.engine.scheduling.swap import Clock
+from quire.engine.scheduling.swap_space import Clock
 from quire.kv import Accounting, CacheConfig, Copy, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups
 from quire.planner.simulation.cost_model import (
@@ -26,10 +25,11 @@ from quire.planner.simulation.cost_model import (
     fit,
     nonnegative_least_squares,
 )
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-    from quire.engine.plan import StepPlan
+    from quire.engine.step_plan import StepPlan
 
 
 # -- copying ---------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.bench.workload import Query, Vocabulary
-from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.http import Http, RefusedByServer
 from quire.kv import Usage
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

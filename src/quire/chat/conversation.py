@@ -20,8 +20,8 @@ from quire.chat.tools.declared import Tool, checked_tools
 from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import arguments_of, required
 from quire.chat.tools.registry import TOOL_FORMATS, tool_format
-from quire.engine.params import Reasoning, StructuredOutputsParams
 from quire.errors import ConfigError, RequestError
+from quire.sampling_params import Reasoning, StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

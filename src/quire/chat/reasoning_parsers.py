@@ -22,8 +22,8 @@ from quire.chat.harmony import (
 )
 from quire.chat.lexer import BLANKS, Reading, Tape
 from quire.chat.output_events import Events
-from quire.engine.params import Reasoning
 from quire.errors import ConfigError
+from quire.sampling_params import Reasoning
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from quire.cli.options import (
     with_engine_options,
 )
 from quire.config import EngineConfig
-from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
 
 
 @with_engine_options

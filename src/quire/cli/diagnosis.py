@@ -46,7 +46,7 @@ class Diagnosis:
 def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
     """Look at the model and at this machine. Raises: ConfigError, ModelNotLoadable."""
     from quire.devices import choose_device
-    from quire.engine.needs import kv_needs, ledger_for, stored_spec
+    from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
     from quire.memory.by_device import machine_for, memory_for
     from quire.models.footprint import outline
 

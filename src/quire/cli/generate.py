@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from quire.cli.options import MaxTokens, Temperature, load_llm, plain_table, with_engine_options
-from quire.engine.params import SamplingParams
 from quire.kv import Usage
+from quire.sampling_params import SamplingParams
 from quire.units import format_bytes, format_seconds
 
 DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n'

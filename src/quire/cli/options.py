@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from quire.config import ADVANCED, EngineConfig
-from quire.engine.needs import longest_tokens
+from quire.engine.kv_sizing import longest_tokens
 from quire.spec.files import find_spec
 
 Model = Annotated[
@@ -134,7 +134,7 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers draws its own bars for what takes long: files from the hub, and many weights.
     if (num_ranks := config.tensor_parallel_size) > 1:
-        from quire.engine.parallel.part import load_parts, refuse_options
+        from quire.engine.parallel.model_part import load_parts, refuse_options
 
         refuse_options(config, model)
         return load_parts(

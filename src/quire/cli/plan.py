@@ -136,7 +136,7 @@ def num_ranks_of(tp: int, config: EngineConfig) -> int:
 
 def _engines_way(subject: Subject) -> Divide:
     """How the engine divides a model: by the plan that Transformers has for it."""
-    from quire.models.parts import part_of_type
+    from quire.models.rank_spec import part_of_type
 
     return partial(part_of_type, subject.name)
 

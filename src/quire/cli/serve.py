@@ -81,7 +81,7 @@ def serve(
 
 def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, int]:
     """Blocks in bytes. Raises: ConfigError, ModelNotLoadable."""
-    from quire.engine.needs import stored_spec
+    from quire.engine.kv_sizing import stored_spec
     from quire.models.loader import read_config
     from quire.spec.files import find_folder
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from quire.cli.options import plain_table
 from quire.config import EngineConfig
-from quire.engine.needs import stored_spec
+from quire.engine.kv_sizing import stored_spec
 from quire.kv import STRATEGIES
 from quire.planner.plan import Place, plan, sizes_of
 from quire.planner.sequence_memory import Request, moments, tables_after
@@ -159,7 +159,7 @@ def _runs(
 ) -> Iterator[Check]:
     """The budget, and bytes after each step of one sequence."""
     from quire.engine.llm import LLM
-    from quire.engine.params import SamplingParams
+    from quire.sampling_params import SamplingParams
 
     strategy = config.cache
     found = plan(subject, config, place, request=request, compare=False)

@@ -4,7 +4,7 @@ Names are vLLM's where vLLM has one. A flag or an argument counts before the env
 (``QUIRE_BLOCK_SIZE=32``), and that before the default. No other room touches the environment.
 """
 
-from quire.config.engine import KV_CACHE_DTYPES, EngineConfig
+from quire.config.engine_config import KV_CACHE_DTYPES, EngineConfig, SpeculativeConfig
 from quire.config.environment import (
     as_rank,
     keep_few_shapes,
@@ -12,9 +12,8 @@ from quire.config.environment import (
     names_threads,
     wait_patiently,
 )
-from quire.config.options import ADVANCED
-from quire.config.server import LOOPBACK, ServerConfig
-from quire.config.speculative import SpeculativeConfig
+from quire.config.option import ADVANCED
+from quire.config.server_config import LOOPBACK, ServerConfig
 
 __all__ = [
     "ADVANCED",

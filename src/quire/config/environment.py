@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
-from quire.config.options import nearest
+from quire.config.option import nearest
 from quire.errors import ConfigError
 
 log = logging.getLogger(__name__)

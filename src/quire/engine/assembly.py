@@ -8,18 +8,18 @@ from typing import Protocol
 from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
-from quire.engine.refusals import refuse_switching_positions, refuse_too_little
 from quire.engine.runner import ModelRunner, Ranks
+from quire.engine.validation import refuse_switching_positions, refuse_too_little
 from quire.errors import ConfigError
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
+from quire.models.executors.choice import hides_errors
+from quire.models.executors.small_copy import small_copy
+from quire.models.fingerprint import ModelWatch
+from quire.models.fused_modules import StandIns
 from quire.models.loader import LoadedModel
-from quire.models.stand_ins import StandIns
-from quire.models.watched import ModelWatch
-from quire.models.ways.small_copy import small_copy
-from quire.models.ways.trial import hides_errors
 from quire.spec import ModelSpec
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
@@ -45,7 +45,7 @@ class Assembly:
     kv: KVCache
     runner: ModelRunner
     backend: AttentionBackend
-    attention_way: str  # one of ``models.ways``
+    attention_way: str  # one of ``models.executors``
 
     def capture(self, config: EngineConfig, max_model_len: int) -> None:
         """Capture decode steps as graphs, where there is a GPU for them and graphs are wanted."""

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from quire.engine.desk import Desk, Ticket
 from quire.engine.llm import LLM, Observer
 from quire.engine.outputs import Completion, TextDelta, completion
-from quire.engine.params import Params, SamplingParams
 from quire.engine.prompts import Prompt
+from quire.engine.request_tracker import Desk, Ticket
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
 from quire.kv import NO_KEYS, PrefixKeys, Usage
+from quire.sampling_params import Params, SamplingParams
 
 T = TypeVar("T")
 

@@ -4,48 +4,78 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from quire.config import EngineConfig
-from quire.devices import refuse_other_device
-from quire.devices.pinned import warn_if_none
-from quire.devices.streams import on_default_stream
-from quire.engine.ahead import AheadRunner
+from quire.devices import on_default_stream, refuse_other_device, warn_if_none
 from quire.engine.assembly import assemble
 from quire.engine.cache_lock import CacheLock
+from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
-from quire.engine.engine import Engine
 from quire.engine.fallbacks import OtherAttention
+from quire.engine.interfaces import Runner
+from quire.engine.kv_budget import cache_config, kv_ledger
 from quire.engine.kv_cache import KVCache
-from quire.engine.needs import stored_spec
-from quire.engine.parallel.part import PartedModel, load_parts
-from quire.engine.parallel.team import Team
+from quire.engine.kv_sizing import stored_spec
+from quire.engine.parallel.leader import Team
+from quire.engine.parallel.model_part import PartedModel, load_parts
 from quire.engine.profile import StepBytes, measured_step_bytes
-from quire.engine.recurrence import refuse_speculation
 from quire.engine.sampling.sampler import Sampler
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.swap import SwapSpace
-from quire.engine.sizing import cache_config, kv_ledger
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.source_prompts import SourcePrompts
-from quire.engine.speculation.build import draft_bytes, load_draft, make_drafter
+from quire.engine.speculation.drafters import draft_bytes, load_draft, make_drafter
 from quire.engine.statistics import Statistics
-from quire.engine.swap.store import make_swap_store
+from quire.engine.step_plan import StepPlan
+from quire.engine.swap.swapper import make_swap_store
+from quire.engine.validation import refuse_speculation
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
-from quire.memory.governor import Governor
+from quire.memory.controller import Governor
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Residency, Resident
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
+
+# -- ahead -----------------------------------------------------------------------------------------
+
+# Pages for the next step, made ready while a device computes this one.
+#
+# A runner returns as soon as a device has been given its work; until the tokens are asked for, the
+# host has nothing to do. To create a page takes the driver long, disturbs no kernel, and changes
+# no address: those wait for the time between two steps.
+
+
+@final
+class AheadRunner:
+    """Another runner, after each of whose steps pages are prepared."""
+
+    def __init__(self, runner: Runner, resident: Resident) -> None:
+        self._runner, self._resident = runner, resident
+
+    @property
+    def overwrites_states(self) -> bool:
+        return self._runner.overwrites_states
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def run(self, plan: StepPlan) -> Any:
+        logits = self._runner.run(plan)
+        self._resident.prepare()
+        return logits
+
+
+# -- build -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ A character may span tokens, and a stop string may span both; text is held back 
 
 from typing import Any
 
-from quire.engine.params import SamplingParams
+from quire.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"  # what half a character reads as
 _LONGEST_CHARACTER = 4  # in tokens, of which each has a byte at least

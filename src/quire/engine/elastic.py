@@ -22,7 +22,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.profile import StepBytes
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
-from quire.memory.governor import Decision, Governor, Reading
+from quire.memory.controller import Decision, Governor, Reading
 from quire.memory.machine.readings import Gauge, HostPeak, MemoryReading
 from quire.memory.residency import Resident
 from quire.units import format_bytes

@@ -1,8 +1,9 @@
 """What takes the place of a GPU's own ways where they fail at the start, and what is said of it.
 
 Kernels are compiled where they run, and what chooses tokens there was written elsewhere. So both
-are tried before a request is served. That a step goes on without a graph, ``models.captured`` sees
-to; without memory that can be mapped, there is no engine on that device (``memory.by_device``).
+are tried before a request is served. That a step goes on without a graph, ``models.cuda_graphs``
+sees to; without memory that can be mapped, there is no engine on that device
+(``memory.by_device``).
 """
 
 import logging
@@ -11,8 +12,8 @@ import torch
 
 from quire.attention import AttentionFailed, fallback_backends
 from quire.config import EngineConfig
-from quire.devices.results import wait_for
-from quire.engine.needs import stored_spec
+from quire.devices import wait_for
+from quire.engine.kv_sizing import stored_spec
 from quire.errors import ConfigError, QuireError, UnsupportedModel, one_line
 from quire.kv.layout import attention_groups, attention_spec
 from quire.models.loader import LoadedModel

@@ -10,7 +10,7 @@ from threading import Event, Lock
 from typing import Any, TypeAlias
 
 from quire.config import EngineConfig
-from quire.engine.beam import BeamSearch
+from quire.engine.beam_search import BeamSearch
 from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
@@ -23,29 +23,35 @@ from quire.engine.outputs import (
     completion,
     embedding_of,
 )
-from quire.engine.parallel.part import refuse_options
-from quire.engine.params import (
+from quire.engine.parallel.model_part import refuse_options
+from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
+from quire.engine.prompts import (
+    Prompt,
+    bad_word_ids,
+    encode,
+    params_for_each,
+    refuse_unknown_ids,
+    split,
+)
+from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.engine.statistics import Statistics
+from quire.engine.step_plan import TokenOutput
+from quire.engine.structured import Grammars
+from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
+from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
+from quire.kv.page_tables import usage_with_tables
+from quire.memory import CountedMemory, MemoryProvider
+from quire.memory.machine.readings import Gauge
+from quire.models.executors.encoder_source import Source
+from quire.models.loader import LoadedModel
+from quire.models.speech import Hearing
+from quire.sampling_params import (
     SAMPLING_DEFAULTS,
     BeamSearchParams,
     Params,
     PoolingParams,
     SamplingParams,
 )
-from quire.engine.plan import TokenOutput
-from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
-from quire.engine.prompts import Prompt, encode, params_for_each, split
-from quire.engine.sequence import FinishReason, Request, Sequence
-from quire.engine.statistics import Statistics
-from quire.engine.structured import Grammars
-from quire.engine.vocabulary import bad_word_ids, refuse_unknown_ids
-from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
-from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
-from quire.kv.page_tables import usage_with_tables
-from quire.memory import CountedMemory, MemoryProvider
-from quire.memory.machine.readings import Gauge
-from quire.models.hearing import Hearing
-from quire.models.loader import LoadedModel
-from quire.models.ways.source import Source
 from quire.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.detokenizer import Detokenizer
-from quire.engine.plan import TokenOutput
 from quire.engine.sequence import Embedding, Fault, FinishReason, Request, Sequence, TokenLogprobs
 from quire.engine.statistics import Latencies
+from quire.engine.step_plan import TokenOutput
 from quire.errors import RequestError
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.params import PoolingParams
 from quire.engine.sequence import Embedding
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel
+from quire.sampling_params import PoolingParams
 from quire.units import format_count
 
 

@@ -19,11 +19,11 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.assembly import Assembly, assemble
-from quire.engine.needs import cache_sizes, stored_spec
-from quire.engine.plan import Chunk, StepPlan
+from quire.engine.kv_sizing import cache_sizes, stored_spec
 from quire.engine.sampling import DEAREST
 from quire.engine.sampling.sampler import Sampler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import MemoryUnavailable
 from quire.kv import CacheConfig, Fits
 from quire.kv.layout import whole_bytes

@@ -20,26 +20,24 @@ from quire.attention import (
     packed_tokens,
     tried,
 )
-from quire.devices import on_device
-from quire.devices.unused import give_back_unused
+from quire.devices import give_back_unused, on_device
+from quire.engine.interfaces import ModelChanged
 from quire.engine.kv_cache import KVCache
-from quire.engine.parts import ModelChanged
-from quire.engine.plan import StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.errors import UnsupportedModel, one_line
 from quire.kv import Fits
 from quire.kv.layout import attention_groups, attention_spec
-from quire.models.captured import CapturedDecodes
+from quire.models.cuda_graphs import CapturedDecodes
+from quire.models.executors.choice import WAYS, Trial, Way, limit_for, make_way
+from quire.models.executors.encoder_source import Source, kept_sources
+from quire.models.executors.hooks import Step, make_step
+from quire.models.fingerprint import ModelWatch
+from quire.models.fused_modules import StandIns
 from quire.models.loader import LoadedModel
-from quire.models.placed import is_offloaded
-from quire.models.placing import HostInputs, Inputs
-from quire.models.stand_ins import StandIns
-from quire.models.states.batch import make_state_batch, state_groups
 from quire.models.states.recurrent import RecurrentLayers
-from quire.models.watched import ModelWatch
-from quire.models.ways.choice import WAYS, Way, make_way
-from quire.models.ways.hooks import Step, make_step
-from quire.models.ways.source import Source, kept_sources
-from quire.models.ways.trial import Trial, limit_for
+from quire.models.states.state_batch import make_state_batch, state_groups
+from quire.models.step_inputs import HostInputs, Inputs
+from quire.models.weight_placement import is_offloaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,22 +12,26 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from quire.engine.plan import Chunk, Sampled, StepPlan, TokenOutput
-from quire.engine.scheduling.admission import Admission
-from quire.engine.scheduling.company import Company
-from quire.engine.scheduling.costs import Costs
-from quire.engine.scheduling.in_batch import InBatchPrefixes
+from quire.engine.scheduling.admission import Admission, InBatchPrefixes, NoRoom, Room
+from quire.engine.scheduling.headroom import Company
 from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.outcome import append, is_embedding, kept_drafts, mark_computed, pooled
+from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, Step
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues, WaitingReason
-from quire.engine.scheduling.room import NoRoom, Room
-from quire.engine.scheduling.step import NO_DRAFTS, Drafts, Step
-from quire.engine.scheduling.suspects import Suspects
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
+from quire.engine.scheduling.update import (
+    Suspects,
+    append,
+    is_embedding,
+    kept_drafts,
+    mark_computed,
+    pooled,
+)
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
+from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.kv import Accounting, Fits
 
 __all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.engine.structured import Grammar
 from quire.kv import NO_KEYS, PrefixKeys
+from quire.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "capacity", "abort", "error"]
 Embedding: TypeAlias = NDArray[np.float32]  # [hidden size], or as many dimensions as were asked for

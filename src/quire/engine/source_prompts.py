@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.engine.prompts import encode
 from quire.errors import RequestError, RequestTooLong
+from quire.models.executors.encoder_source import Source
 from quire.models.loader import LoadedModel, features_shape
-from quire.models.ways.source import Source
 from quire.units import format_count
 
 _SOURCE, _TEXT = "source", "prompt_token_ids"

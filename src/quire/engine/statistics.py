@@ -13,8 +13,8 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import get_args
 
-from quire.engine.plan import StepPlan, TokenOutput
 from quire.engine.sequence import FinishReason, Request, Sequence
+from quire.engine.step_plan import StepPlan, TokenOutput
 from quire.kv import PrefixHit, Shortfall
 
 # Upper bounds of the histograms. Source: vLLM 0.33, v1/metrics/buckets.py.

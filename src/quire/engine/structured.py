@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.params import Reasoning, StructuredOutputsParams
 from quire.errors import RequestError
+from quire.sampling_params import Reasoning, StructuredOutputsParams
 from quire.units import format_bytes
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
+from quire.kernels.compile import Kernels
 from quire.kernels.isa import Isa
 from quire.kernels.language import I32, I64, LINE_BYTES, Code, Int
-from quire.kernels.machine import Kernels
 from quire.kernels.threads import Call, Threads, team_size, yielding
 from quire.units import align_up
 

@@ -12,11 +12,7 @@ import numpy as np
 
 from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
-from quire.kv.layout import (
-    attention_groups,
-    common_page_tokens,
-    slot_bytes,
-)
+from quire.kv.layout import attention_groups, common_page_tokens, slot_bytes
 from quire.kv.occupancy import Census, Piece, RangeCells
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys
 from quire.kv.ranges import RangeAccounting

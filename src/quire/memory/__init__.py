@@ -1,9 +1,9 @@
 """Where the bytes come from: reserved once, committed page by page. Importing it loads no torch."""
 
-from quire.memory.base import MemoryProvider, Region, Window
 from quire.memory.checked import CheckedMemory
-from quire.memory.composed import CountedMemory, FailingMemory, LimitedMemory
 from quire.memory.host.memory import HostMemory
+from quire.memory.provider import MemoryProvider, Region, Window
+from quire.memory.wrappers import CountedMemory, FailingMemory, LimitedMemory
 
 __all__ = [
     "CheckedMemory",

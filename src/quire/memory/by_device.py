@@ -8,13 +8,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError, MemoryUnavailable, QuireError
-from quire.memory.base import MemoryProvider
 from quire.memory.cuda.memory import CudaMemory
 from quire.memory.cuda.resident import CudaResident
-from quire.memory.machine.cuda import CudaGauge, DeviceMemory, cuda_memory
+from quire.memory.machine.gpu import CudaGauge, DeviceMemory, cuda_memory
+from quire.memory.machine.machine_state import Machine, read_limits, read_machine
 from quire.memory.machine.probe import tells_memory
 from quire.memory.machine.readings import Gauge, HostGauge
-from quire.memory.machine.snapshot import Machine, read_limits, read_machine
+from quire.memory.provider import MemoryProvider
 from quire.memory.residency import HostResident, Residency, Resident, host_memory
 from quire.units import format_bytes
 

@@ -3,7 +3,7 @@
 import weakref
 from typing import TYPE_CHECKING, final
 
-from quire.memory.base import MemoryProvider, Region, Window
+from quire.memory.provider import MemoryProvider, Region, Window
 
 if TYPE_CHECKING:
     import torch

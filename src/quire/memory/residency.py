@@ -5,17 +5,31 @@ over pages that cannot be swapped out. ``KeepAlive`` is for pages that may be, b
 idle. A GPU's pages are ``memory.cuda.resident``'s.
 """
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias, final
 
-from quire.memory.base import MemoryProvider
-from quire.memory.host.allocator import trim_allocator
 from quire.memory.host.locked import check_lockable
 from quire.memory.host.memory import HostMemory
-from quire.memory.kept import KeptMemory
+from quire.memory.page_cache import KeptMemory
+from quire.memory.provider import MemoryProvider
 from quire.units import format_bytes
+
+# -- allocator -------------------------------------------------------------------------------------
+
+# What the C allocator keeps for itself after others have given it back.
+
+
+def trim_allocator() -> bool:
+    """Ask it to return free memory to the system; False where it cannot be asked (not glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
+
+
+# -- residency -------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

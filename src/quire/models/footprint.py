@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import auto_class, read_config
-from quire.models.placed import device_of
+from quire.models.weight_placement import device_of
 from quire.spec import ModelSpec
 from quire.spec.files import called, find_folder
 

@@ -1,8 +1,8 @@
 """What fits: bytes, sequences and waste, for a model, a machine and options, by the engine's rules.
 
-The needs, the ledger and the cache's numbers come from ``quire.engine.needs``, who holds what from
-the strategies' accountings: there is no second formula here. What would have to change for what
-does not fit is ``fit``'s matter.
+The needs, the ledger and the cache's numbers come from ``quire.engine.kv_sizing``, who holds what
+from the strategies' accountings: there is no second formula here. What would have to change for
+what does not fit is ``fit``'s matter.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.engine.needs import cache_sizes, kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, build_accounting
 from quire.kv.page_tables import page_table_bytes
 from quire.kv.paged import PagedAccounting

@@ -12,16 +12,16 @@ from quire.chat.token_texts import TokenTexts
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import TextDelta
-from quire.engine.params import Params, SamplingParams, StructuredOutputsParams
 from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
+from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
 from quire.server.admission import Bodies, Bounds, Gate, Pass, TextThreads
 from quire.server.api_keys import Caller, Keys, Origins
 from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
+from quire.server.request_params import sampling_defaults, sampling_params
 from quire.server.response_store import Background, Store
-from quire.server.sampling_params import sampling_defaults, sampling_params
 from quire.server.schemas.fields import Routed, Sampling, Searching
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES

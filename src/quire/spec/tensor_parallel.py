@@ -4,7 +4,8 @@ Heads of keys and values are divided; with more ranks than heads each is kept by
 is shared by all heads, so that every rank keeps it whole. States are divided along their first
 dimension, heads or channels, where that goes.
 
-``quire plan --tp`` counts with all of this. What the engine divides is ``models.parts``' matter.
+``quire plan --tp`` counts with all of this. What the engine divides is ``models.rank_spec``'
+matter.
 """
 
 from dataclasses import replace

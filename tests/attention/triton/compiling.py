@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from quire.attention import AttentionBatch
-from quire.attention.triton.gpu import Gpu
+from quire.attention.triton.launch import Gpu
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention, SlidingWindow
 

@@ -19,8 +19,9 @@ pytest.importorskip("triton", reason="no triton here: it is made for Linux")
 
 from triton.runtime import interpreter
 
-from quire.attention.triton import TritonAttention, tiles
-from quire.attention.triton.tiles import Tile
+from quire.attention.triton import TritonAttention
+from quire.attention.triton import launch as tiles
+from quire.attention.triton.launch import Tile
 
 _FEW = ((512, Tile(rows=16, tokens=32, num_warps=4, buffers=1)),)
 _MANY = ((512, Tile(rows=64, tokens=32, num_warps=4, buffers=1)),)

@@ -11,7 +11,7 @@ import torch
 import quire
 from attention.triton.interpreter import backend
 from quire.attention import choose_backend
-from quire.attention.triton import gpu
+from quire.attention.triton import launch as gpu
 from quire.errors import ConfigError
 from quire.spec import FullAttention, LatentAttention
 from tiny import CONFIGS, random_model

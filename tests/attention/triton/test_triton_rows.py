@@ -10,7 +10,8 @@ from torch import Tensor
 from attention.triton.interpreter import checking_overflow
 from attention.triton.test_triton_addresses import element_addresses, outside, watched
 from quire.attention import TorchRows, find_padded_rows
-from quire.attention.triton import TritonRows, rows
+from quire.attention.triton import TritonRows
+from quire.attention.triton import writers as rows
 from quire.memory import HostMemory
 
 PADDING = -1

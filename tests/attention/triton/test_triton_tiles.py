@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.triton.interpreter import tiles
-from quire.attention.triton.gpu import Gpu
+from quire.attention.triton.launch import Gpu
 
 WIDTHS = st.sampled_from([8, 24, 64, 80, 96, 128, 192, 256, 512])
 GPUS = st.builds(

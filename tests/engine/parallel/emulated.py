@@ -11,7 +11,9 @@ import torch
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.engine import build
 from quire.engine.llm import LLM
-from quire.engine.parallel import child, crew, follower
+from quire.engine.parallel import worker as child
+from quire.engine.parallel import worker as follower
+from quire.engine.parallel import worker_group as crew
 from quire.engine.parallel.messages import Read
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine.readings import HostGauge, MemoryReading

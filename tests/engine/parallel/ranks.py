@@ -11,11 +11,11 @@ import torch
 from transformers import MixtralConfig, PreTrainedModel
 
 from quire.engine.llm import LLM
-from quire.engine.parallel.crew import Crew
-from quire.engine.parallel.part import load_parts
-from quire.engine.params import SamplingParams
+from quire.engine.parallel.model_part import load_parts
+from quire.engine.parallel.worker_group import Crew
 from quire.kv import STRATEGIES, Usage
 from quire.models.loader import LoadedModel
+from quire.sampling_params import SamplingParams
 from tiny import CONFIGS, VOCAB, random_model, tokens
 
 _VOCAB = VOCAB + 1

@@ -19,8 +19,8 @@ from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, gone, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
-from quire.engine.parallel import child, group
-from quire.engine.parallel.crew import Crew, _Member
+from quire.engine.parallel import process_group as group
+from quire.engine.parallel import worker as child
 from quire.engine.parallel.messages import (
     Answer,
     Apply,
@@ -36,7 +36,8 @@ from quire.engine.parallel.messages import (
     Prefault,
     Unload,
 )
-from quire.engine.parallel.part import PartedModel, load_parts
+from quire.engine.parallel.model_part import PartedModel, load_parts
+from quire.engine.parallel.worker_group import Crew, _Member
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, RankLost, RequestError
 from quire.memory.cuda.driver import DriverError
 from quire.memory.machine import DeviceMemory, read_machine

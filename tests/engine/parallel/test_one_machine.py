@@ -15,11 +15,12 @@ import torch
 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, Watch, gone
 from quire.engine.llm import LLM
-from quire.engine.parallel import crew as crews
-from quire.engine.parallel import follower, group
-from quire.engine.parallel.crew import Crew
+from quire.engine.parallel import process_group as group
+from quire.engine.parallel import worker as follower
+from quire.engine.parallel import worker_group as crews
 from quire.engine.parallel.messages import Join
-from quire.engine.parallel.threads import share_of_threads
+from quire.engine.parallel.process_group import share_of_threads
+from quire.engine.parallel.worker_group import Crew
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = pytest.mark.skipif(
@@ -34,7 +35,7 @@ def test_ranks_end_with_the_process_that_started_them(
 ) -> None:
     script = """
         import os, signal
-        from quire.engine.parallel.crew import Crew
+        from quire.engine.parallel.worker_group import Crew
         crew = Crew(2).start()
         print(*crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +57,7 @@ def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
     """The child has all that rank 0 has open, and all that is to be done when rank 0 ends."""
     script = """
         import gc, os, signal
-        from quire.engine.parallel.crew import Crew
+        from quire.engine.parallel.worker_group import Crew
         from quire.engine.parallel.messages import Disassemble
         from quire.errors import RankLost
 

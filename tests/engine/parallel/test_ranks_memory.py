@@ -11,10 +11,10 @@ import torch
 from engine.parallel.emulated import KEPT_PAGES, PAGE, drivers, physical_bytes
 from engine.parallel.ranks import GREEDY, PROMPTS, Folder, Watch, texts
 from memory.cuda.emulator import EmulatedDriver
-from quire.engine.parallel.crew import Crew
-from quire.engine.parallel.follower import _Engine
+from quire.engine.parallel.leader import RankedGauge
 from quire.engine.parallel.messages import Answer, Done, Failed, Message, Read
-from quire.engine.parallel.resident import RankedGauge
+from quire.engine.parallel.worker import _Engine
+from quire.engine.parallel.worker_group import Crew
 from quire.errors import MemoryUnavailable, RankLost
 from quire.kv import Usage
 from quire.memory.machine.readings import HostGauge, MemoryReading

@@ -25,9 +25,9 @@ from engine.parallel.ranks import (
 from engine.parallel.ranks import PROMPTS as ALL_PROMPTS
 from pretend import Gpu, ranks
 from quire.engine.llm import LLM
-from quire.engine.parallel.crew import Crew
-from quire.engine.params import SamplingParams
+from quire.engine.parallel.worker_group import Crew
 from quire.kv import Usage
+from quire.sampling_params import SamplingParams
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.parallel.ranks import CACHES, GREEDY, PROMPTS, Folder, generated, texts
-from quire.engine.parallel.crew import Crew
+from quire.engine.parallel.worker_group import Crew
 
 pytestmark = [
     pytest.mark.gpu,

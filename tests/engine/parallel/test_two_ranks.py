@@ -25,13 +25,13 @@ from engine.parallel.ranks import (
 )
 from planner.places import host
 from quire.config import EngineConfig
-from quire.engine.parallel.crew import Crew
-from quire.engine.params import SamplingParams
+from quire.engine.parallel.worker_group import Crew
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Usage
 from quire.planner.plan import plan
 from quire.planner.sequence_memory import Request
 from quire.planner.subject import find_subject
+from quire.sampling_params import SamplingParams
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [

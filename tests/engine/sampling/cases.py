@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.sampling.slow import Row
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Draw, Sampled, StepPlan
 from quire.engine.sampling import Sampler
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import Draw, Sampled, StepPlan
+from quire.sampling_params import SamplingParams
 
 HAS_GPU = torch.cuda.is_available()
 WAYS = ["host", "device", *([pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else [])]

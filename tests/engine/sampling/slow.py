@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from quire.engine.params import SamplingParams
 from quire.engine.sequence import TokenLogprobs
+from quire.sampling_params import SamplingParams
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15

@@ -25,26 +25,29 @@ from engine.sampling.cases import (
     rows,
     sequence,
 )
-from quire.devices import results
-from quire.devices.results import Results
-from quire.devices.staging import to_device
-from quire.engine.params import SamplingParams
-from quire.engine.plan import PromptRows, Sampled, StepPlan
-from quire.engine.sampling import DEAREST, Sampler, draws, filters
-from quire.engine.sampling.device import choices
-from quire.engine.sampling.device.draws import drawn, padded, uniforms
-from quire.engine.sampling.device.edits import edits_to_send, make_edits
-from quire.engine.sampling.device.filters import (
+from quire import devices as results
+from quire.devices import Results, to_device
+from quire.engine.sampling import DEAREST, Sampler
+from quire.engine.sampling import device as choices
+from quire.engine.sampling import host as filters
+from quire.engine.sampling import rng as draws
+from quire.engine.sampling.device import (
+    FEW,
     Filters,
     cut,
+    drawn,
+    edits_to_send,
     floors_by_sorting,
     floors_of_largest,
+    make_edits,
+    padded,
+    uniforms,
     weights_of,
 )
-from quire.engine.sampling.device.lots import FEW
-from quire.engine.sampling.edits import Edits
-from quire.engine.sampling.tally import Tally
+from quire.engine.sampling.logits_processors import Edits, Tally
 from quire.engine.sequence import Request, Sequence
+from quire.engine.step_plan import PromptRows, Sampled, StepPlan
+from quire.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, *([pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)] if HAS_GPU else [])]

@@ -9,7 +9,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.sampling.cases import VOCAB, assert_follows, rows, sequence
 from engine.sampling.slow import number_of
-from quire.engine.sampling.draws import (
+from quire.engine.sampling.host import cut
+from quire.engine.sampling.logits_processors import Edits, Tally
+from quire.engine.sampling.rng import (
     drawn,
     key_of_seed,
     key_of_sequence,
@@ -18,9 +20,6 @@ from quire.engine.sampling.draws import (
     passed,
     uniforms,
 )
-from quire.engine.sampling.edits import Edits
-from quire.engine.sampling.filters import cut
-from quire.engine.sampling.tally import Tally
 
 
 @pytest.mark.parametrize("which", ["places of one sequence", "seeds", "sequences", "engine seeds"])

@@ -9,10 +9,10 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import build
-from quire.engine.params import StructuredOutputsParams
 from quire.engine.sampling import Sampler
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel, load
+from quire.sampling_params import StructuredOutputsParams
 
 PROMPTS = ["class Stack:\n", "def add(a, b):\n    return", "# A poem\n", "import os\n", "x = "]
 KINDS: list[dict[str, Any]] = [

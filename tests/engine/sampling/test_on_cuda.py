@@ -14,8 +14,8 @@ from engine.sampling.cases import plan_of, rows, sequence
 from engine.sampling.test_device import EOS, mixed_batch
 from quire import LLM, SamplingParams
 from quire.engine import assembly
-from quire.engine.plan import Chunk, StepPlan
 from quire.engine.sampling import Sampler
+from quire.engine.step_plan import Chunk, StepPlan
 from tiny import tiny_model, tokens
 
 

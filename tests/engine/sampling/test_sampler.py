@@ -23,8 +23,8 @@ from engine.sampling.cases import (
     sampler_of,
     sequence,
 )
-from quire.engine.plan import Chunk, Draw, PromptRows, Sampled, StepPlan
 from quire.engine.sequence import Sequence
+from quire.engine.step_plan import Chunk, Draw, PromptRows, Sampled, StepPlan
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -438,7 +438,7 @@ def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_token_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the text is: a step adds what came since the last one."""
     counted: list[int] = []
-    add = "quire.engine.sampling.tally.Tally.add"
+    add = "quire.engine.sampling.logits_processors.Tally.add"
     monkeypatch.setattr(add, lambda _, token_id: counted.append(token_id))
     own, sampler = sequence(range(40), presence_penalty=1.0), sampler_of()
     for step in range(30):

@@ -20,7 +20,7 @@ from typing import Any
 from memory.cuda import names
 from memory.cuda.names import CUresult
 from memory.cuda.streams import Streams, Work
-from quire.memory.cuda.dlpack import CPU
+from quire.memory.cuda.memory import CPU
 
 GARBAGE = b"\xab"
 TENSOR_DEVICE = (CPU, 0)

@@ -499,7 +499,7 @@ def test_memory_that_is_not_what_it_should_be_is_refused(
         def no_tensor(*_: object) -> None:
             raise BufferError("DLPack: unsupported version")
 
-        monkeypatch.setattr("quire.memory.cuda.dlpack.bytes_at", no_tensor)
+        monkeypatch.setattr("quire.memory.cuda.memory.bytes_at", no_tensor)
     why = {"memory": "new memory is not full of zeros", "tensor": "unsupported version"}
     with pytest.raises(ConfigError, match=f"{why[refused]}.* or set device=cpu"):
         memory.try_out()

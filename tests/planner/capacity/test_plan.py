@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.places import GIB, THOUSAND, card, host, planned
 from quire.config import EngineConfig
-from quire.engine.needs import kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.memory.budget import BUDGETS

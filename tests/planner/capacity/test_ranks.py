@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.cli import main
 from quire.errors import ConfigError
 from quire.models.loader import read_config
-from quire.models.parts import part_of_type, part_spec, tensor_parallel_plan
+from quire.models.rank_spec import part_of_type, part_spec, tensor_parallel_plan
 from quire.planner.plan import rank_footprint
 from quire.planner.subject import find_subject
 from quire.spec import ModelSpec, RecurrentState

@@ -11,13 +11,13 @@ import pytest
 
 from planner.fleets import COSTS, request
 from quire.engine.llm import LLM
-from quire.engine.params import SamplingParams
-from quire.engine.plan import StepPlan
 from quire.engine.scheduler import Scheduler
+from quire.engine.step_plan import StepPlan
 from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.simulation.simulator import Fleet, make_replica
+from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
 from tiny import tiny_model
 

@@ -10,7 +10,7 @@ from quire import StructuredOutputsParams
 from quire.chat.tools.choice import ToolChoice, arguments_schema, closed, forced_form, moved
 from quire.chat.tools.declared import checked_tools
 from quire.errors import RequestError
-from quire.server.sampling_params import sampling_params
+from quire.server.request_params import sampling_params
 from quire.server.schemas.fields import JsonSchema, ResponseFormat, Sampling
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

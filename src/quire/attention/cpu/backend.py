@@ -1,26 +1,335 @@
 """The CPU's own attention: one ragged, paged kernel for every strategy."""
 
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
-from quire.attention.cpu.call import frame_of, shape_of
-from quire.attention.cpu.frame import AttendShape, Layout
-from quire.attention.cpu.plan import Plan, make_plan
-from quire.attention.cpu.played import CpuPlays
-from quire.attention.cpu.tensors import view_words
+from quire.attention.cpu.call_frame import (
+    FRAME,
+    GROUP,
+    ITEM,
+    MAX_PANELS,
+    WORD_BYTES,
+    AttendShape,
+    Layout,
+)
+from quire.attention.cpu.prefill_kernel import KEYS
 from quire.attention.cpu.worker import write_worker
-from quire.attention.cpu.write import KernelWriter
+from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
+from quire.attention.interface import AttentionBatch, FindWords, VaryingCall
 from quire.kernels import amx
+from quire.kernels.compile import Kernels, native_isa
+from quire.kernels.formats import kind_factor
 from quire.kernels.isa import Isa
-from quire.kernels.machine import Kernels, native_isa
-from quire.kernels.tensors import KINDS, with_dense_rows
-from quire.kernels.threads import Scratch, Threads
+from quire.kernels.language import LANES, LOG2_E
+from quire.kernels.tensors import KINDS, with_dense_rows, words
+from quire.kernels.threads import Call, Scratch, Threads
 from quire.kv import LayerView
-from quire.spec import AttentionSpec
+from quire.spec import AttentionSpec, LatentAttention
+from quire.units import align_up, ceil_div
+
+# -- plan ------------------------------------------------------------------------------------------
+
+# A step's work, cut into items for threads: made once, used by every layer of a group.
+#
+# Decodes go by ranges of a sequence's tokens, so that each thread reads long pieces of memory and
+# no thread is left with a long sequence at the end; chunks go by panels of queries. A range is
+# split only where there would be too few items for the threads.
+
+
+_ITEMS_A_THREAD = 4  # of decodes: threads end at about the same time, and there is little to merge
+_LEAST_TOKENS = KEYS  # of a decode's part: less is not worth its merging
+_CHUNKS_A_THREAD = 4  # items of a chunk: each reads all the keys and values again
+_LEAST_ROWS = 8 * LANES
+_SMALL = 2**15  # rows times tokens below which threads cost more than they bring
+
+_ITEM = np.dtype([(name, np.int64) for name in ITEM])
+_GROUP = np.dtype([(name, np.int64) for name in GROUP])
+Numbers = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a frame says about the step. It keeps the arrays alive whose addresses it gives away."""
+
+    words: tuple[int, ...]  # of a frame, from "items" to "block_size"
+    num_threads: int
+    kept: tuple[object, ...]
+
+
+def make_plan(
+    batch: AttentionBatch, spec: AttentionSpec, shape: AttendShape, layout: Layout, threads: int
+) -> Plan:
+    """A step's items for layers of one shape. Raises: ValueError for tables of another kind."""
+    if batch.tables.dtype != torch.int64 or batch.tables.stride(1) != 1:
+        raise ValueError(f"block tables must be rows of int64, not {batch.tables.dtype}")
+    ends = batch.context_lens
+    lengths = np.diff(batch.query_starts)
+    positions = np.repeat(ends - lengths, lengths) + _counted(lengths)
+    lows = np.ascontiguousarray(spec.live_start(positions), np.int64)
+    if batch.padding is not None:
+        lows = np.maximum(lows, np.repeat(batch.padding, lengths))
+    single = (lengths == 1) & (not shape.latent)
+    found = [_decodes(batch, lows, single.nonzero()[0], threads)]
+    for seq in (~single & (lengths > 0)).nonzero()[0].tolist():
+        found.append(_chunk(batch, lows, positions, seq, shape, threads))
+    items, groups, area_bytes = _with_areas(np.concatenate(found), shape, layout)
+    work = (items["stop"] - items["start"]) * np.maximum(items["rows"], shape.num_rows)
+    num_threads = 1 if work.sum() < _SMALL else max(1, min(threads, len(items)))
+    areas = torch.empty(area_bytes, dtype=torch.uint8)
+    words = (
+        items.ctypes.data, len(items), groups.ctypes.data, areas.data_ptr(),
+        lows.ctypes.data, positions.ctypes.data,
+        batch.tables.data_ptr(), batch.tables.stride(0) * WORD_BYTES, batch.block_size,
+    )  # fmt: skip
+    kept = (items, groups, areas, lows, positions, batch.tables)
+    return Plan(words, num_threads, kept)
+
+
+def _counted(lengths: Numbers) -> Numbers:
+    """0 … n - 1 for each length n, one after another."""
+    starts = np.cumsum(lengths) - lengths
+    counted: Numbers = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    return counted
+
+
+def _decodes(batch: AttentionBatch, lows: Numbers, seqs: Numbers, threads: int) -> Records:
+    """One query a sequence: its tokens in nearly equal parts, none much above the average."""
+    queries = batch.query_starts[seqs]
+    starts, stops = lows[queries], batch.context_lens[seqs]
+    parts = np.ones_like(starts)
+    if threads > 1:
+        total = int((stops - starts).sum())
+        longest = max(_LEAST_TOKENS, align_up(ceil_div(total, _ITEMS_A_THREAD * threads), KEYS))
+        parts = -(-(stops - starts) // longest)
+    found, which = _split(starts, stops, parts, LANES)
+    found["seq"], found["first_query"] = seqs[which], queries[which]
+    return found
+
+
+def _chunk(
+    batch: AttentionBatch,
+    lows: Numbers,
+    positions: Numbers,
+    seq: int,
+    shape: AttendShape,
+    threads: int,
+) -> Records:
+    """Several queries of a sequence: panels of each key-value head, split if they are few."""
+    begin, end = batch.query_starts[seq : seq + 2].tolist()
+    num_rows = (end - begin) * shape.sharing
+    # Long items read keys and values less often, but each thread should get some.
+    share = ceil_div(num_rows * shape.kv_heads, _CHUNKS_A_THREAD * threads)
+    size = min(MAX_PANELS * LANES, align_up(max(share, _LEAST_ROWS), LANES))
+    first_rows = np.arange(0, num_rows, size)
+    rows = np.minimum(size, num_rows - first_rows)
+    starts = lows[begin + first_rows // shape.sharing]
+    stops = positions[begin + (first_rows + rows - 1) // shape.sharing] + 1
+    parts = np.ones_like(stops)
+    if len(rows) * shape.kv_heads < 2 * threads > 2:
+        wanted = ceil_div(_ITEMS_A_THREAD * threads, len(rows) * shape.kv_heads)
+        parts = np.clip((stops - starts) // (4 * KEYS), 1, wanted)
+    found, which = _split(starts, stops, parts, KEYS)
+    found["seq"], found["first_query"] = seq, begin
+    found["rows"], found["first_row"] = rows[which], first_rows[which]
+    heads = np.tile(found, shape.kv_heads)
+    heads["head"] = np.repeat(np.arange(shape.kv_heads), len(found))
+    return heads
+
+
+def _split(starts: Numbers, stops: Numbers, parts: Numbers, step: int) -> tuple[Records, Numbers]:
+    """Items for ranges of tokens, each cut into so many parts at most, at multiples of ``step``.
+
+    And the number of the range that each item is of.
+    """
+    which = np.repeat(np.arange(len(parts)), parts)
+    size = -(-(stops - starts) // (parts * step)) * step
+    found = np.zeros(len(which), _ITEM)
+    found["start"] = starts[which] + _counted(parts) * size[which]
+    found["stop"] = np.minimum(found["start"] + size[which], stops[which])
+    some = found["start"] < found["stop"]
+    return found[some], which[some]
+
+
+def _with_areas(items: Records, shape: AttendShape, layout: Layout) -> tuple[Records, Records, int]:
+    """Items with their places among the areas, the groups of parts, and bytes of all areas.
+
+    The parts of a group follow one another among the areas. The longest items come first.
+    """
+    new = np.ones(len(items), bool)
+    for name in ("seq", "head", "first_row"):
+        new[1:] &= items[name][1:] == items[name][:-1]
+    new[1:] = ~new[1:]
+    group = np.cumsum(new) - 1
+    sizes = np.bincount(group, minlength=1)
+    rows = np.where(items["rows"] == 0, shape.num_rows, -(-items["rows"] // LANES) * LANES)
+    is_part = sizes[group] > 1
+    area_bytes = np.where(is_part, layout.area_bytes(rows), 0)
+    offsets = np.cumsum(area_bytes) - area_bytes
+    items["area"] = np.where(is_part, offsets, -1)
+    items["group"] = group
+    groups = np.zeros(len(sizes), _GROUP)
+    groups["remaining"] = groups["num_parts"] = sizes
+    groups["first_area"][: int(new.sum())] = offsets[new]
+    order = np.argsort(-(items["stop"] - items["start"]) * rows, kind="stable")
+    return items[order], groups, max(1, int(area_bytes.sum()))
+
+
+# -- call ------------------------------------------------------------------------------------------
+
+# One call of the attention kernel: which one, and what its frame says.
+
+
+# The words that differ from step to step: memory to work in, and a plan's.
+PLANNED = range(FRAME.index("scratch"), FRAME.index("block_size") + 1)
+_WORDS = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
+
+
+def frame_of(
+    q: Tensor,  # [T, H, D], rows side by side
+    out: Tensor,  # [T, H, Dv], contiguous
+    place: tuple[int, ...],  # ``view_words``
+    *,
+    planned: tuple[int, ...],  # the words of ``PLANNED``
+    kind: str,  # of keys and values
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # f32[H], contiguous
+) -> bytes:
+    factor, cap_in = LOG2_E * kind_factor(kind) * scale, 0.0
+    if softcap is not None:
+        factor, cap_in = LOG2_E, 2 * factor / softcap
+    return _WORDS.pack(
+        0, 0, *planned,
+        *words(out, 2), *words(q, 2), *place,
+        0 if sinks is None else sinks.data_ptr(), factor, cap_in, softcap or 0.0,
+    )  # fmt: skip
+
+
+def shape_of(
+    q: Tensor, view: LayerView, spec: AttentionSpec, *, softcap: bool, sinks: bool
+) -> AttendShape:
+    """Raises: ValueError where queries do not fit the view."""
+    latent = isinstance(spec, LatentAttention)
+    (_, kv_heads, _, key_dim), value_dim = view.k.shape, view.v.shape[-1]
+    width = key_dim + value_dim if latent else key_dim
+    if q.shape[1] % kv_heads or q.shape[2] != width:
+        raise ValueError(
+            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit {kv_heads} heads of {width}"
+        )
+    if latent:
+        key_dim, value_dim = value_dim, key_dim
+    return AttendShape(
+        kv_heads=kv_heads,
+        sharing=q.shape[1] // kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        kind=KINDS[view.k.dtype],
+        query_kind=KINDS[q.dtype],
+        latent=latent,
+        sinks=sinks,
+        softcap=softcap,
+    )
+
+
+# -- played ----------------------------------------------------------------------------------------
+
+# Writing and attending as calls that stay the same from step to step but for a few words.
+
+
+Compiled: TypeAlias = Callable[[AttendShape], tuple[int, Layout]]
+
+
+class CpuPlays:
+    """For tensors whose rows lie side by side."""
+
+    def __init__(self, kernels: Kernels, threads: Threads, compiled: Compiled) -> None:
+        self._kernels, self._threads, self._compiled = kernels, threads, compiled
+        self._finds: dict[object, FindWords] = {}
+        self._scratch: dict[AttendShape, Tensor] = {}  # of all threads; one call at a time uses it
+
+    def write(self, view: LayerView, k: Tensor, v: Tensor) -> VaryingCall | None:
+        writer = KernelWriter(view, self._kernels, self._threads)
+        call = writer.call(k, v)
+        if call is None:
+            return None
+        size = token_bytes(k, v)
+        find = self._finds.setdefault(size, lambda batch: writer.words(batch.slots, size))
+        return VaryingCall(call=call, words=STEP_WORDS, find=find, kept=(writer, k, v))
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        view: LayerView,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> VaryingCall | None:
+        if q.stride(-1) != 1 or not out.is_contiguous() or out.dtype != q.dtype:
+            return None
+        if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+            return None
+        shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
+        work, layout = self._compiled(shape)
+        frame = frame_of(
+            q,
+            out,
+            view_words(view),
+            planned=(0,) * len(PLANNED),
+            kind=shape.kind,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        find = self._finds.setdefault((shape, id(spec)), self._planned(spec, shape, layout))
+        return VaryingCall(
+            call=Call(work, frame, 1), words=PLANNED, find=find, kept=(q, out, view, sinks)
+        )
+
+    def _planned(self, spec: AttentionSpec, shape: AttendShape, layout: Layout) -> FindWords:
+        thread_bytes = layout.offsets["end"]
+        key = shape, id(spec)
+
+        def find(batch: AttentionBatch) -> tuple[tuple[int, ...], int]:
+            step: _Planned | None = batch.memo.get(key)
+            if step is None:
+                plan = make_plan(batch, spec, shape, layout, self._threads.most)
+                # As the plan says, whatever torch's number of threads was or becomes.
+                scratch = self._room(shape, thread_bytes * plan.num_threads)
+                words = scratch.data_ptr(), thread_bytes, *plan.words
+                step = batch.memo[key] = _Planned(words, plan.num_threads, (plan, scratch))
+            return step.words, step.num_threads
+
+        return find
+
+    def _room(self, shape: AttendShape, nbytes: int) -> Tensor:
+        """Memory that stays in the caches from layer to layer, and from step to step."""
+        found = self._scratch.get(shape)
+        if found is None or found.numel() < nbytes:
+            found = self._scratch[shape] = torch.empty(nbytes, dtype=torch.uint8)
+        return found
+
+
+class _Planned(NamedTuple):
+    """What a step says to the calls of one kind, and what its words point to."""
+
+    words: tuple[int, ...]
+    num_threads: int
+    kept: object
+
+
+# -- backend ---------------------------------------------------------------------------------------
 
 
 class CpuAttention:

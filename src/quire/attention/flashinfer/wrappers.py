@@ -9,14 +9,116 @@ are not given.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention.flashinfer.pages import PageTables
 from quire.attention.gather import output_width
+from quire.attention.interface import AttentionBatch, Counts, PlacedBatch
+from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention, SlidingWindow
+
+# -- pages -----------------------------------------------------------------------------------------
+
+# Which pages each sequence reads, as FlashInfer is told it. Arrays only: no kernel is known here.
+#
+# A page of FlashInfer is a block of ours. Of a range, which is one long entry of a table, any slot
+# begins a row of the view, so a range is as many pages as it takes, each at its own slot.
+#
+# What a window has passed is left out: those tables have -1 there, and behind it nothing may be
+# committed. The mask goes by the distance from a sequence's end, which that does not move.
+
+
+RANGE_PAGE_TOKENS = 64  # of a range: what every kernel of FlashInfer takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageTables:
+    """Some of a step's sequences, R of them, on the host: where a plan is made."""
+
+    query_starts: Tensor  # i32[R + 1], of these sequences alone
+    page_starts: Tensor  # i32[R + 1]: sequence i's pages are page_ids[starts[i] : starts[i + 1]]
+    page_ids: Tensor  # i32[all pages]
+    last_page_tokens: Tensor  # i32[R], 1 … tokens of a page
+    context_lens: Tensor  # i32[R], without what was left out
+    page_tokens: int
+
+
+def page_tokens_of(view: LayerView) -> int:
+    """Tokens of a page of this view."""
+    longest = view.k.shape[2]
+    return min(longest, RANGE_PAGE_TOKENS) if view.slots_per_row == 1 else longest
+
+
+def empty_tables(num_seqs: int, page_tokens: int) -> PageTables:
+    """One query each, and nothing to read."""
+    zeros = torch.zeros(num_seqs, dtype=torch.int32)
+    return PageTables(
+        query_starts=torch.arange(num_seqs + 1, dtype=torch.int32),
+        page_starts=torch.zeros(num_seqs + 1, dtype=torch.int32),
+        page_ids=zeros[:0],
+        last_page_tokens=zeros + 1,  # FlashInfer asks for one of a row without pages, too
+        context_lens=zeros,
+        page_tokens=page_tokens,
+    )
+
+
+def page_tables(
+    spec: AttentionSpec,
+    batch: AttentionBatch,
+    rows: npt.NDArray[np.intp],
+    *,
+    page_tokens: int,
+    of_ranges: bool,
+) -> PageTables:
+    """The pages of the sequences ``rows``, each of which has a query and something to read."""
+    query_lens = np.diff(batch.query_starts)[rows]
+    context_lens = batch.context_lens[rows]
+    starts: Counts = np.asarray(spec.live_start(context_lens - query_lens))
+    table = batch.tables.numpy()[rows]
+    if of_ranges:
+        context_lens = context_lens - starts
+        counts = -(-context_lens // page_tokens)
+        # Page j of a sequence begins j pages after its range's first slot that is read.
+        first, nth = np.repeat(table[:, 0] + starts, counts), _counted(counts)
+        page_ids = first + nth * page_tokens
+    else:
+        firsts = starts // page_tokens
+        counts = -(-context_lens // page_tokens) - firsts
+        context_lens = context_lens - firsts * page_tokens
+        which = np.repeat(np.arange(len(rows)), counts)
+        page_ids = table[which, np.repeat(firsts, counts) + _counted(counts)]
+    assert (page_ids >= 0).all(), "a table ends before its sequence"
+    return PageTables(
+        query_starts=_starts(query_lens),
+        page_starts=_starts(counts),
+        page_ids=_i32(page_ids),
+        last_page_tokens=_i32((context_lens - 1) % page_tokens + 1),
+        context_lens=_i32(context_lens),
+        page_tokens=page_tokens,
+    )
+
+
+def _counted(counts: Counts) -> Counts:
+    """0 … counts[0] - 1, 0 … counts[1] - 1, and so on."""
+    stops = counts.cumsum()
+    return np.arange(stops[-1]) - np.repeat(stops - counts, counts)
+
+
+def _starts(counts: Counts) -> Tensor:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=starts[1:])
+    return _i32(starts)
+
+
+def _i32(x: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(x.astype(np.int32))
+
+
+# -- wrappers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,3 +290,93 @@ def _common(kind: Kind) -> dict[str, Any]:
 
 def _pair(found: Any) -> tuple[Tensor, Tensor | None]:
     return found if isinstance(found, tuple) else (found, None)
+
+
+# -- captured --------------------------------------------------------------------------------------
+
+# Decode steps that are captured as CUDA graphs: plans over memory that stays.
+#
+# A graph plays kernels and no plan. So a captured size of a group has a wrapper for each kind of
+# layer, whose arrays lie where the graph found them, and before each replay the plan is made
+# again. Rows of padding have no page.
+#
+# Which size and group a step is of, the address of its placed tables says: those of a captured
+# step never move.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A wrapper that a graph plays, and what its plans need."""
+
+    wrapper: Decode
+    kind: Kind
+    page_tokens: int
+    of_ranges: bool
+
+
+@final
+class CapturedPlans:
+    """What is planned for graphs. An implementation of ``Replays``."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], dict[Kind, _Held]] = {}
+        self._devices: set[torch.device] = set()
+
+    def wrapper(
+        self, library: Any, workspace: Tensor, kind: Kind, view: LayerView, placed: PlacedBatch
+    ) -> Decode:
+        """Of a step of padding, which is about to be captured; made by the run before.
+
+        Raises: RuntimeError for what is not captured.
+        """
+        if isinstance(kind.spec, LatentAttention):
+            raise RuntimeError("FlashInfer's kernels for latents are not captured")
+        self._devices.add(workspace.device)
+        kinds = self._held.setdefault(_place_of(placed), {})
+        held = kinds.get(kind)
+        if held is None:
+            num_seqs, page_tokens = len(placed.context_lens), page_tokens_of(view)
+            tables = empty_tables(num_seqs, page_tokens)
+            most = -(-max(placed.max_context_len, 1) // page_tokens) + 1  # pages of a sequence
+            made = captured_decode(library, workspace, kind, num_seqs, num_seqs * most)
+            made.plan(tables)
+            held = _Held(made, kind, page_tokens, view.slots_per_row == 1)
+            kinds[kind] = held
+        return held.wrapper
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """The plans of a step that is about to be replayed."""
+        for device in self._devices:
+            for held in self._held.get(_place_of(batch.on(device)), {}).values():
+                held.wrapper.plan(_padded_tables(batch, held))
+
+
+def is_padding(batch: AttentionBatch) -> bool:
+    """Whether a step has no sequence: a graph is captured with such a step."""
+    return not batch.context_lens.any() and bool((np.diff(batch.query_starts) == 1).all())
+
+
+def _place_of(placed: PlacedBatch) -> tuple[int, int]:
+    return placed.tables.data_ptr(), len(placed.context_lens)
+
+
+def _padded_tables(batch: AttentionBatch, held: _Held) -> PageTables:
+    """The pages of a padded step, in which the padding lies behind the sequences."""
+    live = np.flatnonzero(batch.context_lens)
+    if not len(live):
+        return empty_tables(batch.num_seqs, held.page_tokens)
+    found = page_tables(
+        held.kind.spec, batch, live, page_tokens=held.page_tokens, of_ranges=held.of_ranges
+    )
+    missing = batch.num_seqs - len(live)
+    zeros = torch.zeros(missing, dtype=torch.int32)
+    assert live[-1] == len(live) - 1, "padding comes last"
+    return PageTables(
+        query_starts=torch.arange(batch.num_seqs + 1, dtype=torch.int32),
+        page_starts=torch.cat([found.page_starts, found.page_starts[-1:].expand(missing)]),
+        page_ids=found.page_ids,
+        # FlashInfer asks for one token of a row without pages, too.
+        last_page_tokens=torch.cat([found.last_page_tokens, zeros + 1]),
+        context_lens=torch.cat([found.context_lens, zeros]),
+        page_tokens=held.page_tokens,
+    )

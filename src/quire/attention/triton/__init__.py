@@ -4,7 +4,7 @@ With them, the one that moves recurrent states of padded steps (``rows``).
 """
 
 from quire.attention.triton.backend import TritonAttention
-from quire.attention.triton.gpu import find_gpu
-from quire.attention.triton.rows import TritonRows
+from quire.attention.triton.launch import find_gpu
+from quire.attention.triton.writers import TritonRows
 
 __all__ = ["TritonAttention", "TritonRows", "find_gpu"]

@@ -14,14 +14,21 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, NoHostPart, PlacedBatch
-from quire.attention.triton import tiles
-from quire.attention.triton.attend import attend
-from quire.attention.triton.gpu import Gpu, find_gpu
-from quire.attention.triton.join import join
-from quire.attention.triton.shape import AttendShape, kept_as, shape_of
-from quire.attention.triton.tiles import MOST_SPLITS, MOST_WIDTH, Tile, room
-from quire.attention.triton.writer import TritonWriter
+from quire.attention.interface import AttentionBatch, NoHostPart, PlacedBatch
+from quire.attention.triton import launch as tiles
+from quire.attention.triton.kernels import attend, join
+from quire.attention.triton.launch import (
+    MOST_SPLITS,
+    MOST_WIDTH,
+    AttendShape,
+    Gpu,
+    Tile,
+    find_gpu,
+    kept_as,
+    room,
+    shape_of,
+)
+from quire.attention.triton.writers import TritonWriter
 from quire.devices import on_device
 from quire.kv import LayerView
 from quire.spec import AttentionSpec

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.chat.tools.declared import Tool
-from quire.engine.params import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.sampling_params import StructuredOutputsParams
 
 # -- json schemas ----------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ once: in numpy for logits in the host's memory, which it reads several times fas
 on a CPU; and in torch, in ``device``, for logits on a device, which stay there.
 """
 
-from quire.engine.params import SamplingParams
 from quire.engine.sampling.sampler import Sampler
+from quire.sampling_params import SamplingParams
 
 # Of all kinds of rows these take the most memory on a device: edited, sorted, and told of. Only
 # the log-probabilities of a whole vocabulary take more, for what is to come back.

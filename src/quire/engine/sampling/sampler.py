@@ -12,17 +12,16 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from quire.devices.results import wait_for
-from quire.engine.params import SamplingParams
-from quire.engine.plan import Chunk, Draw, Sampled, StepPlan
+from quire.devices import wait_for
+from quire.engine.sampling.batch import Choices, Lot, Wanted, Work
 from quire.engine.sampling.device import DeviceChoices
-from quire.engine.sampling.draws import key_of_seed, key_of_sequence
-from quire.engine.sampling.edits import Edits
-from quire.engine.sampling.on_host import HostChoices
-from quire.engine.sampling.rules import Rules
-from quire.engine.sampling.work import Choices, Lot, Wanted, Work
+from quire.engine.sampling.host import HostChoices
+from quire.engine.sampling.logits_processors import Edits, Rules
+from quire.engine.sampling.rng import key_of_seed, key_of_sequence
 from quire.engine.sequence import Fault, Request, Sequence
+from quire.engine.step_plan import Chunk, Draw, Sampled, StepPlan
 from quire.errors import one_line
+from quire.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from quire.engine.plan import Chunk, Save
-from quire.engine.scheduling.costs import Costs
 from quire.engine.scheduling.policy import Policy
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Statistics
+from quire.engine.step_plan import Chunk, Save
 from quire.kv import Accounting
 from quire.kv.interface import Slots
 from quire.spec import Group, KeptWhole

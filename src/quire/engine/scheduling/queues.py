@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from typing import Literal, get_args
 
-from quire.engine.scheduling.company import Company
+from quire.engine.scheduling.headroom import Company
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
 from quire.kv import Accounting

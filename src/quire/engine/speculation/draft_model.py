@@ -9,16 +9,16 @@ import logging
 import sys
 from dataclasses import dataclass
 
+from quire.engine.interfaces import Runner
 from quire.engine.kv_cache import KVCache
-from quire.engine.params import SamplingParams
-from quire.engine.parts import Runner
-from quire.engine.plan import Chunk, StepPlan
-from quire.engine.scheduling.step import NO_DRAFTS, Drafts
+from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts
 from quire.engine.sequence import Request, Sequence
-from quire.engine.speculation.pace import Pace, num_alike
+from quire.engine.speculation.draft_length import Pace, num_alike
+from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import MemoryUnavailable
 from quire.kv import Fits
 from quire.memory import CountedMemory
+from quire.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ as zlib chains them, so that a token costs one entry however many lengths are co
 
 from array import array
 
-from quire.engine.scheduling.step import Drafts
+from quire.engine.scheduling.plan_builder import Drafts
 from quire.engine.sequence import Sequence
-from quire.engine.speculation.pace import Pace
+from quire.engine.speculation.draft_length import Pace
 
 _MOST_PLACES = 16  # that are compared, the latest first
 

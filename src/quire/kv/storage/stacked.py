@@ -60,7 +60,7 @@ class CopiesBeside:
     def run(self, where: Hashable, copy: Callable[[], None]) -> None:
         """Begin when the steps so far are done."""
         self._stream.wait_stream(self._cuda.current_stream(self._device))
-        # The device first, as in ``devices.streams``: a user's cache may be of another one.
+        # The device first, as in ``devices``: a user's cache may be of another one.
         with self._cuda.device(self._device), self._cuda.stream(self._stream):
             copy()
         self._copied[where] = self._stream.record_event()

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import amx
+from quire.kernels.compile import Kernels, native_isa
 from quire.kernels.isa import Isa
-from quire.kernels.machine import Kernels, native_isa
 from quire.kernels.tensors import KINDS, with_dense_rows
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
-from quire.layers.cpu.frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
-from quire.layers.cpu.worker import write_worker
+from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
+from quire.layers.cpu.linear_kernel import write_worker
 from quire.units import align_up
 
 _WORTH_THREADS = 2**17  # bytes of weights

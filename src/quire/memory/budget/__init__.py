@@ -1,8 +1,7 @@
 """How many bytes the KV cache may take: five rules, each with the ledger that explains it."""
 
-from quire.memory.budget.footprint import Footprint
 from quire.memory.budget.ledger import Ledger, Needs, Remedy, Term
-from quire.memory.budget.rules import BUDGETS, GIVEN, Mode, headroom_bytes, make_ledger
+from quire.memory.budget.rules import BUDGETS, GIVEN, Footprint, Mode, headroom_bytes, make_ledger
 
 __all__ = [
     "BUDGETS",

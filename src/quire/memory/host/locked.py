@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host.calls import MAP_NORESERVE, address_of, knows_advice, last_error, patiently
+from quire.memory.host.syscalls import (
+    MAP_NORESERVE,
+    address_of,
+    knows_advice,
+    last_error,
+    patiently,
+)
 from quire.units import ceil_div, format_bytes
 
 MADV_DONTNEED_LOCKED = 24  # since Linux 5.18; MADV_DONTNEED refuses what is locked

@@ -1,6 +1,6 @@
 """What the operating system says about memory: it is read here, and judged elsewhere."""
 
-from quire.memory.machine.cuda import (
+from quire.memory.machine.gpu import (
     CudaGauge,
     CudaPeak,
     DeviceMemory,
@@ -8,8 +8,7 @@ from quire.memory.machine.cuda import (
     cuda_memory,
     may_have_cuda,
 )
-from quire.memory.machine.probe import MemoryBound
-from quire.memory.machine.snapshot import (
+from quire.memory.machine.machine_state import (
     CgroupVersion,
     HugePages,
     Machine,
@@ -21,6 +20,7 @@ from quire.memory.machine.snapshot import (
     unified_memory_cap,
     working_set,
 )
+from quire.memory.machine.probe import MemoryBound
 
 __all__ = [
     "CgroupVersion",

@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from quire.errors import MemoryUnavailable
-from quire.memory.machine.numa import numa_nodes
-from quire.memory.machine.procfs import read_number, read_table, read_text
+from quire.memory.machine.procfs import numa_nodes, read_number, read_table, read_text
 
 _ROOT = Path("/")
 # Of /proc/self/maps: addresses, permissions, offset, device, an inode that is not 0, a path.

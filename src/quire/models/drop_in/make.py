@@ -15,8 +15,8 @@ from quire.memory.budget.ledger import Needs
 from quire.memory.by_device import known_machine, memory_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.drop_in.cache import DropInCache
+from quire.models.drop_in.encoder_decoder import SourceCache
 from quire.models.drop_in.rows import Family, Rows
-from quire.models.drop_in.source import SourceCache
 from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
 from quire.spec import AttentionSpec, Layer, ModelSpec, RecurrentState

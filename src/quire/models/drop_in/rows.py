@@ -41,8 +41,7 @@ from quire.kv.layout import attention_groups, attention_spec
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.models.drop_in.in_place import Place
-from quire.models.drop_in.row_sources import Sources, equally_spaced
-from quire.models.drop_in.row_states import RowStates, state_row_bytes
+from quire.models.drop_in.row_states import RowStates, Sources, equally_spaced, state_row_bytes
 from quire.spec import AttentionSpec, Group, LatentAttention, ModelSpec
 from quire.units import format_bytes, format_count
 

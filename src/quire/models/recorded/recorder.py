@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.layers.cpu import CpuLinear
-from quire.layers.cpu.sums import Sums
-from quire.models.recorded.parts import Attend, Operator, Part, Write
-from quire.models.recorded.pieces import Pieces
+from quire.layers.cpu.row_kernels import Sums
+from quire.models.recorded.arena import Pieces
+from quire.models.recorded.operations import Attend, Operator, Part, Write
 from quire.spec import AttentionSpec, LatentAttention
 
 _INPUT_DEPENDENT = (

@@ -24,10 +24,10 @@ from quire.attention import RowMover, TorchRows, find_padded_rows
 from quire.errors import UnsupportedModel
 from quire.kv import Accounting, Storage
 from quire.layers.watch import Place
-from quire.models.placed import device_of
-from quire.models.states.batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
 from quire.models.states.settling import settle
+from quire.models.states.state_batch import PlacedRows, PlacedStates, RowSlots, state_groups
+from quire.models.weight_placement import device_of
 from quire.spec import RecurrentState
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.plan import Chunk, StepPlan
+from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 

@@ -7,8 +7,7 @@ from typing import final
 
 import numpy as np
 
-from quire.engine.engine import Engine
-from quire.engine.params import SamplingParams
+from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
@@ -23,6 +22,7 @@ from quire.planner.simulation.simulated_engine import (
 )
 from quire.planner.simulation.timeline import State, Timeline
 from quire.planner.simulation.waste import Waste
+from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
 
 # -- strides ---------------------------------------------------------------------------------------

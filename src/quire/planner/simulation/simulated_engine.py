@@ -7,13 +7,13 @@ tokens are known beforehand; each request generates as many as the trace says.
 from collections.abc import Iterable
 from typing import final
 
-from quire.engine.engine import Engine
-from quire.engine.plan import Chunk, Sampled, Save, StepPlan
+from quire.engine.core import Engine
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.scheduling.costs import Costs, Prices
 from quire.engine.scheduling.preemption import num_bytes, readable_tokens
-from quire.engine.scheduling.swap import SwapSpace
+from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Sequence
+from quire.engine.step_plan import Chunk, Sampled, Save, StepPlan
 from quire.kv import Accounting, Copy
 from quire.planner.simulation.cost_model import Reach, StepCosts, Work
 from quire.traces import TraceRequest

@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from quire.config import EngineConfig
-from quire.engine.needs import kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
 from quire.engine.scheduler import Limits
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting

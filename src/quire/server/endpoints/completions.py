@@ -12,7 +12,7 @@ from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import Gathered, Work, one_by_one, prompts_of, stop_reason
 from quire.server.endpoints.logprobs import of_completion, of_prompt
 from quire.server.request_context import Exchange
-from quire.server.sampling_params import searched
+from quire.server.request_params import searched
 from quire.server.schemas.completion_request import (
     Completion,
     CompletionChoice,

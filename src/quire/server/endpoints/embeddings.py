@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from quire.engine.params import PoolingParams
 from quire.engine.pooling import pairs, scores
 from quire.engine.sequence import Embedding as Vector
+from quire.sampling_params import PoolingParams
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.endpoints.generation import Work, one_by_one, prompts_of
 from quire.server.request_context import Exchange

@@ -10,11 +10,11 @@ from typing import Any, TypeVar, final
 from quire.chat.conversation import ChatPrompt, ChatRequest, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
-from quire.engine.params import SamplingParams
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
+from quire.sampling_params import SamplingParams
 from quire.server.admission import Pass
 from quire.server.request_context import Exchange
-from quire.server.sampling_params import searched
+from quire.server.request_params import searched
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
 from quire.server.schemas.fields import Asked, Searching, Usage
 from quire.server.tracing import RequestRecord

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias, final
 from starlette.responses import PlainTextResponse
 
 from quire.engine.outputs import TextDelta as Piece
-from quire.engine.params import SamplingParams
 from quire.engine.sequence import Request
+from quire.sampling_params import SamplingParams
 from quire.server.audio import Recording, Window
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import Work

@@ -1,0 +1,283 @@
+"""``EngineConfig``: the options of an engine. Command-line flags are made from its fields."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.config.environment import Said, number, read, said
+from quire.config.option import ADVANCED, in_range, nearest, one_of, option
+from quire.errors import ConfigError
+from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
+from quire.memory.budget import BUDGETS
+from quire.units import parse_bytes
+
+# -- speculative -----------------------------------------------------------------------------------
+
+# ``SpeculativeConfig``: how tokens are guessed ahead.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead; names are vLLM's.
+
+    ``ngram`` looks up what followed the last time that a sequence's own tokens read like this, over
+    the longest n-gram of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens. ``draft_model``
+    asks a smaller ``model`` of the same vocabulary: a folder, a hub name, or a model in memory.
+
+    Raises: ConfigError naming the option, its value and its limit.
+    """
+
+    method: str | None = None  # None: draft_model where there is a model, else ngram
+    num_speculative_tokens: int = 4  # at most
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
+        one_of("speculative_config: method", str(self.method), ("ngram", "draft_model"))
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(
+                f"speculative_config: method {self.method} "
+                f"{'needs a' if self.model is None else 'takes no'} model"
+            )
+        for name, least, most in (
+            ("num_speculative_tokens", 1, 64),
+            ("prompt_lookup_min", 1, 64),
+            ("prompt_lookup_max", self.prompt_lookup_min, 64),
+        ):
+            in_range(f"speculative_config: {name}", getattr(self, name), least, most)
+
+    @classmethod
+    def parse(cls, given: Any) -> "SpeculativeConfig | None":
+        """From a JSON object, as text or as a mapping. Raises: ConfigError."""
+        if given is None or isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"speculative_config {given!r} is not JSON: {error}") from error
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config={given!r} must be a JSON object")
+        known = {option.name for option in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"speculative_config: unknown {name!r}{nearest(name, known)}")
+        return cls(**given)
+
+
+# -- engine ----------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
+# How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
+# calls each. None: as the model has them.
+KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "auto": None,
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "fp8": "float8_e4m3fn",
+        "fp8_e4m3": "float8_e4m3fn",
+        "int8_per_token_head": "int8",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
+
+    device: str = option(
+        "auto",
+        "Where the model runs: auto (where it lies; else a GPU if one can be used), cpu, cuda, "
+        "cuda:1.",
+    )
+    dtype: str = option(
+        "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+    )
+    quantization: str | None = option(
+        None,
+        "int8 keeps the weights of linear layers in eight bits (needs quire[int8]).",
+        short=("-q",),
+    )
+    kv_cache_dtype: str = option(
+        "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
+    )
+    cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    attention_backend: str = option(
+        "auto",
+        "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
+        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
+        panel=ADVANCED,
+    )
+    enforce_eager: bool = option(
+        False,
+        "Compute each step anew: no CUDA graphs, and nothing recorded on a CPU.",
+        panel=ADVANCED,
+    )
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens, prompt included. Default: the model's own."
+    )
+    max_num_seqs: int = option(64, "Sequences that may run at once.")
+    max_num_batched_tokens: int = option(
+        512, "Tokens computed in one step, all sequences together."
+    )
+    block_size: int = option(16, "Tokens in a block (paged, virtual).", panel=ADVANCED)
+    enable_prefix_caching: bool = option(
+        True,
+        "Keep what has been computed, for prompts that begin alike (paged, virtual). Without, "
+        "virtual has a layout that is read faster.",
+    )
+    prefix_caching_policy: str = option(
+        DEFAULT_POLICY,
+        f"What of it goes first when room is needed: {', '.join(POLICIES)}.",
+        panel=ADVANCED,
+    )
+    watermark: float = option(
+        0.01,
+        "Share of the KV memory that a newcomer leaves free while others run.",
+        panel=ADVANCED,
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who goes first: fcfs (who came first), priority (smaller numbers, which others make room "
+        "for), shortest (what may become the shortest).",
+    )
+    swap_space: int = option(
+        0,
+        "Memory for sequences that make room, e.g. 4GiB (vLLM counts in GiB). Without, or where it "
+        "takes longer, they compute their tokens again.",
+        flag_type=str,
+        parse=parse_bytes,
+    )
+    swap_path: str | None = option(
+        None,
+        "A folder for a file of that size instead of memory. It has no name while it is used.",
+        panel=ADVANCED,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Ceiling on KV memory, e.g. 2GiB. Default: what --budget allows.",
+        flag_type=str | None,
+        parse=parse_bytes,
+    )
+    budget: str = option(
+        "auto",
+        "Rule for that ceiling: auto (what is available, less headroom), vllm, mistralrs, "
+        "llamacpp, fraction. quire doctor shows what each gives here.",
+    )
+    memory_utilization: float | None = option(
+        None, "Share of the machine that vllm, mistralrs and fraction may take. Default: 0.9."
+    )
+    memory_mode: Literal["shared", "dedicated"] = option(
+        "shared",
+        "Whether other programs need memory here too. What is left to them of the tightest limit: "
+        "shared max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); half of what a "
+        "budget in bytes leaves, if that is less.",
+        panel=ADVANCED,
+    )
+    residency: Literal["on-demand", "prefault", "lock"] = option(
+        "on-demand",
+        "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
+        panel=ADVANCED,
+    )
+    growth: Literal["uniform", "doubling", "staggered"] = option(
+        "uniform",
+        "How buffers grow (growing).",
+        panel=ADVANCED,
+    )
+    growth_tokens: int = option(
+        256, "Step, first size or base of that growth, in tokens.", panel=ADVANCED
+    )
+    reserve: Literal["max_model_len", "request"] = option(
+        "max_model_len",
+        "What a sequence reserves (contiguous): the longest, or its own maximum.",
+        panel=ADVANCED,
+    )
+    speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "Guess tokens ahead, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4} looks them up in the text so far, '
+        '{"model": "folder"} asks a smaller model.',
+        flag_type=str | None,
+        parse=SpeculativeConfig.parse,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that have a part of each layer and of the KV memory (ranks; on CUDA one a "
+        "device). Bytes are of each of them. Needs quire[tp].",
+        short=("--tp", "-tp"),
+    )
+    seed: int = option(0, "Seed of requests that bring none.", panel=ADVANCED)
+
+    def __post_init__(self) -> None:
+        speculative = SpeculativeConfig.parse(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
+        in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
+            in_range(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            in_range("max_model_len", self.max_model_len, 2)  # a prompt and a token
+        if self.kv_cache_memory_bytes is not None:
+            in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
+        one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
+        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
+            )
+        one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "shortest"))
+        in_range("swap_space", self.swap_space, 0, 2**63)
+        if self.swap_path is not None and not self.swap_space:
+            raise ConfigError(f"swap_path={self.swap_path!r} needs swap_space, its size in bytes")
+        one_of("budget", self.budget, tuple(BUDGETS))
+        one_of("memory_mode", self.memory_mode, ("shared", "dedicated"))
+        one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
+        in_range("seed", self.seed, 0, 2**63)
+        in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
+        one_of("cache", self.cache, tuple(STRATEGIES))
+        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
+        one_of("reserve", self.reserve, ("max_model_len", "request"))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device {self.device!r} is unknown; known: auto, cpu, cuda, cuda:1")
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, ("int8",))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """From keyword arguments, else from the environment: ``QUIRE_MAX_NUM_SEQS=8``.
+
+        An unknown argument is refused with the nearest known name.
+        """
+        return read(cls, options, _vllms_space)
+
+
+def _vllms_space(given: set[str]) -> dict[str, Said]:
+    """vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default).
+
+    It counts where nothing of Quire's says how much memory to take.
+    """
+    variable = "VLLM_CPU_KVCACHE_SPACE"
+    if {"kv_cache_memory_bytes", "budget", "memory_utilization"} & given:
+        return {}
+    space = said(variable, lambda text: int(number(text, float) * 2**30))
+    if space is None or not space.value:
+        return {}
+    log.info("kv_cache_memory_bytes: %s says %s", variable, f"{space.value / 2**30:g} GiB")
+    return {"kv_cache_memory_bytes": space}

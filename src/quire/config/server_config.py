@@ -1,0 +1,344 @@
+"""``ServerConfig``: where the server listens, whom it lets in, and how much it takes on."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.config.environment import Said, is_empty, read, said
+from quire.config.keys import IS_KEY, is_loopback, parse_keys
+from quire.config.option import ADVANCED, in_range, one_of, option, seconds
+from quire.errors import ConfigError
+from quire.units import parse_bytes
+
+LOOPBACK = "127.0.0.1"
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+_SOCKET_PATH_BYTES = 107  # of a socket's name, in the system's calls
+_UDS_MODE = "660"
+# Panels of the help.
+_LISTENING, _CLIENTS, _MODEL, _LIMITS, _LOGS = "Listening", "Clients", "Model", "Limits", "Logs"
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+_AT_LEAST: Mapping[str, int] = MappingProxyType(
+    {
+        "max_num_queued_reqs": 1,
+        "max_num_queued_tokens": 1,
+        "max_num_reqs_per_key": 1,
+        "max_request_bytes": 1024,
+        "max_logprobs": 0,
+        "max_stored_response_bytes": 0,
+        "max_background_responses": 0,
+        "timeout_keep_alive": 1,
+    }
+)
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """A JSON list, as vLLM has it, or texts with commas between them. Raises: ConfigError."""
+    if not text.lstrip().startswith("["):
+        return tuple(part.strip() for part in text.split(","))
+    try:
+        parts = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not JSON: {error}") from error
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"{text!r} must be a list of texts")
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How an engine is served. Raises: ConfigError naming the option, its value and its limit.
+
+    Keys are shown neither by ``repr`` nor in an error.
+    """
+
+    host: str = option(
+        LOOPBACK, "Address to listen at; 0.0.0.0 is every one of this machine.", panel=_LISTENING
+    )
+    port: int = option(8000, "Port to listen at; 0 takes a free one.", panel=_LISTENING)
+    uds: str | None = option(
+        None, "A Unix socket's path to listen at, instead of host and port.", panel=_LISTENING
+    )
+    uds_mode: str = option(
+        _UDS_MODE,
+        "Who may ask at uds, as chmod has it: 660 is this user and the group of the socket, 666 "
+        "each user of the machine.",
+        panel=_LISTENING,
+    )
+    ssl_certfile: str | None = option(None, "Certificate, for https (PEM).", panel=_LISTENING)
+    ssl_keyfile: str | None = option(
+        None, "Its private key, if that is in a file of its own.", panel=_LISTENING
+    )
+    root_path: str = option(
+        "", "What a proxy in front cuts off the path, e.g. /llm.", panel=ADVANCED
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "A key that lets clients in, or @FILE with one in each line, which ps does not show. May "
+        "be given more than once. Also VLLM_API_KEY.",
+        secret=True,
+        flag_type=list[str] | None,
+        parse=parse_keys,
+        panel=_CLIENTS,
+    )
+    admin_api_key: tuple[str, ...] = option(
+        (),
+        "A key for the server's operator, or @FILE: where there are keys, administration, /metrics "
+        "and other clients' sequences need it.",
+        secret=True,
+        flag_type=list[str] | None,
+        parse=partial(parse_keys, option="admin_api_key"),
+        panel=_CLIENTS,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Web pages of these origins may ask, e.g. https://chat.example.org, or * for all.",
+        flag_type=list[str] | None,
+        parse=_texts,
+        panel=_CLIENTS,
+    )
+    unguarded_metrics: bool = option(False, "Let /metrics be read without a key.", panel=_CLIENTS)
+    max_num_reqs_per_key: int | None = option(
+        None, "Requests of one API key at a time; then it gets 429.", panel=_CLIENTS
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "What clients call the model; the first of several is in the answers. Default: its own.",
+        flag_type=list[str] | None,
+        parse=_texts,
+        panel=_MODEL,
+    )
+    chat_template: str | None = option(
+        None, "A Jinja template, or a file with one, instead of the model's.", panel=_MODEL
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "How this model writes tool calls: auto, the default (as its chat template or its type "
+        "tells), deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, functiongemma, gemma4, "
+        "glm45, glm47, granite, granite4, hermes, kimi_k2, lfm2, llama3_json, llama4_json, "
+        "llama4_pythonic, mimo, minimax_m2, mistral, olmo3, openai, phi4_mini_json, pythonic, "
+        "qwen3_coder, qwen3_xml, seed_oss.",
+        panel=_MODEL,
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "How this model marks its reasoning: auto (as its chat template tells), deepseek_r1, "
+        "deepseek_v3, gemma4, glm45, granite, minimax_m2, mistral, openai_gptoss, qwen3, "
+        "seed_oss. Default: reasoning is text, but for gpt-oss.",
+        panel=_MODEL,
+    )
+    generation_config: str = option(
+        "auto",
+        "Sampling where a request says nothing: auto (the model's generation_config.json), vllm "
+        "(none), or a folder with one.",
+        panel=ADVANCED,
+    )
+    max_num_queued_reqs: int = option(
+        256, "Requests that may wait; then clients get 503.", panel=_LIMITS
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "… and tokens in all of their prompts.", panel=ADVANCED
+    )
+    max_request_bytes: int = option(
+        16 * 2**20,
+        "The longest body of a request.",
+        flag_type=str,
+        parse=parse_bytes,
+        panel=ADVANCED,
+    )
+    max_logprobs: int = option(
+        20, "The most logprobs that a request may ask for a token.", panel=ADVANCED
+    )
+    max_stored_response_bytes: int = option(
+        64 * 2**20,
+        "Memory for responses that can be asked for again, or continued; 0 keeps none.",
+        flag_type=str,
+        parse=parse_bytes,
+        panel=ADVANCED,
+    )
+    max_background_responses: int = option(
+        32,
+        "Responses that may be under way without a connection; then clients get 429.",
+        panel=ADVANCED,
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "Seconds that running requests get to finish, when the server is told to stop.",
+        panel=_LIMITS,
+    )
+    read_timeout: float = option(
+        60.0,
+        "Seconds that a client has to send a request's header, and each 64 KiB of its body, before "
+        "it is cut off.",
+        panel=ADVANCED,
+    )
+    body_timeout: float = option(
+        300.0, "Seconds that a client has to send all of a request's body.", panel=ADVANCED
+    )
+    timeout_keep_alive: int = option(
+        75,
+        "Seconds that a connection stays open between two requests: longer than a proxy in front "
+        "keeps it.",
+        panel=ADVANCED,
+    )
+    send_timeout: float = option(
+        60.0,
+        "Seconds after which a client that reads nothing of its answer is cut off.",
+        panel=ADVANCED,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Where OpenTelemetry traces go, e.g. http://localhost:4318/v1/traces.", panel=_LOGS
+    )
+    request_log: str | None = option(
+        None,
+        "A new file for when requests came, their lengths and which prompts began alike, to plan "
+        "with; no texts.",
+        panel=_LOGS,
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "info", "What is logged. A line a request from info on.", panel=_LOGS
+    )
+    disable_log_stats: bool = option(False, "Do not log how the engine is doing.", panel=_LOGS)
+
+    def __post_init__(self) -> None:
+        if not self.host or not self.host.isprintable() or " " in self.host:
+            raise ConfigError(f"host={self.host!r} must be a name or an address, e.g. {LOOPBACK}")
+        in_range("port", self.port, 0, 65_535)
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), least)
+        seconds("shutdown_timeout", self.shutdown_timeout, may_be_zero=True)
+        seconds("read_timeout", self.read_timeout, may_be_zero=False)
+        seconds("send_timeout", self.send_timeout, may_be_zero=False)
+        seconds("body_timeout", self.body_timeout, may_be_zero=False)
+        one_of("uvicorn_log_level", self.uvicorn_log_level, _LOG_LEVELS)
+        self._check_keys()
+        self._check_names()
+        self._check_paths()
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "ServerConfig":
+        """From keyword arguments, else from the environment: ``QUIRE_PORT=9000``.
+
+        ``VLLM_API_KEY`` counts where nothing of Quire's names a key. An unknown argument is refused
+        with the nearest known name.
+        """
+        return read(cls, options, _vllms_key)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs of this machine can ask."""
+        return self.uds is not None or is_loopback(self.host)
+
+    def _check_keys(self) -> None:
+        for name in ("api_key", "admin_api_key"):
+            keys = getattr(self, name)
+            if not _are_texts(keys):
+                raise ConfigError(f"{name} must be a tuple of texts")
+            for place, key in enumerate(keys, 1):
+                if not IS_KEY.fullmatch(key):
+                    what = "is empty"
+                    if key:
+                        what = "has other characters than printable ASCII, or spaces"
+                    which = f" {place} of {len(keys)}" if len(keys) > 1 else ""
+                    raise ConfigError(f"{name}{which} {what}: no client could send it")
+
+    def _check_names(self) -> None:
+        for name in ("served_model_name", "allowed_origins"):
+            if not _are_texts(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a tuple of texts")
+        for model in self.served_model_name:
+            if not 0 < len(model) <= 256 or not model.isprintable():
+                raise ConfigError(
+                    f"served_model_name={model!r} must be 1 to 256 printable characters"
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins={origin!r} must be * or an origin without a path, e.g. "
+                    "https://chat.example.org"
+                )
+        if not re.fullmatch(r"(/[!->@-~]+)?", self.root_path) or self.root_path.endswith("/"):
+            raise ConfigError(
+                f"root_path={self.root_path!r} must begin with / and not end with it, e.g. /llm"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint={endpoint!r} must be an address, e.g. "
+                "http://localhost:4318/v1/traces"
+            )
+
+    def _check_paths(self) -> None:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile")
+        if self.request_log is not None and not Path(self.request_log).absolute().parent.is_dir():
+            raise ConfigError(f"request_log={self.request_log!r}: there is no such folder")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r}: there is no such file")
+        if self.chat_template is not None and not _is_template(self.chat_template):
+            raise ConfigError(
+                f"chat_template={self.chat_template!r} is neither a file nor a template, which has "
+                "{{ or {% in it"
+            )
+        if self.generation_config not in ("auto", "vllm") and not _is_folder(
+            self.generation_config
+        ):
+            raise ConfigError(
+                f"generation_config={self.generation_config!r} must be auto, vllm or a folder"
+            )
+        if not re.fullmatch(r"0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"uds_mode={self.uds_mode!r} must be three octal digits, e.g. 660")
+        if self.uds is None and self.uds_mode != _UDS_MODE:
+            raise ConfigError(f"uds_mode={self.uds_mode} needs uds")
+        if self.uds is not None:
+            if not self.uds or len(self.uds.encode()) > _SOCKET_PATH_BYTES:
+                raise ConfigError(f"uds={self.uds!r} must be 1 to {_SOCKET_PATH_BYTES} bytes long")
+            if not Path(self.uds).absolute().parent.is_dir():
+                raise ConfigError(f"uds={self.uds!r}: there is no such folder")
+
+
+def _vllms_key(given: set[str]) -> dict[str, Said]:
+    """What ``VLLM_API_KEY`` says.
+
+    Raises: ConfigError for a variable that is set and empty: the operator means the server to be
+    guarded, and it would not be.
+    """
+    for variable, name in (
+        ("QUIRE_API_KEY", "api_key"),
+        ("VLLM_API_KEY", "api_key"),
+        ("QUIRE_ADMIN_API_KEY", "admin_api_key"),
+    ):
+        if name not in given and is_empty(variable):
+            raise ConfigError(
+                f"environment variable {variable}: {name} is empty; unset it for a server without "
+                "keys"
+            )
+    own = None if "api_key" in given else said("VLLM_API_KEY", parse_keys)
+    return {} if own is None else {"api_key": own}
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+
+
+def _is_template(text: str) -> bool:
+    if "{{" in text or "{%" in text:
+        return True
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_folder(text: str) -> bool:
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):
+        return False

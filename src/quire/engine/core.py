@@ -1,0 +1,213 @@
+"""The loop: plan, run, sample, update. Read ``Engine.step`` first."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from quire.engine.interfaces import Cache, Chooser, Drafter, ModelChanged, Runner, SwapShelf
+from quire.engine.scheduler import NO_DRAFTS, Scheduler
+from quire.engine.scheduling.swap_space import Clock
+from quire.engine.sequence import FinishReason, Sequence
+from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
+from quire.errors import MemoryUnavailable, RankLost
+from quire.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_NOTHING = StepPlan.of([])
+_FINAL = (MemoryUnavailable, RankLost)  # no sequence can begin anew
+
+
+def _unwatched(plan: StepPlan) -> None:
+    """No reader looks at a plan."""
+
+
+class Engine:
+    """Sequences in, tokens out."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: Cache,
+        runner: Runner,
+        sampler: Chooser,
+        drafter: Drafter | None = None,
+        swap: SwapShelf | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self._kv = kv
+        self._runner = runner
+        self._sampler = sampler
+        self.drafter = drafter
+        self._swap = swap
+        self.clock = clock
+        self.watch: Callable[[StepPlan], None] = _unwatched  # sees each plan before it is run
+        self._has_failed = False  # the last step
+        self._refused_at = (-1, 0)  # what ran alone without pages: its id and tokens
+
+    def step(self) -> list[TokenOutput]:
+        """One forward pass over whatever is due; what it did for each sequence that it served.
+
+        A sequence that cannot be computed ends with an error, and the others go on. Where the
+        system refuses pages that accounting counts on, or a step fails half-way, all begin anew in
+        an empty cache.
+
+        Raises: MemoryUnavailable if there is not even an address for that; RankLost; whatever fails
+        twice in a row.
+        """
+        self.scheduler.statistics.now_s = self.clock()
+        try:
+            outputs = self._step()
+            self._has_failed = False
+        except Exception as error:
+            if self._has_failed or isinstance(error, _FINAL):
+                raise
+            self._has_failed = True
+            log.exception("a step failed: every sequence begins anew")
+            self.begin_anew()
+            outputs = self.scheduler.update(_NOTHING, [])  # what is to be reported all the same
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.sequence)
+        self._settle()  # what ended is not held for another step
+        return outputs
+
+    def _step(self) -> list[TokenOutput]:
+        # A search decides between two steps. What the plan has saved must lie where accounting
+        # says, and must not be taken for what the same sequence had saved before.
+        self._settle()
+        drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
+        plan = self.scheduler.plan(drafts)
+        self._swap_out(plan)
+        self._kv.carry_out()
+        if self._kv.refusal is not None:
+            self._begin_with_less(plan, self._kv.refusal)
+            plan = _NOTHING
+        plan = self._swap_in(plan)
+        self.watch(plan)
+        started_s = self.clock()
+        try:
+            sampled = self._compute(plan)
+        except RankLost:
+            raise
+        except ModelChanged as change:
+            log.info("%s: what was computed before is dropped, and computed again", change)
+            self.scheduler.drop_saved()
+            self.begin_anew()
+            plan, sampled = _NOTHING, []
+        except Exception as error:
+            log.warning("a step failed: each of its sequences is computed alone", exc_info=error)
+            if self._runner.overwrites_states:
+                self._begin_alone(plan, error)
+                plan, sampled = _NOTHING, []
+            else:
+                plan, sampled = self._compute_one_by_one(plan)
+        self.scheduler.statistics.now_s = now_s = self.clock()
+        self.scheduler.costs.note_step(
+            plan.num_tokens, len(plan.chunks), plan.num_read, now_s - started_s
+        )
+        return self.scheduler.update(plan, sampled)
+
+    def begin_anew(self) -> None:
+        """Every sequence keeps its text and computes it again. Raises: MemoryUnavailable."""
+        self._kv.restart()
+        self.scheduler.restart(self._kv.accounting)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
+        """End a sequence between two steps. Does nothing if it has ended."""
+        self.scheduler.statistics.now_s = self.clock()
+        self.scheduler.finish(sequence, reason, detail)
+        self._forget(sequence)
+        self._drop_saved()
+
+    def close(self, reason: FinishReason, detail: str) -> None:
+        """End every sequence, and give back what is held outside of the cache."""
+        self.scheduler.statistics.now_s = self.clock()
+        self.scheduler.finish_all(reason, detail)
+        with ExitStack() as closing:  # the last one first, whatever any of them raises
+            closing.callback(self._runner.close)
+            if self._swap is not None:
+                closing.callback(self._swap.close)
+            if self.drafter is not None:
+                closing.callback(self.drafter.close)
+
+    def _compute(self, plan: StepPlan) -> list[Sampled]:
+        """What came of each draw. Done twice, it gives the same, if no states are overwritten."""
+        if not plan.chunks:
+            return []
+        logits = self._runner.run(plan)
+        return self._sampler.sample(logits, plan)
+
+    def _compute_one_by_one(self, plan: StepPlan) -> tuple[StepPlan, list[Sampled]]:
+        """The part of a plan that can be computed; the scheduler hears of the rest."""
+        done: list[Chunk] = []
+        sampled: list[Sampled] = []
+        for chunk in plan.chunks:
+            try:
+                sampled += self._compute(StepPlan.of([chunk]))
+            except RankLost:
+                raise
+            except Exception as error:
+                log.exception("sequence %d cannot be computed", chunk.sequence.seq_id)
+                self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")
+            else:
+                done.append(chunk)
+        return StepPlan.of(done), sampled
+
+    def _begin_alone(self, plan: StepPlan, error: Exception) -> None:
+        """The states of a plan's sequences are of no use: later plans compute them, one by one."""
+        for chunk in plan.chunks:
+            if chunk.sequence in self.scheduler.suspects and len(plan.chunks) == 1:
+                log.error("sequence %d cannot be computed", chunk.sequence.seq_id, exc_info=error)
+                self.scheduler.fail(chunk.sequence, f"its computation failed: {error!r}")
+            else:
+                self.scheduler.suspects.add(chunk.sequence, chunk.stop)
+                self.scheduler.lose(chunk.sequence)
+
+    def _begin_with_less(self, plan: StepPlan, error: Exception) -> None:
+        """Empty the cache, and let it become as large as it was: so much the system has.
+
+        Raises: MemoryUnavailable.
+        """
+        given = self._kv.committed_bytes
+        log.warning("%s: every sequence begins anew, in %s", error, format_bytes(given))
+        if len(plan.chunks) == 1:
+            alone = plan.chunks[0].sequence
+            point = alone.seq_id, alone.num_tokens
+            if point == self._refused_at:  # it would come to the same point for ever
+                self.scheduler.fail(alone, str(error), "capacity")
+            self._refused_at = point
+        self.begin_anew()
+        self._kv.accounting.resize(given, for_now=True)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._sampler.forget(sequence)
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def _swap_out(self, plan: StepPlan) -> None:
+        """Save what preempted sequences have, before storage changes anything."""
+        if self._swap is not None:
+            for sequence in self._swap.save(plan.saves):
+                self.scheduler.lose(sequence)
+
+    def _swap_in(self, plan: StepPlan) -> StepPlan:
+        """Bring back what the plan counts on. A sequence that has lost it begins anew, later."""
+        back = [chunk for chunk in plan.chunks if chunk.num_restored]
+        lost = [chunk for chunk in back if self._swap is None or not self._swap.load(chunk)]
+        for chunk in lost:
+            self.scheduler.lose(chunk.sequence)
+        return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
+
+    def _settle(self) -> None:
+        """Carry out what has been decided since the last plan. Raises: MemoryUnavailable."""
+        self._drop_saved()
+        self._kv.carry_out()
+        if self._kv.refusal is not None:
+            self._begin_with_less(_NOTHING, self._kv.refusal)
+
+    def _drop_saved(self) -> None:
+        if self._swap is not None:
+            self._swap.forget(self.scheduler.swap.drain())

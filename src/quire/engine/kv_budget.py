@@ -1,0 +1,71 @@
+"""How large an engine's cache is: the budget's ledger for a loaded model, and the cache's numbers.
+
+The arithmetic is in ``needs``.
+"""
+
+import logging
+
+from quire.config import EngineConfig
+from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
+from quire.engine.speculation.drafters import needs_with_draft
+from quire.kv import CacheConfig
+from quire.memory import MemoryProvider
+from quire.memory.budget import Ledger
+from quire.memory.by_device import known_machine
+from quire.memory.machine.probe import spare_mappings
+from quire.models.footprint import footprint
+from quire.models.loader import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+def kv_ledger(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    page_bytes: int,
+    draft: LoadedModel | None = None,
+    *,
+    measured_bytes: int | None = None,
+) -> Ledger:
+    """What the chosen rule allows where the model is, now that it is loaded.
+
+    With a ``draft`` model it is for the KV memory of both. ``measured_bytes``: of a step.
+
+    Raises: ConfigError for longer sequences than the model's. MemoryUnavailable.
+    """
+    device = loaded.device
+    needs = kv_needs(
+        config,
+        loaded.name,
+        loaded.spec,
+        footprint(loaded.model),
+        page_bytes,
+        on_gpu=device.type == "cuda",
+        measured_bytes=measured_bytes,
+    )
+    if draft is not None:
+        needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
+    machine = known_machine(device, config.kv_cache_memory_bytes)
+    if loaded.ranks is not None and machine is not None:
+        machine = loaded.ranks.share_of(machine)
+    return ledger_for(config, needs, machine)
+
+
+def cache_config(
+    config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
+) -> CacheConfig:
+    """The cache's numbers, for the capacity of a ledger. What is not as asked for is logged."""
+    would_share = config.cache == "virtual" and config.enable_prefix_caching
+    if would_share and (reason := provider.cannot_share) is not None:
+        log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
+    if config.enable_prefix_caching and loaded.spec.source_tokens:
+        log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
+    limited = would_share and loaded.device.type == "cpu"  # a GPU's driver has no such limit
+    return cache_sizes(
+        config,
+        loaded.spec,
+        page_bytes=provider.page_bytes,
+        capacity_bytes=capacity_bytes,
+        can_share=provider.cannot_share is None,
+        max_mappings=spare_mappings() if limited else None,
+    )

@@ -1,0 +1,87 @@
+"""A plan in the making: what has a place in it, and how many tokens are left to give out."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.state_checkpoints import Snapshots
+from quire.engine.sequence import Sequence
+from quire.engine.step_plan import Chunk
+from quire.kv import Accounting
+
+Drafts = Mapping[int, tuple[int, ...]]
+NO_DRAFTS: Drafts = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Step:
+    """``drafts``: guesses at what comes next, by sequence id."""
+
+    limits: Limits
+    drafts: Drafts
+    snapshots: Snapshots  # where chunks end
+    budget: int  # tokens that may still be computed
+    one_chunk: bool = False  # and no more
+    chunks: list[Chunk] = field(default_factory=list)
+    served: set[int] = field(default_factory=set)  # sequences that have a chunk
+
+    _all_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all_tokens = self.budget
+
+    @property
+    def takes_in_text(self) -> bool:
+        """Whether a sequence computes more than its last token."""
+        return self._all_tokens - self.budget > len(self.chunks)
+
+    def add(self, chunks: Several[Chunk]) -> None:
+        self.chunks += chunks
+        self.served.update(chunk.sequence.seq_id for chunk in chunks)
+        self.budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+        if self.one_chunk and self.chunks:
+            self.budget = 0
+
+    def chunks_due(self, due: list[Sequence]) -> list[Chunk]:
+        """What these running sequences have to compute, as far as the budget goes."""
+        chunks: list[Chunk] = []
+        budget, spare = self.budget, 0
+        if self.drafts:  # guesses take what is left when all have what is certain
+            spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
+        for sequence in due:
+            start, last = sequence.num_computed_tokens, sequence.num_tokens
+            stop = last
+            if last > start + 1:  # one token goes in any case
+                stop = self.snapshots.end(start, min(last, start + budget), last)
+            if stop < last:
+                chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
+                budget -= stop - start
+                if not budget or self.one_chunk:
+                    break
+                continue
+            guesses: tuple[int, ...] = ()
+            if sequence.seq_id in self.drafts:
+                # The last token that it may have is never computed.
+                most = min(spare, self.limits.longest(sequence.request) - stop - 1)
+                guesses = self.drafts[sequence.seq_id][: max(0, most)]
+                spare -= len(guesses)
+                stop += len(guesses)
+            chunks.append(
+                Chunk(sequence=sequence, start=start, stop=stop, drafts=guesses, samples=True)
+            )
+            budget -= stop - start
+            if not budget or self.one_chunk:
+                break
+        return chunks
+
+    def withdraw_drafts(self, accounting: Accounting) -> None:
+        """Do without guesses, and take back the room for them."""
+        self.drafts = NO_DRAFTS
+        for place, chunk in enumerate(self.chunks):
+            if chunk.drafts:
+                stop = chunk.stop - len(chunk.drafts)
+                accounting.trim(chunk.sequence.seq_id, stop)
+                self.chunks[place] = replace(chunk, stop=stop, drafts=())
+                self.budget += len(chunk.drafts)

@@ -1,0 +1,243 @@
+"""Between the cache and a shelf: what a sequence has in its slots, and back into new ones."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from quire.devices import to_device
+from quire.engine.kv_cache import KVCache
+from quire.engine.kv_sizing import swap_buffer_bytes
+from quire.engine.scheduling.swap_space import Clock
+from quire.engine.swap.kv_store import FileShelf, MemoryShelf, Parts, Shelf
+from quire.engine.swap.pinned_store import PinnedShelf
+from quire.errors import ConfigError, MemoryUnavailable, one_line
+from quire.kv.interface import Slots
+from quire.spec import Group, KeptWhole
+from quire.units import format_bytes, format_count
+
+# -- timers ----------------------------------------------------------------------------------------
+
+# How long it takes to save and to bring back, told when it is known.
+
+
+Note: TypeAlias = Callable[[float], None]  # gets seconds
+
+
+class Timer(Protocol):
+    """Measures what lies between two calls."""
+
+    def begin(self) -> Any: ...
+
+    def end(self, begun: Any, note: Note) -> None:
+        """``note`` gets the seconds, now or later."""
+        ...
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell what is known by now; with ``wait``, all."""
+        ...
+
+
+@final
+class HostTimer:
+    """By a clock: what it measures is done when the call returns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def begin(self) -> float:
+        return self._clock()
+
+    def end(self, begun: float, note: Note) -> None:
+        note(self._clock() - begun)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """All is told already."""
+
+
+@final
+class DeviceTimer:
+    """Measures by events what a device does, and what it copies on a stream of its own."""
+
+    def __init__(self, device: torch.device, copying: Any) -> None:
+        self._device, self._copying = device, copying
+        self._pending: list[tuple[Any, Any, Note]] = []
+
+    def begin(self) -> Any:
+        self.settle()
+        return self._recorded(torch.cuda.current_stream(self._device))
+
+    def end(self, begun: Any, note: Note) -> None:
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        self._pending.append((begun, self._recorded(self._copying), note))
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell those that the device has come to by now; with ``wait``, all."""
+        pending, self._pending = self._pending, []
+        for begun, ended, note in pending:
+            if wait:
+                ended.synchronize()
+            if ended.query():
+                note(begun.elapsed_time(ended) / 1e3)
+            else:
+                self._pending.append((begun, ended, note))
+
+    def _recorded(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+# -- mover -----------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+class Mover(Protocol):
+    """Moves a sequence's entries between the cache and where they wait.
+
+    Raises: OSError, MemoryError, RuntimeError where it cannot.
+    """
+
+    @property
+    def timer(self) -> Timer:
+        """What its moves are measured by."""
+        ...
+
+    def save(self, seq_id: int, slots: Several[Slots]) -> None:
+        """Copy out what is in these slots of each group."""
+        ...
+
+    def put_back(self, seq_id: int, slots: Several[Slots], num_skipped: Several[int]) -> int:
+        """Copy it back into these slots, but for the first ones of each group; how many bytes."""
+        ...
+
+    def drop(self, seq_ids: Several[int]) -> None:
+        """What was saved of these is not needed any more."""
+        ...
+
+    def try_out(self, num_bytes: int, saved: Note, loaded: Note) -> None:
+        """Save so many bytes and bring them back, and tell how long each took. Raises: OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@final
+class ShelfMover:
+    """Of one process. ``device``: where the cache is."""
+
+    def __init__(
+        self, kv: KVCache, shelf: Shelf, timer: Timer, device: torch.device = _CPU
+    ) -> None:
+        self._kv, self._shelf, self._device = kv, shelf, device
+        self.timer = timer
+
+    def save(self, seq_id: int, slots: Several[Slots]) -> None:
+        layers = (
+            parts
+            for number, own in enumerate(slots)
+            for parts in self._taken_out(number, self._on_device(own))
+        )
+        self._shelf.put(seq_id, layers)
+
+    def put_back(self, seq_id: int, slots: Several[Slots], num_skipped: Several[int]) -> int:
+        size, saved = 0, iter(self._shelf.get(seq_id))
+        for number, group in enumerate(self._kv.accounting.groups):
+            own = self._on_device(slots[number])
+            for put_back in self._ways_back(number, group):
+                parts = [part[num_skipped[number] :] for part in next(saved)]
+                put_back(own, parts)
+                size += sum(part.nbytes for part in parts)
+        next(saved, None)  # the last ones are used, too
+        return size
+
+    def drop(self, seq_ids: Several[int]) -> None:
+        for seq_id in seq_ids:
+            self._shelf.drop(seq_id)
+
+    def try_out(self, num_bytes: int, saved: Note, loaded: Note) -> None:
+        trial = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        begun = self.timer.begin()
+        self._shelf.put(-1, [[trial.clone()]])
+        self.timer.end(begun, saved)
+        begun = self.timer.begin()
+        for (part,) in self._shelf.get(-1):
+            trial.copy_(part)
+        self.timer.end(begun, loaded)
+        self.timer.settle(wait=True)
+        self._shelf.drop(-1)
+
+    def close(self) -> None:
+        self._shelf.close()
+
+    def _on_device(self, slots: Slots) -> Tensor:
+        (there,) = to_device([slots], self._device)
+        return there
+
+    def _taken_out(self, number: int, slots: Tensor) -> Iterator[Parts]:
+        """What a group has in these slots: of each layer, or of all of them where it is states."""
+        group, storage = self._kv.accounting.groups[number], self._kv.storage
+        if isinstance(group.spec, KeptWhole):
+            yield storage.states(number).save(slots)
+            return
+        for layer in group.layers:
+            yield storage.save(layer, slots)
+
+    def _ways_back(
+        self, number: int, group: Group
+    ) -> Iterator[Callable[[Tensor, list[Tensor]], None]]:
+        """What puts back each of the parts that were ``_taken_out``."""
+        if isinstance(group.spec, KeptWhole):
+            yield self._kv.storage.states(number).load
+            return
+        for layer in group.layers:
+            yield partial(self._kv.storage.load, layer)
+
+
+def make_mover(
+    kv: KVCache,
+    swap_path: str | None,
+    max_model_len: int,
+    device: torch.device = _CPU,
+    clock: Clock = time.perf_counter,
+) -> ShelfMover:
+    """``device``: where the cache is.
+
+    Raises: ConfigError if there can be no file in the folder ``swap_path``; MemoryUnavailable where
+    the device has no room for what entries go through.
+    """
+    if swap_path is None and device.type == "cuda":
+        buffer_bytes = swap_buffer_bytes(kv.accounting.groups, max_model_len)
+        try:
+            pinned = PinnedShelf(device, buffer_bytes)
+        except torch.OutOfMemoryError as error:
+            raise MemoryUnavailable(
+                f"{device} has no memory for two swap buffers of {format_bytes(buffer_bytes)}: "
+                f"lower kv_cache_memory_bytes or max_model_len={format_count(max_model_len)}, set "
+                f"swap_path to go by files, or swap_space=0"
+            ) from error
+        except RuntimeError as error:
+            log.warning(
+                "swap_space: steps wait for what is saved and brought back, since no memory can be "
+                "pinned for it (%s): raise the limit of locked memory, or set swap_space=0",
+                one_line(error),
+            )
+        else:
+            return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
+    timer = HostTimer(clock)
+    if swap_path is None:
+        return ShelfMover(kv, MemoryShelf(), timer, device)
+    try:
+        return ShelfMover(kv, FileShelf(Path(swap_path)), timer, device)
+    except OSError as error:
+        raise ConfigError(f"swap_path={swap_path!r}: {error}") from error

@@ -1,0 +1,109 @@
+"""Sequences that make room: saved, brought back, and what that costs.
+
+Who is saved, and how much there may be, the scheduler decides (``scheduling.swap``). What fails
+here costs a computation and is logged; it ends nothing.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import final
+
+import torch
+
+from quire.engine.kv_cache import KVCache
+from quire.engine.scheduling.preemption import readable_tokens, slots_of
+from quire.engine.scheduling.step_costs import Costs
+from quire.engine.sequence import Sequence
+from quire.engine.step_plan import Chunk, Save
+from quire.engine.swap.kv_mover import Mover, make_mover
+from quire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_TRIAL_BYTES = 2**20
+_CPU = torch.device("cpu")
+
+
+@final
+class SwapStore:
+    """Which entries are saved and brought back, and how long that takes."""
+
+    def __init__(self, kv: KVCache, mover: Mover, costs: Costs) -> None:
+        self._kv, self._mover, self._costs = kv, mover, costs
+        self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
+        # A first guess at what a byte costs.
+        mover.try_out(
+            _TRIAL_BYTES,
+            partial(costs.note_saved, _TRIAL_BYTES),
+            partial(costs.note_loaded, _TRIAL_BYTES),
+        )
+
+    def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        """Copy these out, before storage changes anything. Returns those that were not saved."""
+        failed: list[Sequence] = []
+        timer = self._mover.timer
+        for save in saves:
+            begun = timer.begin()
+            try:
+                self._mover.save(save.sequence.seq_id, save.slots)
+            except (OSError, MemoryError, RuntimeError) as error:
+                log.warning("sequence %d is not swapped out: %s", save.sequence.seq_id, error)
+                failed.append(save.sequence)
+                continue
+            timer.end(begun, partial(self._costs.note_saved, save.num_bytes))
+            stop = save.sequence.num_saved_tokens
+            self._firsts[save.sequence.seq_id] = tuple(stop - len(slots) for slots in save.slots)
+        return failed
+
+    def load(self, chunk: Chunk) -> bool:
+        """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
+        seq_id, accounting, timer = chunk.sequence.seq_id, self._kv.accounting, self._mover.timer
+        begun = timer.begin()
+        wanted = readable_tokens(accounting.groups, chunk.start - chunk.num_restored, chunk.start)
+        slots = [slots_of(accounting, number, seq_id, own) for number, own in enumerate(wanted)]
+        firsts = self._firsts[seq_id]
+        skipped = [own.start - first for own, first in zip(wanted, firsts, strict=True)]
+        try:
+            size = self._mover.put_back(seq_id, slots, skipped)
+        except (OSError, MemoryError, RuntimeError) as error:
+            log.warning("sequence %d is lost in swap, and computed again: %s", seq_id, error)
+            return False
+        if size:
+            timer.end(begun, partial(self._costs.note_loaded, size))
+        return True
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """What was saved of these is not needed any more."""
+        several = list(seq_ids)
+        for seq_id in several:
+            self._firsts.pop(seq_id, None)
+        self._mover.drop(several)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def make_swap_store(
+    kv: KVCache,
+    swap_path: str | None,
+    costs: Costs,
+    max_model_len: int,
+    device: torch.device = _CPU,
+    *,
+    around: Callable[[Mover], Mover] | None = None,
+) -> SwapStore:
+    """``device``: where the cache is. ``around`` makes of what moves entries here something that
+    moves those of other ranks too.
+
+    Raises: ConfigError if there can be no file in the folder ``swap_path``, or none is written.
+    """
+    mover: Mover = make_mover(kv, swap_path, max_model_len, device)
+    try:
+        return SwapStore(kv, mover if around is None else around(mover), costs)
+    except OSError as error:
+        mover.close()
+        raise ConfigError(f"swap_path={swap_path!r}: {error}") from error
+    except BaseException:
+        mover.close()
+        raise

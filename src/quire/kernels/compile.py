@@ -1,0 +1,339 @@
+"""From a kernel's LLVM code to an address that can be called, once for each machine.
+
+What is compiled is kept on disk (``kept``) under a name that covers the sources, the compiler, the
+CPU and the kernel, so the next process only loads it.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from quire.kernels.isa import Isa
+
+# -- kept ------------------------------------------------------------------------------------------
+
+# Machine code on disk: it gets this process's rights, so only its own user may have put it there.
+#
+# The folder and the file belong to the user that this process runs as, and no other user can write
+# to them. Each folder above belongs to that user or to root, and no other user can rename what
+# lies in it. What is checked is what was opened, not a path, so nothing can be exchanged between
+# the check and the use. Where one of these does not hold, nothing is read and nothing is written:
+# each process compiles its own kernels, and says so once.
+
+
+log = logging.getLogger(__name__)
+
+LARGEST_BYTES = 64 * 2**20  # of a file; a kernel's has tens of KiB
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MOST_LINKS = 40  # that a path leads through, as in Linux
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_CHOOSE = "set QUIRE_CACHE_DIR to a folder that only this user can write to"
+
+
+@cache
+def kept_code(folder: Path | None) -> "KeptCode":
+    """The one of this process for a folder; None: there is no folder."""
+    return KeptCode(folder)
+
+
+class KeptCode:
+    """The files of a folder, by key."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._has_warned = False
+
+    def read(self, key: str) -> bytes | None:
+        """What ``write`` was given; None if there is nothing, or nothing that can be trusted."""
+        try:
+            content = _read(self._path(), _name(key))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.warn(self._told_by(error))
+            return None
+        digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest == _digest(key, image):
+            return image
+        self.warn(f"{self._folder}/{_name(key)} is not what was written there")
+        return None
+
+    def write(self, key: str, image: bytes) -> None:
+        """Keep it for the next process, which finds the whole file or none."""
+        try:
+            _write(self._path(), _name(key), _digest(key, image) + image)
+        except OSError as error:
+            self.warn(self._told_by(error))
+
+    def warn(self, reason: str) -> None:
+        """Say why kernels are compiled again: once, for what is wrong with one is so with all."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("this process compiles its kernels again: %s", reason)
+
+    def _path(self) -> Path:
+        if self._folder is None:
+            raise PermissionError(f"this user has no home folder: {_CHOOSE}")
+        if os.open not in os.supports_dir_fd or not hasattr(os, "geteuid"):
+            raise PermissionError("this system does not say which user can write to a folder")
+        return self._folder.absolute()
+
+    def _told_by(self, error: OSError) -> str:
+        if error.strerror is None:  # it is one of ours
+            return str(error)
+        return f"{self._folder} cannot be used ({error.strerror}: {error.filename}): {_CHOOSE}"
+
+
+def _name(key: str) -> str:
+    return f"{key}.o"
+
+
+def _digest(key: str, image: bytes) -> bytes:
+    """With the key: a file under another file's name is not what was written there."""
+    return hashlib.sha256(key.encode() + image).digest()
+
+
+def _read(folder: Path, name: str) -> bytes:
+    """Raises: OSError, FileNotFoundError among them."""
+    place = _open_folder(folder, make=False)
+    try:
+        # A pipe in its place would otherwise be waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        file = os.open(name, flags, dir_fd=place)
+    finally:
+        os.close(place)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{folder / name} is no file: remove it")
+        _require_own(found, folder / name)
+        if found.st_size > LARGEST_BYTES:
+            raise PermissionError(f"{folder / name} has {found.st_size} bytes: remove it")
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            return opened.read(LARGEST_BYTES)
+    finally:
+        os.close(file)
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    """Raises: OSError; then the file is as it was."""
+    place = _open_folder(folder, make=True)
+    try:
+        part = f"{name}.{secrets.token_hex(8)}.part"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(part, flags, 0o600, dir_fd=place)
+        try:
+            with os.fdopen(file, "wb") as opened:
+                opened.write(content)
+            os.replace(part, name, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part, dir_fd=place)
+            raise
+    finally:
+        os.close(place)
+
+
+# -- the way to the folder -------------------------------------------------------------------------
+
+
+def _open_folder(path: Path, *, make: bool) -> int:
+    """A folder that only this user can write to, from the root down, as a descriptor.
+
+    ``make``: folders that are missing are made, for this user alone.
+
+    Raises: OSError, FileNotFoundError among them; PermissionError for a folder of others.
+    """
+    flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    left, num_links, seen = [*reversed(path.parts)], 0, Path()
+    here = os.open(left[-1], flags)
+    try:
+        while left:
+            part = left.pop()
+            try:
+                found = os.stat(part, dir_fd=here, follow_symlinks=False)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with suppress(FileExistsError):  # another process was faster
+                    os.mkdir(part, 0o700, dir_fd=here)
+                found = os.stat(part, dir_fd=here, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                _require_safe(found, seen / part)
+                num_links += 1
+                if num_links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                left += reversed(Path(os.readlink(part, dir_fd=here)).parts)
+                continue
+            inner, outer = os.open(part, flags, dir_fd=here), here
+            here, seen = inner, seen / part
+            os.close(outer)
+            _require_safe(os.fstat(here), seen)
+        _require_own(os.fstat(here), seen)
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _require_own(found: os.stat_result, path: Path) -> None:
+    """Raises: PermissionError if another user can write there."""
+    if found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: {_CHOOSE}"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise PermissionError(f"other users can write to {path}: chmod go-w {path}, or {_CHOOSE}")
+
+
+def _require_safe(found: os.stat_result, path: Path) -> None:
+    """Raises: PermissionError if another user can say what lies in a folder, or where a link leads.
+
+    In a sticky folder, as /tmp is, each user renames only what is that user's own.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid}, who can exchange what it leads to: {_CHOOSE}"
+        )
+    if stat.S_ISLNK(found.st_mode):  # its mode means nothing
+        return
+    if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+        raise PermissionError(
+            f"other users can exchange what lies in {path}: chmod go-w {path}, or {_CHOOSE}"
+        )
+
+
+# -- machine ---------------------------------------------------------------------------------------
+
+
+_LOCK = threading.Lock()  # LLVM's own state is one for the process
+
+
+@cache
+def native_isa() -> Isa:
+    """This machine's."""
+    _start_llvm()
+    return isa(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+
+
+def isa(cpu: str, features: str) -> Isa:
+    """What LLVM's name of a CPU and its list of features (+avx2,+fma,…) say."""
+    has = set(features.split(","))
+    zen = cpu.startswith("znver")
+    wide = "+avx512f" in has and "+avx512bw" in has
+    return Isa(
+        cpu=cpu,
+        features=features,
+        registers=32 if wide else 8 if "+avx2" in has else 4,
+        f16=wide or "+f16c" in has,
+        # Measured: 62 to 91 % of the memory's bandwidth on Intel's, 10 to 30 % less on Zen 4.
+        prefetch="+sse2" in has and not zen,
+        bf16_convert=wide and "+avx512bf16" in has,
+        # Intel's has it, at half the speed of float32.
+        bf16_dot=wide and "+avx512bf16" in has and zen,
+        amx=wide and {"+amx-tile", "+amx-bf16"} <= has,
+    )
+
+
+class Kernels:
+    """Machine code for one machine, by name. Its addresses are good as long as this lives.
+
+    ``folder`` is where it is kept (None: ~/.cache/quire); ``sources`` is that of the modules that
+    write the kernels, if it is not this one.
+    """
+
+    def __init__(
+        self, isa: Isa, folder: Path | None = None, *, sources: Path | None = None
+    ) -> None:
+        self.isa = isa
+        self._kept = kept_code(_own_folder() if folder is None else folder)
+        self._sources = Path(__file__).parent if sources is None else sources
+        self._loaded: dict[str, tuple[llvm.ResourceTracker, int]] = {}
+
+    def address(self, name: str, write: Callable[[ir.Module], None]) -> int:
+        """Of the function "work" in the module that ``write`` fills, compiled now or earlier."""
+        with _LOCK:
+            if name not in self._loaded:
+                self._loaded[name] = self._load(name, write)
+            return self._loaded[name][1]
+
+    def _load(
+        self, name: str, write: Callable[[ir.Module], None]
+    ) -> tuple[llvm.ResourceTracker, int]:
+        _start_llvm()
+        sources = _source_hash(self._sources)
+        key = hashlib.sha256(f"{sources} {self.isa} {name}".encode()).hexdigest()
+        image = self._kept.read(key)
+        if image is not None:
+            try:
+                return self._link(key, image)
+            except RuntimeError as error:
+                self._kept.warn(f"LLVM cannot load what was kept for {name} ({error})")
+        log.info("compiling for %s: %s", self.isa.cpu, name)
+        module = ir.Module(name)
+        write(module)
+        image = _compile(module, self.isa)
+        self._kept.write(key, image)
+        return self._link(key, image)
+
+    def _link(self, key: str, image: bytes) -> tuple[llvm.ResourceTracker, int]:
+        """Raises: RuntimeError for what is no object file with a "work" in it."""
+        # The other linker takes its pieces of memory where there is room: between reservations as
+        # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
+        jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=True)
+        builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol("work")
+        library = builder.link(jit, key)
+        return library, library["work"]
+
+
+def _own_folder() -> Path | None:
+    """In the user's home; None for a user without one."""
+    try:
+        return Path("~/.cache/quire").expanduser()
+    except RuntimeError:
+        return None
+
+
+@cache
+def _source_hash(folder: Path) -> str:
+    """Of all that decides what that folder's kernels do, but for their names and the CPU."""
+    digest = hashlib.sha256(f"{llvm.llvm_version_info}".encode())
+    for sources in {Path(__file__).parent: None, folder: None}:
+        for path in sorted(sources.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _compile(module: ir.Module, isa: Isa) -> bytes:
+    target = _target(isa)
+    module.triple = target.triple
+    parsed = llvm.parse_assembly(str(module))
+    builder = llvm.create_pass_builder(target, llvm.PipelineTuningOptions(speed_level=3))
+    builder.getModulePassManager().run(parsed, builder)
+    image: bytes = target.emit_object(parsed)
+    return image
+
+
+def _target(isa: Isa) -> llvm.TargetMachine:
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=isa.cpu, features=isa.features, opt=3, reloc="pic", codemodel="default"
+    )
+
+
+@cache
+def _start_llvm() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()

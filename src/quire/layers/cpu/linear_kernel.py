@@ -1,0 +1,515 @@
+"""What each thread does during a call: pack the inputs, then take items until none is left.
+
+An item is taken before the one before it is done, so that memory is asked for the next weights in
+time, whichever thread multiplies them.
+"""
+
+from collections.abc import Iterator
+
+from llvmlite import ir
+from llvmlite.ir import Value
+
+from quire.kernels import amx
+from quire.kernels.formats import load_as, store_as
+from quire.kernels.isa import Isa
+from quire.kernels.language import FLOATS, I8, I16, I32, I64, INTS, LANES, LINE_BYTES, Code, Int
+from quire.layers.cpu import linear_kernel as tiles
+from quire.layers.cpu.activation import activate
+from quire.layers.cpu.linear_frame import (
+    BLOCK,
+    FRAME,
+    ITEM,
+    MATRIX,
+    PANEL_BYTES,
+    ROOM_BYTES,
+    WORD_BYTES,
+    ProductShape,
+)
+
+# -- rest ------------------------------------------------------------------------------------------
+
+# The last inputs of a row, where they fill no vector: copied to where zeros are behind them.
+
+
+def copy_rest(code: Code, element_bytes: int, source: Int, count: Int, target: Int) -> None:
+    """``count`` elements, and zeros up to a whole line."""
+    typ = {4: I32, 2: I16}[element_bytes]
+    code.write(ir.Constant(ir.VectorType(I8, LINE_BYTES), [0] * LINE_BYTES), target)
+    code.each(
+        count * element_bytes,
+        lambda n: code.write(code.read(source + n, typ), target + n),
+        step=element_bytes,
+    )
+
+
+# -- vectors ---------------------------------------------------------------------------------------
+
+# A block of outputs at a time by ordinary vectors: each sum runs along a row of weights.
+#
+#     c[o][r] = Σ_i weight[o][i] · x[r][i]
+#
+# A few outputs' rows of weights stay in the nearest cache while all rows of inputs pass by. Every
+# sum is added up in the same order, however many rows there are.
+
+
+_OUTPUTS = 4  # that share a load of inputs
+
+
+def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
+    """Add "pack" and "multiply" to a module."""
+    _pack_for_vectors(Code(module, "pack", 6, isa), shape)
+    for name, rows, first in _forms(isa):
+        _some_rows(Code(module, name, 8, isa), shape, rows, first)
+    _multiply_vectors(Code(module, "multiply", 8, isa), shape)
+
+
+def _rows(isa: Isa) -> int:
+    """That share a load of weights."""
+    return 4 if isa.registers >= 32 else 1
+
+
+def _forms(isa: Isa) -> Iterator[tuple[str, int, bool]]:
+    for rows in sorted({1, _rows(isa)}):
+        for first in (True, False):
+            yield _vectors_name(rows, first), rows, first
+
+
+def _vectors_name(rows: int, first: bool) -> str:
+    return f"multiply_{rows}" + "_first" * first
+
+
+def _pack_for_vectors(code: Code, shape: ProductShape) -> None:
+    """(x, its row bytes, rows, inputs, target, room for a line): rows of whole steps."""
+    x, row_bytes, num_rows, num_inputs, target, room = code.params
+    step, size = shape.step(code.isa), shape.element_bytes
+    whole = num_inputs // step
+    rest = num_inputs - whole * step
+    target_row = (num_inputs + (step - 1)) // step * LINE_BYTES
+
+    def row(r: Int) -> None:
+        source, to = x + r * row_bytes, target + r * target_row
+
+        def some(n: Int, place: Int) -> None:
+            code.write(_read_step(code, shape, place), to + n * LINE_BYTES)
+
+        code.each(whole, lambda n: some(n, source + n * (step * size)))
+
+        def last() -> None:
+            copy_rest(code, size, source + whole * (step * size), rest, room)
+            some(whole, room)
+
+        code.when(rest >= 1, last)
+
+    code.each(num_rows, row)
+    code.end()
+
+
+def _read_step(code: Code, shape: ProductShape, place: Int) -> Value:
+    """As many inputs or weights as are multiplied at once: floats, or words of two bfloat16."""
+    if shape.pairs(code.isa):
+        return code.read(place, INTS)
+    return load_as(code, place, shape.kind)
+
+
+def _multiply_vectors(code: Code, shape: ProductShape) -> None:
+    """(weights, their row bytes, inputs, x, rows, c, next, room): the sums of a block.
+
+    They lie in panels of sixteen rows. Meanwhile memory is asked for the weights of ``next``.
+    """
+    weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
+    step, size = shape.step(code.isa), shape.element_bytes
+    x_row = (num_inputs + (step - 1)) // step * LINE_BYTES
+    whole = num_inputs // step
+    rest = num_inputs - whole * step
+    at_once = _rows(code.isa)
+
+    def last_inputs() -> None:
+        for o in range(BLOCK):
+            source = weights + row_bytes * o + whole * (step * size)
+            copy_rest(code, size, source, rest, room + o * LINE_BYTES)
+
+    code.when(rest >= 1, last_inputs)
+
+    def some_outputs(o: Int) -> None:
+        here, line = weights + o * row_bytes, room + o * LINE_BYTES
+        following = code.choose(o + _OUTPUTS < BLOCK, weights + (o + _OUTPUTS) * row_bytes, ahead)
+
+        def run(rows: int, r: Int, first: bool) -> None:
+            to = sums + r // LANES * PANEL_BYTES + o * LINE_BYTES + r % LANES * 4
+            code.run(
+                _vectors_name(rows, first), here, row_bytes, num_inputs, x + r * x_row, x_row, to,
+                following, line,
+            )  # fmt: skip
+
+        def several(r: Int, rows: int) -> None:
+            code.either(r.equals(0), lambda: run(rows, r, True), lambda: run(rows, r, False))
+
+        full = num_rows // at_once * at_once
+        if at_once > 1:
+            code.each(full, lambda r: several(r, at_once), step=at_once)
+        code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+
+    code.each(BLOCK, some_outputs, step=_OUTPUTS)
+    code.end()
+
+
+def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
+    """(weights, their row bytes, inputs, x, its row bytes, c, next, the outputs' last inputs)."""
+    weights, row_bytes, num_inputs, x, x_row, sums, ahead, last = code.params
+    step, size = shape.step(code.isa), shape.element_bytes
+    whole = num_inputs // step
+    some_bytes = _OUTPUTS * step * size  # of weights
+    places = [weights + row_bytes * o for o in range(_OUTPUTS)]
+
+    def add(totals: list[Value], n: Int, places: list[Int]) -> list[Value]:
+        typ = INTS if shape.pairs(code.isa) else FLOATS
+        inputs = [code.read(x + x_row * r + n * LINE_BYTES, typ) for r in range(rows)]
+        found = []
+        for o, place in enumerate(places):
+            weight = _read_step(code, shape, place)
+            for r in range(rows):
+                total = totals[o * rows + r]
+                found.append(
+                    code.dot_pairs(total, weight, inputs[r])
+                    if shape.pairs(code.isa)
+                    else code.fma(weight, inputs[r], total)
+                )
+        return found
+
+    def whole_step(n: Int, totals: list[Value]) -> list[Value]:
+        if first:
+            code.prefetch(ahead + n * some_bytes, some_bytes)
+        return add(totals, n, [place + n * (step * size) for place in places])
+
+    totals = code.loop(whole, [code.floats(0.0)] * (_OUTPUTS * rows), whole_step)
+
+    def rest(_: Int, totals: list[Value]) -> list[Value]:
+        return add(totals, whole, [last + o * LINE_BYTES for o in range(_OUTPUTS)])
+
+    has_rest = num_inputs - whole * step
+    totals = code.loop(has_rest.at_most(1), totals, rest)
+    for o in range(_OUTPUTS):
+        for r in range(rows):
+            place = sums + o * LINE_BYTES + r * 4
+            code.write(_sum(code, totals[o * rows + r]), place)
+    code.end()
+
+
+def _sum(code: Code, value: Value) -> Value:
+    """Of all lanes, in an order that no compiler may change."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        picks = [width + i for i in range(width)] + [0] * (LANES - width)
+        value = code.b.fadd(value, code.shuffle(value, value, picks))
+    return code.b.extract_element(value, ir.Constant(I32, 0))
+
+
+# -- finish ----------------------------------------------------------------------------------------
+
+# From sums to outputs: bias, activation, and one rounding where torch's separate ops round.
+
+
+def write_turn(code: Code) -> None:
+    """(sums of a panel): [16 outputs][16 rows] become [16 rows][16 outputs], where they are."""
+    sums = code.params[0]
+    places = [sums + n * LINE_BYTES for n in range(LANES)]
+    for place, line in zip(places, code.transpose([code.load(p) for p in places]), strict=True):
+        code.store(line, place)
+    code.end()
+
+
+def write_finish(code: Code, shape: ProductShape) -> None:
+    """(sums, the other's, count, bias, the other's, out, its row bytes, room for a line)."""
+    sums, others, count, bias, other_bias, out, out_row, room = code.params
+
+    def with_bias(place: Int, bias: Int) -> Value:
+        return code.b.fadd(code.load(place), load_as(code, bias, shape.kind))
+
+    def rounded(value: Value) -> Value:
+        if shape.kind == "f32":
+            return value
+        store_as(code, value, room, shape.kind)
+        return load_as(code, room, shape.kind)
+
+    def row(r: Int) -> None:
+        value = with_bias(sums + r * LINE_BYTES, bias)
+        if shape.activation is not None:
+            gate = rounded(activate(code, rounded(value), shape.activation))
+            value = code.b.fmul(gate, rounded(with_bias(others + r * LINE_BYTES, other_bias)))
+        store_as(code, value, out + r * out_row, shape.kind)
+
+    code.each(count, row)
+    code.end()
+
+
+# -- worker ----------------------------------------------------------------------------------------
+
+
+def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
+    """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
+    if shape.tiles:
+        tiles.write_tiles(module, isa)
+    else:
+        write_vectors(module, shape, isa)
+    write_turn(Code(module, "turn", 1, isa))
+    write_finish(Code(module, "finish", 8, isa), shape)
+    _Worker(Code(module, "work", 1, isa), shape).write()
+
+
+class _Worker:
+    """The code of "work"."""
+
+    def __init__(self, code: Code, shape: ProductShape) -> None:
+        self.code, self.shape = code, shape
+        self.frame = code.params[0]
+        self.call = {
+            name: code.number(self.word(name)) for name in FRAME if not name.startswith("next")
+        }
+
+    def word(self, name: str) -> Int:
+        """The address of a word of the frame."""
+        return self.frame + FRAME.index(name) * WORD_BYTES
+
+    def write(self) -> None:
+        code, call = self.code, self.call
+        number = code.take(self.word("next_thread"))
+        self.room = call["scratch"] + number * call["scratch_bytes"]
+        panels = (call["num_rows"] + (LANES - 1)) // LANES
+        self.sums = self.room + ROOM_BYTES
+        self.other_sums = self.sums + panels * PANEL_BYTES
+        self.inputs = self.other_sums + panels * PANEL_BYTES
+        if self.shape.tiles:
+            code.run("shape_tiles")
+        code.run(
+            "pack", call["x"], call["x_row"], call["num_rows"], call["num_inputs"], self.inputs,
+            self.room,
+        )  # fmt: skip
+
+        def take(_: Int, taken: list[Value]) -> list[Value]:
+            item, following = Int(code.b, taken[0]), code.take(self.word("next_item"))
+            code.when(item < call["num_items"], lambda: self._item(item, following))
+            return [following.value]
+
+        first = code.take(self.word("next_item"))
+        code.loop(call["num_items"], [first.value], take)
+        if self.shape.tiles:
+            code.run("release_tiles")
+        code.end()
+
+    def _item(self, number: Int, following: Int) -> None:
+        """All outputs of an item; ``following`` is the one that this thread does next."""
+        code, call = self.code, self.call
+        item = self._words(call["items"], number, ITEM)
+        after = self._words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
+        matrix, next_matrix = (self._matrix(words["matrix"]) for words in (item, after))
+        beyond = self._weights(next_matrix, after["start"])
+
+        def block(start: Int) -> None:
+            here = self._weights(matrix, start)
+            ahead = code.choose(
+                start + BLOCK < item["stop"], self._weights(matrix, start + BLOCK), beyond
+            )
+            if self.shape.activation is None:
+                self._multiply(matrix, here, self.sums, ahead)
+                self._finish(matrix, matrix, start)
+                return
+            other = self._matrix(code.whole(1))
+            there = self._weights(other, start)
+            self._multiply(matrix, here, self.sums, there)
+            self._multiply(other, there, self.other_sums, ahead)
+            self._finish(matrix, other, start)
+
+        code.each(item["stop"], block, start=item["start"], step=BLOCK)
+
+    def _words(self, table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
+        address = table + number * (len(names) * WORD_BYTES)
+        return {name: self.code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
+
+    def _matrix(self, number: Int) -> dict[str, Int]:
+        return self._words(self.frame + len(FRAME) * WORD_BYTES, number, MATRIX)
+
+    def _first(self, matrix: dict[str, Int], start: Int) -> Int:
+        """The last block begins earlier instead of being smaller: some outputs are found twice."""
+        return start.at_most(matrix["num_outputs"] - BLOCK)
+
+    def _weights(self, matrix: dict[str, Int], start: Int) -> Int:
+        return matrix["weight"] + self._first(matrix, start) * matrix["weight_row"]
+
+    def _multiply(self, matrix: dict[str, Int], weights: Int, sums: Int, ahead: Int) -> None:
+        call = self.call
+        self.code.run(
+            "multiply", weights, matrix["weight_row"], call["num_inputs"], self.inputs,
+            call["num_rows"], sums, ahead, self.room,
+        )  # fmt: skip
+
+    def _finish(self, matrix: dict[str, Int], other: dict[str, Int], start: Int) -> None:
+        code, call, size = self.code, self.call, self.shape.element_bytes
+        offset = self._first(matrix, start) * size
+
+        def panel(first: Int) -> None:
+            count = (call["num_rows"] - first).at_most(LANES)
+            for n in range(BLOCK // LANES):
+                place = first * (PANEL_BYTES // LANES) + n * LANES * LINE_BYTES
+                beside = offset + n * LANES * size
+                code.run("turn", self.sums + place)
+                if self.shape.activation is not None:
+                    code.run("turn", self.other_sums + place)
+                code.run(
+                    "finish", self.sums + place, self.other_sums + place, count,
+                    matrix["bias"] + beside, other["bias"] + beside,
+                    matrix["out"] + first * matrix["out_row"] + beside, matrix["out_row"],
+                    self.room,
+                )  # fmt: skip
+
+        code.each(call["num_rows"], panel, step=LANES)
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+
+# A block of outputs at a time by AMX: weights as they lie, inputs packed before.
+#
+#     c[o][r] = Σ_w weight[o][w] · x[r][w]     words w are pairs of bfloat16; o, r: sixteen each
+#
+# A tile of weights is sixteen rows of 64 bytes, as they lie; a tile of inputs is sixteen words of
+# sixteen rows, packed so. Two tiles of weights and two of inputs share their loads; where there
+# are more rows, the weights of a block come from the second cache again. Every sum is added up in
+# the same order, however many rows there are. Source: Intel SDM, chapter on AMX.
+
+
+STEP = 2 * LANES  # inputs of a tile
+_TILE_BYTES = LANES * LINE_BYTES
+_AT_ONCE = 2  # panels of sixteen rows
+_TILES = BLOCK // LANES  # of weights
+_SUMS, _WEIGHTS, _INPUTS = 0, 4, 6  # numbers of tiles
+_STEP_BYTES = BLOCK * LINE_BYTES  # of a block's weights
+_NOTHING = ir.VoidType()
+
+
+def write_tiles(module: ir.Module, isa: Isa) -> None:
+    """Add "pack", "multiply", "shape_tiles" and "release_tiles" to a module."""
+    amx.write_shape(Code(module, "shape_tiles", 0, isa))
+    amx.write_release(Code(module, "release_tiles", 0, isa))
+    _pack_for_tiles(Code(module, "pack", 6, isa))
+    for panels in range(1, _AT_ONCE + 1):
+        for first in (True, False):
+            _some_panels(Code(module, _tiles_name(panels, first), 7, isa), panels, first)
+    _multiply_tiles(Code(module, "multiply", 8, isa))
+
+
+def _tiles_name(panels: int, first: bool) -> str:
+    return f"multiply_{panels}" + "_first" * first
+
+
+def _pack_for_tiles(code: Code) -> None:
+    """(x, its row bytes, rows, inputs, target, room): tiles [panels / 2][steps][2][16][16] words.
+
+    Rows behind the last one repeat it.
+    """
+    x, row_bytes, num_rows, num_inputs, target, room = code.params
+    whole = num_inputs // STEP * LINE_BYTES
+    rest = num_inputs % STEP
+    steps = (num_inputs + (STEP - 1)) // STEP
+    panels = (num_rows + (LANES - 1)) // LANES
+
+    def panel(first: Int) -> None:
+        rows = [x + (first + n).at_most(num_rows - 1) * row_bytes for n in range(LANES)]
+        number = first // LANES
+        inside = number % _AT_ONCE
+        together = (panels - number + inside).at_most(_AT_ONCE)
+        here = target + ((number - inside) * steps + inside) * _TILE_BYTES
+
+        def tile(places: list[Int], to: Int) -> None:
+            lines = code.transpose([code.read(place, INTS) for place in places])
+            for n, line in enumerate(lines):
+                code.write(line, to + n * LINE_BYTES)
+
+        def step(offset: Int) -> None:
+            tile([row + offset for row in rows], here + offset * LANES * together)
+
+        def last() -> None:
+            lines = [room + n * LINE_BYTES for n in range(LANES)]
+            for row, line in zip(rows, lines, strict=True):
+                copy_rest(code, 2, row + whole, rest, line)
+            tile(lines, here + whole * LANES * together)
+
+        code.each(whole, step, step=LINE_BYTES)
+        code.when(rest >= 1, last)
+
+    code.each(num_rows, panel, step=LANES)
+    code.end()
+
+
+def _multiply_tiles(code: Code) -> None:
+    """(weights, their row bytes, inputs, x, rows, c, next, room): the sums of a block.
+
+    They lie in panels of sixteen rows. Meanwhile memory is asked for the weights of ``next``.
+    """
+    weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
+    panels = (num_rows + (LANES - 1)) // LANES
+    whole, rest = num_inputs // STEP, num_inputs % STEP
+    steps = (num_inputs + (STEP - 1)) // STEP
+    last = code.choose(rest >= 1, room, code.whole(0))
+
+    def copy_last() -> None:
+        for o in range(BLOCK):
+            source = weights + row_bytes * o + whole * LINE_BYTES
+            copy_rest(code, 2, source, rest, room + o * LINE_BYTES)
+
+    def run(panel: Int, number: int, first: bool) -> None:
+        code.run(
+            _tiles_name(number, first), weights, row_bytes, whole, x + panel * steps * _TILE_BYTES,
+            sums + panel * PANEL_BYTES, ahead, last,
+        )  # fmt: skip
+
+    def some_panels(panel: Int) -> None:
+        def run_some(first: bool) -> None:
+            code.either(
+                panels - panel >= _AT_ONCE,
+                lambda: run(panel, _AT_ONCE, first),
+                lambda: run(panel, 1, first),
+            )
+
+        code.either(panel.equals(0), lambda: run_some(True), lambda: run_some(False))
+
+    code.when(rest >= 1, copy_last)
+    code.each(panels, some_panels, step=_AT_ONCE)
+    code.end()
+
+
+def _some_panels(code: Code, panels: int, first: bool) -> None:
+    """(weights, their row bytes, whole steps, x, c, next, the last inputs' weights or nothing)."""
+    weights, row_bytes, steps, x, sums, ahead, last = code.params
+    line = ir.Constant(I64, LINE_BYTES)
+    pairs = [(o, p) for o in range(_TILES) for p in range(panels)]
+    for number in range(len(pairs)):
+        code.call("llvm.x86.tilezero", _NOTHING, _tile(_SUMS + number))
+
+    def multiply(n: Int, here: Int, stride: Value) -> None:
+        for p in range(panels):
+            _load(code, _INPUTS + p, x + n * (_TILE_BYTES * panels) + p * _TILE_BYTES, line)
+        for o in range(_TILES):
+            _load(code, _WEIGHTS + o, here + Int(code.b, stride) * (o * LANES), stride)
+            for p in range(panels):
+                tiles = (_SUMS + o * panels + p, _WEIGHTS + o, _INPUTS + p)
+                code.call("llvm.x86.tdpbf16ps", _NOTHING, *map(_tile, tiles))
+
+    def step(n: Int) -> None:
+        if first:
+            code.prefetch(ahead + n * _STEP_BYTES, _STEP_BYTES)
+        multiply(n, weights + n * LINE_BYTES, row_bytes.value)
+
+    code.each(steps, step)
+    code.when(last >= 1, lambda: multiply(steps, last, line))
+    for number, (o, p) in enumerate(pairs):
+        place = code.pointer(sums + p * PANEL_BYTES + o * _TILE_BYTES)
+        code.call("llvm.x86.tilestored64", _NOTHING, _tile(_SUMS + number), place, line)
+    code.end()
+
+
+def _load(code: Code, number: int, place: Int, row_bytes: Value) -> None:
+    code.call("llvm.x86.tileloadd64", _NOTHING, _tile(number), code.pointer(place), row_bytes)
+
+
+def _tile(number: int) -> ir.Constant:
+    return ir.Constant(I8, number)

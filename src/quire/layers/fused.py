@@ -1,0 +1,511 @@
+"""What runs in place of a model's own part: found by its structure, accepted by a trial.
+
+A part is a ``torch.nn`` module of any class. Which of the known forms it has is not read from its
+name: each is tried on random inputs, and the one that gives what the part itself gives is taken.
+Before every pass it is asked whether the part is still what it was then.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, is_
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.tensors import KINDS
+from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
+from quire.layers.cpu.linear import BoundLinear, CpuLinear
+from quire.layers.cpu.row_kernels import (
+    ROW_KINDS,
+    Gate,
+    GateShape,
+    Norm,
+    NormForm,
+    NormShape,
+    Rotary,
+    RotaryShape,
+)
+from quire.layers.watch import Watch
+
+# -- stand ins -------------------------------------------------------------------------------------
+
+
+Slot: TypeAlias = tuple[dict[str, Any], str, object]  # whose value, by that name, is that
+
+
+class Kept:
+    """What modules are made of, to be looked at before every pass: as flat lists, all at once."""
+
+    def __init__(
+        self,
+        slots: Collection[Slot],
+        plain: Collection[nn.Module],  # calling them does what their classes say, nothing more
+        hooked: Collection[nn.Module] = (),  # these may have hooks besides
+    ) -> None:
+        self._owners = [slot[0] for slot in slots]
+        self._names = [slot[1] for slot in slots]
+        self._values = [slot[2] for slot in slots]
+        self._hooks = [hooks for m in plain for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [m.__dict__ for m in (*plain, *hooked)]
+
+    def holds(self) -> bool:
+        """Whether all of it is still there."""
+        found = map(dict.get, self._owners, self._names)
+        return (
+            all(map(is_, found, self._values))
+            and not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+        )
+
+
+def slots_of(*several: dict[str, Any]) -> tuple[Slot, ...]:
+    return tuple((own, name, value) for own in several for name, value in own.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """Runs in place of ``module.forward``."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    inside: tuple[nn.Module, ...]  # its children that are not called meanwhile
+    holds: Callable[[], bool]  # whether the module is still what it was then
+
+
+def stand_in(
+    module: nn.Module, forward: Callable[..., Any], inside: tuple[nn.Module, ...] = ()
+) -> StandIn | str:
+    """Or why there is none: nothing would tell that the module does something else by now."""
+    if "forward" in vars(module):
+        return "its owner has put another forward in its place"
+    watch = Watch(module)
+    if watch.unseen:
+        return f"it keeps what cannot be watched: {', '.join(watch.unseen)}"
+    return StandIn(module=module, forward=forward, inside=inside, holds=watch.holds)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling a module does what its class says, and nothing more."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def random_like(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+    """Of its dtype and where it lies, about one in size."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(like)
+
+
+def answer(part: Callable[..., Any], *given: Tensor) -> Any:
+    """What a part gives; None if it takes something else."""
+    try:
+        return part(*given)
+    except Exception:  # it is code that we know nothing of
+        return None
+
+
+def agrees(got: Tensor, want: Any, *, of_sums: bool = False) -> bool:
+    """Equal within one rounding of their dtype.
+
+    In float32 sums that are taken in another order differ by some of its roundings: sixteen are
+    allowed. ``of_sums``: what is computed is a sum, so one term's rounding is what counts, not that
+    of a sum that came out small.
+    """
+    if not isinstance(want, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    rounding = max(torch.finfo(want.dtype).eps, 16 * torch.finfo(torch.float32).eps)
+    got, want = got.float(), want.float()
+    size = want.abs()
+    if of_sums and want.numel():
+        size = size.max()
+    return bool(((got - want).abs() <= rounding * size + 1e-30).all())
+
+
+def settings(module: nn.Module) -> frozenset[tuple[str, object]]:
+    """The plain values that a module has been made with: it may do something else by them."""
+    plain = (int, float, str, type(None))
+    return frozenset((n, v) for n, v in vars(module).items() if isinstance(v, plain))
+
+
+# -- linears ---------------------------------------------------------------------------------------
+
+# Stand-ins for linear layers, alone or side by side on one input.
+
+
+_SIBLINGS = ("q_proj", "k_proj", "v_proj")
+
+
+class Linears:
+    """Finds them. What was tried on one is not tried again on others of its size."""
+
+    def __init__(self, cpu: CpuLinear) -> None:
+        self._cpu = cpu
+        self._tried: dict[object, bool] = {}
+
+    def find(self, module: nn.Module) -> StandIn | str | None:
+        """A stand-in; why there is none; or None for what is no linear layer."""
+        if not isinstance(module, nn.Linear):
+            return None
+        if reason := self.unsupported(module):
+            return reason
+        bound = self._bind([module])
+
+        def forward(x: Tensor) -> Tensor:
+            return bound(x)[0]
+
+        return stand_in(module, forward)
+
+    def find_siblings(self, module: nn.Module) -> list[StandIn]:
+        """For the layers that make queries, keys and values: whichever comes first finds all."""
+        layers = [getattr(module, name, None) for name in _SIBLINGS]
+        plain = [x for x in layers if isinstance(x, nn.Linear) and not self.unsupported(x)]
+        if len(plain) < len(layers) or len({x.in_features for x in plain}) > 1:
+            return []
+        if len({x.weight.dtype for x in plain}) > 1:
+            return []
+        together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
+        found = [stand_in(layer, together.forward_of(n)) for n, layer in enumerate(plain)]
+        return [part for part in found if isinstance(part, StandIn)]
+
+    def unsupported(self, layer: nn.Linear) -> str | None:
+        """Why a linear layer keeps its own product; None if it need not."""
+        if type(layer) is not nn.Linear:
+            return "it is a linear layer of another kind"
+        given = [p for p in (layer.weight, layer.bias) if p is not None]
+        if any(type(p) is not nn.Parameter for p in given) or not is_plain(layer):
+            return "its weights or its call are not torch's own"
+        if reason := self._cpu.unsupported([layer.weight]):
+            return reason
+        key = layer.weight.shape, layer.weight.dtype, layer.bias is None
+        if key not in self._tried:
+            self._tried[key] = self._try(layer)
+        return None if self._tried[key] else "it computes something else"
+
+    def _bind(self, layers: Sequence[nn.Linear]) -> BoundLinear:
+        return self._cpu.bind([x.weight for x in layers], [x.bias for x in layers])
+
+    def _try(self, layer: nn.Linear) -> bool:
+        bound = self._bind([layer])
+        with torch.inference_mode():
+            inputs = [random_like(layer.weight, 1, n, layer.in_features) for n in (1, 3)]
+            return all(agrees(bound(x)[0], layer(x), of_sums=True) for x in inputs)
+
+
+class _Together:
+    """Products of one input: the first call for it computes all, the others take theirs.
+
+    A call with another input than the last one computes all again; so each is right, whatever the
+    model does between them, and only a model that gives each its own input loses by it.
+    """
+
+    def __init__(self, bound: BoundLinear, alone: Sequence[BoundLinear]) -> None:
+        self._bound = bound
+        self._alone = alone
+        self._input: Tensor | None = None  # of what waits to be taken
+        self._waiting: dict[int, Tensor] = {}
+
+    def forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
+        """What the layer of that number computes."""
+
+        def forward(x: Tensor) -> Tensor:
+            if x is not self._input:
+                if x.numel() // x.shape[-1] > self._bound.most_rows:
+                    return self._alone[index](x)[0]
+                self._input, self._waiting = x, dict(enumerate(self._bound(x)))
+            found = self._waiting.pop(index, None)
+            if not self._waiting:
+                self._input = None
+            return self._alone[index](x)[0] if found is None else found
+
+        return forward
+
+
+# -- gated -----------------------------------------------------------------------------------------
+
+# Stand-ins for gated feed-forward layers: ``down(act(gate(x)) * up(x))`` as a whole.
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_REACH = 2.0  # of a trial's inputs to the activation, where kinds of it differ
+
+
+class GatedLayers:
+    """Finds them. What one was found to be, all of its class, sizes and settings are."""
+
+    def __init__(self, cpu: CpuLinear, linears: Linears) -> None:
+        self._cpu = cpu
+        self._linears = linears
+        self._tried: dict[object, bool] = {}
+
+    def find(self, module: nn.Module) -> StandIn | str | None:
+        """A stand-in; why there is none; or None for what is no such layer."""
+        children = [module._modules.get(name) for name in _NAMES]
+        if None in children:
+            return None
+        layers = [child for child in children if isinstance(child, nn.Linear)]
+        if len(layers) < len(_NAMES):
+            return "it has other parts than linear layers and an activation"
+        for layer in layers:
+            if reason := self._linears.unsupported(layer):
+                return reason
+        others = [child for child in module.children() if child not in layers]
+        name = _activation(others[0]) if len(others) == 1 else None
+        if name is None or module._parameters or module._buffers:
+            return "it has other parts than linear layers and an activation with a kernel"
+        gate, up, _ = layers
+        if gate.weight.shape != up.weight.shape or gate.weight.dtype != up.weight.dtype:
+            return "its gate and what it gates differ in shape"
+        gated = _Gated(self._cpu, name, layers, module.forward)
+        sizes = [(*x.weight.shape, x.weight.dtype, x.bias is None) for x in layers]
+        key = type(module), settings(module), name, *sizes
+        if key not in self._tried:
+            self._tried[key] = _try(module, gate, gated)
+        if not self._tried[key]:
+            return "it computes something else than a gated layer"
+        return stand_in(module, gated, (*layers, *others))
+
+
+class _Gated:
+    """The whole layer: all of it by kernels for few rows, all but the products for many."""
+
+    def __init__(
+        self, cpu: CpuLinear, activation: str, layers: Sequence[nn.Linear], own: Callable[..., Any]
+    ) -> None:
+        gate, up, down = layers
+        biases = [gate.bias, up.bias]
+        self._own = own
+        self._dtype = gate.weight.dtype
+        self._gated = cpu.bind_gated(gate.weight, up.weight, activation, biases)
+        self._both = cpu.bind([gate.weight, up.weight], biases)
+        shape = GateShape(width=gate.out_features, activation=activation, kind=KINDS[self._dtype])
+        self._join = Gate(shape, cpu.kernels, cpu.threads)
+        self._down = cpu.bind([down.weight], [down.bias])
+        self.most_rows = self._gated.most_rows  # that are few
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype is not self._dtype:
+            return self._own(x, *args, **kwargs)
+        if x.numel() // x.shape[-1] <= self.most_rows:
+            return self._down(self._gated(x))[0]
+        return self._down(self._join(*self._both(x)))[0]
+
+
+def _try(module: nn.Module, gate: nn.Linear, gated: _Gated) -> bool:
+    with torch.inference_mode():
+        for num_rows in (1, 3, gated.most_rows + 1):
+            x = random_like(gate.weight, 1, num_rows, gate.in_features)
+            x *= _REACH / gate(x).float().std()
+            if not agrees(gated(x), answer(module, x), of_sums=True):
+                return False
+    return True
+
+
+def _activation(module: nn.Module) -> str | None:
+    """The name of the kernel that does what a module does; None if there is none."""
+    if not is_plain(module) or [*module.parameters()]:
+        return None
+    x = torch.linspace(-12, 12, 241)
+    with torch.inference_mode():
+        y = answer(module, x)
+        return next((a for a in ACTIVATIONS if agrees(torch_activation(a)(x), y)), None)
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+# Stand-ins for norms: modules with one vector of weights and a small number for safety.
+
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# Llama's and Gemma's first.
+_FORMS = tuple(
+    NormForm(rounds_first=first, from_one=one)
+    for first, one in ((True, False), (False, True), (False, False), (True, True))
+)
+
+
+class Norms:
+    """Finds them. What one was found to be, all of its class, size and settings are."""
+
+    def __init__(self, cpu: CpuLinear) -> None:
+        self._cpu = cpu
+        self._tried: dict[object, Norm | None] = {}
+
+    def find(self, module: nn.Module) -> StandIn | str | None:
+        """A stand-in; why there is none; or None for what is no such norm."""
+        weight, eps = module._parameters.get("weight"), _epsilon(module)
+        if weight is None or weight.dim() != 1 or eps is None or module._modules:
+            return None
+        if module._buffers or any(
+            p is not weight for p in module._parameters.values() if p is not None
+        ):
+            return "it has more than one vector of weights"
+        if KINDS.get(weight.dtype) not in ROW_KINDS:
+            return f"there is no kernel for {weight.dtype}"
+        key = type(module), settings(module), len(weight), weight.dtype, eps
+        if key not in self._tried:
+            self._tried[key] = self._try(module, weight, eps)
+        norm = self._tried[key]
+        if norm is None:
+            return "it is no root mean square norm of a known form"
+        return stand_in(module, _forward(module, norm, weight.dtype))
+
+    def _try(self, module: nn.Module, weight: Tensor, eps: float) -> Norm | None:
+        width, kind = len(weight), KINDS[weight.dtype]
+        # With other weights than its own: ones, as a model has before it is trained, tell nothing.
+        twin, weights = copy.copy(module), random_like(weight, width)
+        twin._parameters = {"weight": nn.Parameter(weights)}
+        sizes = (1.0, 30.0, eps**0.5)
+        inputs = [random_like(weight, 1, 3, width, seed=n) * size for n, size in enumerate(sizes)]
+        with torch.inference_mode():
+            wanted = [answer(twin, x) for x in inputs]
+            for form in _FORMS:
+                shape = NormShape(width=width, kind=kind, eps=eps, form=form)
+                norm = Norm(shape, self._cpu.kernels, self._cpu.threads)
+                if all(agrees(norm(x, weights), y) for x, y in zip(inputs, wanted, strict=True)):
+                    return norm
+        return None
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    found = (getattr(module, name, None) for name in _EPSILONS)
+    return next((eps for eps in found if isinstance(eps, float)), None)
+
+
+def _forward(module: nn.Module, norm: Norm, dtype: torch.dtype) -> Callable[..., Any]:
+    own, weight = module.forward, module.weight
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype is not dtype or weight.dtype is not dtype:
+            return own(x, *args, **kwargs)
+        return norm(x, weight)
+
+    return forward
+
+
+# -- rotation --------------------------------------------------------------------------------------
+
+# Stand-ins for attention layers whose file has a function that turns queries and keys.
+#
+# Such a layer runs its class's own code, in which the function's name means a kernel. The file
+# itself is left alone: other models are computed by it at the same time, and some of them are
+# trained.
+
+
+log = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+
+
+class Rotations:
+    """Finds them."""
+
+    def __init__(self, cpu: CpuLinear) -> None:
+        self._cpu = cpu
+        self._made: dict[FunctionType, FunctionType] = {}
+        self._watches: dict[int, Watch] = {}  # of files, by the functions' ids
+
+    def find(self, module: nn.Module) -> StandIn | None:
+        """A stand-in for a layer whose code calls that function, and calls it by its name."""
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+            return None
+        own = forward.__globals__.get(ROTARY)
+        if not isinstance(own, FunctionType) or "forward" in vars(module):
+            return None
+        if forward not in self._made:
+            self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
+        watch = self._watches.get(id(own)) or self._watches.setdefault(id(own), Watch(own, forward))
+
+        def holds() -> bool:
+            is_called = type(module).forward is forward and "forward" not in vars(module)
+            return is_called and watch.holds()
+
+        turned = MethodType(self._made[forward], module)
+        return StandIn(module=module, forward=turned, inside=(), holds=holds)
+
+
+class _Names(dict[str, Any]):
+    """Some names of a file mean something else; all the others what they mean there by then."""
+
+    def __init__(self, file: dict[str, Any], others: dict[str, Any]) -> None:
+        super().__init__(others)
+        self._file = file
+
+    def __missing__(self, name: str) -> Any:
+        return self._file[name]
+
+
+def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType:
+    """The same code, in which some of the names that it reads mean something else."""
+    made = FunctionType(
+        function.__code__,
+        _Names(function.__globals__, others),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+class Rotation:
+    """Called as the model's own function is: ``(q, k, cos, sin)``.
+
+    Heads of each new shape are tried when they first come. What does not turn out the same, and
+    what is given otherwise, the function itself computes.
+    """
+
+    def __init__(self, own: Callable[..., Any], cpu: CpuLinear) -> None:
+        self.own = own
+        self._cpu = cpu
+        self._tried: dict[object, Rotary | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rotary = self._kernel(*args) if len(args) == 4 and not kwargs else None
+        return self.own(*args, **kwargs) if rotary is None else rotary(*args)
+
+    def _kernel(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotary | None:
+        """For q [1, H, T, D], k [1, K, T, D], cos and sin [1, T, turned] of one dtype."""
+        heads, kept, angles = q.shape, k.shape, cos.shape
+        if len(heads) != 4 or len(angles) != 3 or heads[0] != 1 or angles[:2] != (1, heads[2]):
+            return None
+        if sin.shape != angles or kept[2:] != heads[2:] or not q.dtype is k.dtype is cos.dtype:
+            return None
+        key = heads[1], kept[1], heads[3], angles[2], q.dtype
+        try:
+            return self._tried[key]
+        except KeyError:
+            found = self._tried[key] = self._try(q, k, cos)
+            return found
+
+    def _try(self, q: Tensor, k: Tensor, cos: Tensor) -> Rotary | None:
+        """On random heads of these shapes."""
+        (_, num_heads, _, width), kv_heads, turned = q.shape, k.shape[1], cos.shape[2]
+        if KINDS.get(q.dtype) not in ROW_KINDS or turned % 2 or turned > width:
+            return None
+        shape = RotaryShape(
+            query_heads=num_heads,
+            kv_heads=kv_heads,
+            width=width,
+            turned=turned,
+            kind=KINDS[q.dtype],
+        )
+        rotary = Rotary(shape, self._cpu.kernels, self._cpu.threads)
+        given = (
+            random_like(q, 1, 3, num_heads, width).transpose(1, 2),
+            random_like(q, 1, 3, kv_heads, width, seed=1).transpose(1, 2),
+            random_like(q, 1, 3, turned, seed=2),
+            random_like(q, 1, 3, turned, seed=3),
+        )
+        with torch.inference_mode():
+            wanted = answer(self.own, *given)
+            if isinstance(wanted, tuple) and len(wanted) == 2:
+                pairs = zip(rotary(*given), wanted, strict=True)
+                if all(agrees(got, want, of_sums=True) for got, want in pairs):
+                    return rotary
+        log.info("%s keeps its own rotary positions for %s", self.own.__module__, shape)
+        return None
