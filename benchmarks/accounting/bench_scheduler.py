@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.harness.quiet import no_collection
 from benchmarks.harness.report import Output, Run, Table, WithClaims
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig
@@ -40,7 +40,7 @@ class Crowd:
             block_size=BLOCK,
             page_bytes=BLOCK * FULL.bytes_per_token,
         )
-        limits = Limits(
+        limits = SchedulerLimits(
             max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.accounting = STRATEGIES["paged"][0]((FULL,), config)

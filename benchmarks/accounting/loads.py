@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig
-from quire.planner.simulation.cost_model import FittedCosts, Reach, StepCosts, Work
+from quire.planner.simulation.cost_model import FittedCosts, Reach, StepCosts, StepWork
 from quire.sampling_params import SamplingParams
 from quire.spec import FullAttention, Group
 
@@ -192,7 +192,7 @@ def play(
         enable_prefix_caching=caching,
     )
     accounting = STRATEGIES["paged"][0](GROUPS, config)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=longest,
         max_num_seqs=load.max_num_seqs,
         max_num_batched_tokens=load.max_num_batched_tokens,
@@ -241,7 +241,7 @@ def plenty_s(load: Load, prices: StepCosts) -> float:
     """About how long the work takes in batches as large as there are seats."""
     seats = min(load.max_num_seqs, len(load.jobs))
     tokens = sum(job.num_output_tokens for job in load.jobs)
-    return prices.seconds(Work(seats, seats, seats, 0.0, 0.0)) * tokens / seats
+    return prices.seconds(StepWork(seats, seats, seats, 0.0, 0.0)) * tokens / seats
 
 
 def _request(number: int, job: Job, ends_are_known: bool) -> Request:

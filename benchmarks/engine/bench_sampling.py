@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.harness.quiet import Call, Timing, take_turns, times_as_fast
 from benchmarks.harness.report import Table, WithClaims, show
 from quire import SamplingParams
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import LogitsSampler
 from quire.engine.sequence import Request
 from quire.engine.sequence import Sequence as Running
 from quire.engine.step_plan import Draw, StepPlan
@@ -66,7 +66,7 @@ def plan_of(num_rows: int, kind: dict[str, Any]) -> StepPlan:
 
 
 def calls_of(logits: Tensor, plan: StepPlan) -> dict[str, Call]:
-    ours, peer = Sampler(), Sampler(as_on_device=logits.is_cpu)
+    ours, peer = LogitsSampler(), LogitsSampler(as_on_device=logits.is_cpu)
 
     def own() -> object:
         return ours.sample(logits, plan)

@@ -31,7 +31,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StrategyRun:
     """One strategy's run."""
 
     strategy: str
@@ -66,7 +66,7 @@ def compare(
     *,
     report: Callable[[str], None] = lambda _: None,
     **options: Any,
-) -> list[Run]:
+) -> list[StrategyRun]:
     """Run ``prompts`` under every strategy, each with its params. ``report`` is told the name."""
     runs = []
     for strategy in STRATEGIES:
@@ -75,7 +75,7 @@ def compare(
     return runs
 
 
-def picture(runs: Sequence[Run], *, subtitle: str) -> str:
+def picture(runs: Sequence[StrategyRun], *, subtitle: str) -> str:
     """Committed bytes over the steps, a line a strategy, over what the tokens themselves need."""
     needed = Line(
         label="the tokens' own bytes",
@@ -102,7 +102,7 @@ def _run(
     prompts: Sequence[str],
     params: Sequence[SamplingParams],
     options: dict[str, Any],
-) -> Run:
+) -> StrategyRun:
     from quire.engine.llm import LLM
 
     history: list[Usage] = []
@@ -113,7 +113,7 @@ def _run(
         completions = llm.generate(list(prompts), list(params), observe=history.append)
         elapsed_s = perf_counter() - begin
         memory = llm.memory
-        return Run(
+        return StrategyRun(
             strategy=strategy,
             history=tuple(history),
             texts=tuple(completion.text for completion in completions),

@@ -18,7 +18,7 @@ from quire.errors import ConfigError, one_line
 from quire.memory.by_device import why_no_memory
 from quire.units import align_up
 
-# -- choice ----------------------------------------------------------------------------------------
+# -- the choice of a device ------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" .:")
 
 
-# -- pinned ----------------------------------------------------------------------------------------
+# -- pinned memory ---------------------------------------------------------------------------------
 
 # Memory of the host that a device copies to and from by itself: pinned, where any can be had.
 
@@ -133,7 +133,7 @@ def warn_if_none(device: torch.device) -> None:
         )
 
 
-# -- results ---------------------------------------------------------------------------------------
+# -- from a device ---------------------------------------------------------------------------------
 
 # Numbers from a device to the host: many tensors, one copy, and the host waits once.
 #
@@ -201,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-# -- staging ---------------------------------------------------------------------------------------
+# -- to a device -----------------------------------------------------------------------------------
 
 # Numbers from the host to a device: many arrays, and one copy that the host does not wait for.
 #
@@ -245,7 +245,7 @@ def to_device(
     return found
 
 
-# -- streams ---------------------------------------------------------------------------------------
+# -- the stream ------------------------------------------------------------------------------------
 
 # The stream that an engine's work goes to: the device's default one, whichever thread steps.
 #
@@ -278,7 +278,7 @@ def on_default_stream(device: torch.device) -> Iterator[None]:
             callers.wait_stream(default)
 
 
-# -- unused ----------------------------------------------------------------------------------------
+# -- torch's unused memory -------------------------------------------------------------------------
 
 # What torch keeps of memory for later use: a device's, and pinned memory of the host.
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attention.machines import find_isa
 from quire.attention import AttentionBatch
-from quire.attention.cpu.backend import Plan, make_plan
+from quire.attention.cpu.backend import WorkPlan, make_plan
 from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, MAX_PANELS, AttendShape, Layout
 from quire.kernels.language import LANES, LINE_BYTES
 from quire.spec import (
@@ -43,7 +43,7 @@ ISA = find_isa("native")
 class Seen:
     """A plan as the threads find it: through its addresses."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: WorkPlan) -> None:
         names = FRAME[FRAME.index("items") : FRAME.index("block_size") + 1]
         self.words = dict(zip(names, plan.words, strict=True))
         self.items = self._numbers("items", ITEM, self.words["num_items"])

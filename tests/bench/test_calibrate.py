@@ -8,7 +8,7 @@ import pytest
 from quire.bench import calibrate as calibration
 from quire.bench.calibrate import calibrate, price_copies
 from quire.engine.llm import LLM
-from quire.planner.simulation.cost_model import Work
+from quire.planner.simulation.cost_model import StepWork
 
 TICK_S = 1e-3
 NUM_LAYERS = 8  # of the demo model
@@ -31,7 +31,7 @@ def test_steps_that_all_take_a_tick_are_a_tick_each(
     monkeypatch.setattr(calibration, "_TIMES", 2)  # by this clock nothing is slow at first
     found = calibrate(llm, rounds=1, clock=ticking())
     assert found.num_steps > 100
-    for work in (Work(1, 1, 1, 20.0, 20.0), Work(64, 2, 2, 64.0, 1056.0)):
+    for work in (StepWork(1, 1, 1, 20.0, 20.0), StepWork(64, 2, 2, 64.0, 1056.0)):
         assert found.costs.seconds(work) == pytest.approx(TICK_S, rel=0.02)
 
 

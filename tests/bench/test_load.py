@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.sse_server import Behaviour, Framing, serving
-from quire.bench.load import CompletionsServer, Outcome, Piece, first_model, send, send_all
+from quire.bench.load import AnswerPiece, CompletionsServer, Outcome, first_model, send, send_all
 from quire.bench.workload import Query
 from quire.errors import ConfigError
 from quire.http import Http
@@ -21,11 +21,11 @@ QUERY = Query(token_ids=[5, 6, 7], max_tokens=4)
 class Actor:
     """Answers with given pieces; notes how many are answered at once."""
 
-    def __init__(self, *pieces: Piece | Exception) -> None:
+    def __init__(self, *pieces: AnswerPiece | Exception) -> None:
         self._pieces = pieces
         self.now = self.most = self.num_asked = 0
 
-    async def answer(self, query: Query) -> AsyncIterator[Piece]:
+    async def answer(self, query: Query) -> AsyncIterator[AnswerPiece]:
         self.now += 1
         self.num_asked += 1
         self.most = max(self.most, self.now)
@@ -39,12 +39,14 @@ class Actor:
             self.now -= 1
 
 
-def sent(*pieces: Piece | Exception) -> Outcome:
+def sent(*pieces: AnswerPiece | Exception) -> Outcome:
     return asyncio.run(send(Actor(*pieces), QUERY))
 
 
 def test_an_answer_is_timed_piece_by_piece() -> None:
-    outcome = sent(Piece(text="a"), Piece(text="b"), Piece(text="c", num_tokens=2))
+    outcome = sent(
+        AnswerPiece(text="a"), AnswerPiece(text="b"), AnswerPiece(text="c", num_tokens=2)
+    )
     assert (outcome.text, outcome.output_tokens, outcome.prompt_tokens) == ("abc", 4, 3)
     assert outcome.succeeded
     assert len(outcome.itls_s) == 2
@@ -53,8 +55,8 @@ def test_an_answer_is_timed_piece_by_piece() -> None:
 
 
 def test_a_piece_without_tokens_is_not_timed_and_what_the_server_counts_counts() -> None:
-    usage = Piece(num_tokens=0, prompt_tokens=9, output_tokens=7, cached_tokens=2)
-    outcome = sent(Piece(num_tokens=0), Piece(text="a"), usage)
+    usage = AnswerPiece(num_tokens=0, prompt_tokens=9, output_tokens=7, cached_tokens=2)
+    outcome = sent(AnswerPiece(num_tokens=0), AnswerPiece(text="a"), usage)
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens) == (9, 7, 2)
     assert outcome.itls_s == []
     assert outcome.latency_s == outcome.ttft_s
@@ -62,15 +64,15 @@ def test_a_piece_without_tokens_is_not_timed_and_what_the_server_counts_counts()
 
 def test_what_fails_says_why_and_the_others_go_on() -> None:
     assert sent().error == "no token came"
-    assert sent(Piece(num_tokens=0)).error == "no token came"
-    half = sent(Piece(text="a"), ValueError("broken"))
+    assert sent(AnswerPiece(num_tokens=0)).error == "no token came"
+    half = sent(AnswerPiece(text="a"), ValueError("broken"))
     assert (half.error, half.succeeded, half.text) == ("ValueError: broken", False, "a")
     assert half.latency_s == half.ttft_s
 
 
 @pytest.mark.parametrize("most", [1, 3, None])
 def test_no_more_than_allowed_are_under_way(most: int | None) -> None:
-    actor, ended = Actor(Piece(text="a"), Piece(text="b")), []
+    actor, ended = Actor(AnswerPiece(text="a"), AnswerPiece(text="b")), []
     queries = [QUERY] * 10
     outcomes, duration_s = asyncio.run(
         send_all(actor, queries, max_concurrency=most, report=lambda: ended.append(1))
@@ -86,7 +88,7 @@ def test_no_more_than_allowed_are_under_way(most: int | None) -> None:
 
 def test_nothing_is_sent_before_its_time() -> None:
     queries = [Query(token_ids=[1], max_tokens=1, at_s=at) for at in (0.06, 0.0, 0.03)]
-    outcomes, _ = asyncio.run(send_all(Actor(Piece(text="a")), queries))
+    outcomes, _ = asyncio.run(send_all(Actor(AnswerPiece(text="a")), queries))
     begin = outcomes[1].start_s
     assert outcomes[2].start_s - begin >= 0.029
     assert outcomes[0].start_s - begin >= 0.059

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.traffic import Traffic, replay
+from quire.bench.traffic import BenchTraffic, replay
 from quire.bench.workload import RandomLengths, Vocabulary, arrivals
 from quire.errors import ConfigError
 from quire.traces import TraceRequest
@@ -19,8 +19,8 @@ from quire.traces import TraceRequest
 WORDS = Vocabulary(range(10, 20))
 
 
-def traffic(**options: Any) -> Traffic:
-    return Traffic(**{"num_prompts": 8, "seed": 0, "lengths": RandomLengths(), **options})
+def traffic(**options: Any) -> BenchTraffic:
+    return BenchTraffic(**{"num_prompts": 8, "seed": 0, "lengths": RandomLengths(), **options})
 
 
 @given(

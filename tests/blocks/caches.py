@@ -15,7 +15,6 @@ from quire.kv import (
     NO_KEYS,
     POLICIES,
     BlockCoordinator,
-    Change,
     Commit,
     Copy,
     Fits,
@@ -24,6 +23,7 @@ from quire.kv import (
     PrefixHit,
     PrefixKeys,
     Release,
+    StorageOp,
 )
 from quire.spec import (
     ChunkedAttention,
@@ -95,7 +95,7 @@ class Cache:
         self.groups, self.sizes = groups, sizes
         self.tokens: dict[int, list[int]] = {}
         self.keys: dict[int, PrefixKeys] = {}
-        self.changes: list[Change] = []  # of the last step
+        self.changes: list[StorageOp] = []  # of the last step
         self.held_bytes_before_report = 0  # in the last step, when all room was taken
         self._slots: list[dict[int, int]] = [{} for _ in specs]  # slot → content
         self._pages: list[set[int]] = [set() for _ in specs]  # committed slots
@@ -309,7 +309,7 @@ class Cache:
                 assert slot in self._pages[number], "a token has no page"
                 slots[slot] = content(keys, tokens[: token + 1])
 
-    def _apply(self, changes: Iterable[Change]) -> None:
+    def _apply(self, changes: Iterable[StorageOp]) -> None:
         for change in changes:
             slots, pages = self._slots[change.group], self._pages[change.group]
             if isinstance(change, Copy):

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.kv.eviction_queue import _SLACK, Runs
+from quire.kv.eviction_queue import _SLACK, EvictionQueue
 
 Ids: TypeAlias = npt.NDArray[np.intp]
 
@@ -18,19 +18,19 @@ def ids(*values: int) -> Ids:
     return np.array(values, np.intp)
 
 
-def made(num_blocks: int, *runs: tuple[int, tuple[int, ...]]) -> Runs:
-    new = Runs(num_blocks)
+def made(num_blocks: int, *runs: tuple[int, tuple[int, ...]]) -> EvictionQueue:
+    new = EvictionQueue(num_blocks)
     for score, blocks in runs:
         new.put(score, ids(*blocks))
     return new
 
 
-def order(runs: Runs) -> list[int]:
+def order(runs: EvictionQueue) -> list[int]:
     return [block for each in runs.runs() for block in each.tolist()]
 
 
 def test_none() -> None:
-    none = Runs(0)
+    none = EvictionQueue(0)
     assert len(none) == 0
     assert none.pop(3).tolist() == []
     none.put(1, ids())
@@ -98,7 +98,7 @@ def test_who_leaves_and_comes_back_is_not_found_where_it_was() -> None:
 
 
 def test_drained_and_filled_again() -> None:
-    runs = Runs(200)
+    runs = EvictionQueue(200)
     for turn in range(20):
         blocks = np.roll(np.arange(200), turn)
         for start in range(0, 200, 7):
@@ -136,7 +136,7 @@ class RunsMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(0, 40))
     def build(self, num_blocks: int) -> None:
-        self.runs, self.num_blocks = Runs(num_blocks), num_blocks
+        self.runs, self.num_blocks = EvictionQueue(num_blocks), num_blocks
         self.model: list[tuple[int, int, int]] = []
         self.now = 0
 

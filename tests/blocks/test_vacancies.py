@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from blocks.caches import FULL, SIZE, STATE, Cache, sliding, span
 from quire.kv import Release
-from quire.kv.block_pool import Vacancies
+from quire.kv.block_pool import FreeList
 
 Ids = npt.NDArray[np.intp]
 
@@ -21,12 +21,12 @@ def ids(*values: int) -> Ids:
     return np.array(values, np.intp)
 
 
-def take(vacancies: Vacancies, *after: int) -> list[int]:
+def take(vacancies: FreeList, *after: int) -> list[int]:
     return vacancies.take(ids(*after)).tolist()
 
 
 def test_at_first_the_lowest_then_what_came_last() -> None:
-    some = Vacancies(8)
+    some = FreeList(8)
     assert some.pop(3).tolist() == [0, 1, 2]
     some.put(ids(2, 0))
     assert some.pop(3).tolist() == [0, 2, 3]
@@ -34,7 +34,7 @@ def test_at_first_the_lowest_then_what_came_last() -> None:
 
 
 def test_the_next_one_if_it_is_vacant() -> None:
-    some = Vacancies(96)
+    some = FreeList(96)
     assert take(some, -1, -1) == [0, 1]  # one run
     assert take(some, 1) == [2]
     assert take(some, -1) == [32]  # another begins an extent
@@ -46,14 +46,14 @@ def test_the_next_one_if_it_is_vacant() -> None:
 
 
 def test_who_shares_a_block_cannot_both_have_the_next() -> None:
-    some = Vacancies(96)
+    some = FreeList(96)
     some.pop(1)
     assert take(some, 0, 0, 0) == [1, 32, 64]
     some.check()
 
 
 def test_the_last_one_has_no_next() -> None:
-    some = Vacancies(4)
+    some = FreeList(4)
     some.pop(4)
     some.put(ids(0, 1))
     assert sorted(take(some, 3, -1)) == [0, 1]
@@ -61,14 +61,14 @@ def test_the_last_one_has_no_next() -> None:
 
 
 def test_a_long_run_takes_extents_that_lie_side_by_side() -> None:
-    some = Vacancies(200)
+    some = FreeList(200)
     take(some, -1)
     assert take(some, *[-1] * 70) == list(range(32, 102))
     assert take(some, 101, *[-1] * 9) == list(range(102, 112))
 
 
 def test_some_take_one_and_some_take_several() -> None:
-    some = Vacancies(320)
+    some = FreeList(320)
     assert take(some, -1, -1) == [0, 1]
     assert take(some, *[-1] * 3) == [32, 33, 34]
     assert take(some, 1, -1, 34, 1) == [64, 65, 35, 2]  # who takes one goes first
@@ -77,14 +77,14 @@ def test_some_take_one_and_some_take_several() -> None:
 
 
 def test_without_a_whole_extent_the_middle_of_what_is_left() -> None:
-    some = Vacancies(32)
+    some = FreeList(32)
     assert take(some, *[-1] * 12) == list(range(12))
     assert take(some, -1) == [22]  # 12 … 31 are left, and 11 may grow
     assert take(some, 11, 22) == [12, 23]
 
 
 def test_what_became_vacant_last_goes_first_where_little_is_left() -> None:
-    some = Vacancies(320)
+    some = FreeList(320)
     some.pop(320)
     some.put(ids(50, 200, 100, 101, 7))
     assert take(some, 99, 33) == [100, 7]
@@ -98,7 +98,7 @@ class VacanciesMachine(RuleBasedStateMachine):
 
     @initialize(count=st.sampled_from([1, 5, 40, 130]))
     def build(self, count: int) -> None:
-        self.count, self.some = count, Vacancies(count)
+        self.count, self.some = count, FreeList(count)
         self.vacant = list(range(count))[::-1]  # what came last is last
 
     def used(self) -> list[int]:

@@ -26,7 +26,7 @@ from quire.memory import (
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.driver import load_driver_functions
 from quire.memory.machine.probe import resident_bytes
-from quire.memory.page_cache import KeptMemory
+from quire.memory.page_cache import PageCacheMemory
 
 GIB = 2**30
 
@@ -48,7 +48,7 @@ def host_case(provider: MemoryProvider) -> MemoryCase:
 
 def kept_case() -> MemoryCase:
     """What is kept has not been given back: the system counts it, the regions do not."""
-    kept, in_heaps = KeptMemory(HostMemory(), limit_bytes=GIB), memfd_bytes_from_now()
+    kept, in_heaps = PageCacheMemory(HostMemory(), limit_bytes=GIB), memfd_bytes_from_now()
     return MemoryCase(
         provider=kept,
         resident=lambda address, nbytes: private_bytes(address, nbytes) - kept.kept_bytes,
@@ -105,7 +105,7 @@ CASES: dict[str, Callable[[], MemoryCase]] = {
     "host-portable": lambda: host_case(HostMemory(portable=True)),
     "host-huge": lambda: host_case(HostMemory(huge_pages=True)),
     "kept": kept_case,
-    "kept-none": lambda: host_case(KeptMemory(HostMemory(), limit_bytes=0)),
+    "kept-none": lambda: host_case(PageCacheMemory(HostMemory(), limit_bytes=0)),
     "counted": lambda: host_case(CountedMemory(HostMemory())),
     "limited": lambda: host_case(LimitedMemory(HostMemory(), limit_bytes=GIB)),
     "failing": lambda: host_case(FailingMemory(HostMemory(), failing=())),

@@ -19,8 +19,8 @@ from conformance.mapping_checks import counted_mappings
 from conformance.strategy_cases import KINDS_WITH_STATES, OPTIONS, layers_of, model_spec
 from quire.kv import (
     Accounting,
+    AllocationResult,
     CacheConfig,
-    Change,
     Commit,
     Copy,
     Fits,
@@ -28,9 +28,9 @@ from quire.kv import (
     Never,
     NotNow,
     Release,
+    StorageOp,
     Unmap,
     Usage,
-    Verdict,
     build_accounting,
 )
 from quire.kv.contiguous import ContiguousAccounting
@@ -50,7 +50,7 @@ class Store(Protocol):
     committed_bytes: int
     peak_committed_bytes: int
 
-    def apply(self, changes: Sequence[Change]) -> None: ...
+    def apply(self, changes: Sequence[StorageOp]) -> None: ...
     def lies(self, group: int, slots: Ids) -> Ids: ...
     def write(self, group: int, slots: Ids, ids: Ids) -> None: ...
     def read(self, group: int, table: Ids, slots: Ids, start: int, expected: Ids) -> None: ...
@@ -80,7 +80,7 @@ class SlotStore:
         self._committed = [np.zeros(size, bool) for size in sizes]
         self._ids: list[Ids] = [np.full(size, -1) for size in sizes]  # -1: nothing written
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         for change in changes:
             if isinstance(change, Map | Unmap):
                 self._show(change)
@@ -504,7 +504,7 @@ class StrategyMachine(RuleBasedStateMachine):
         assert usage.committed_bytes <= self.ceiling
         self.store.verify(usage)
 
-    def check_refusal(self, seq_id: int, num_tokens: int, verdict: Verdict) -> None:
+    def check_refusal(self, seq_id: int, num_tokens: int, verdict: AllocationResult) -> None:
         held = self.held[seq_id]
         routes = [held.history, []]
         if self.strategy in ("paged", "virtual"):  # here a window may be passed token by token

@@ -26,11 +26,11 @@ from quire.kv import (
     STRATEGIES,
     Accounting,
     CacheConfig,
-    Change,
     Commit,
     EntryWriter,
     Fits,
     LayerView,
+    StorageOp,
     Usage,
     build_accounting,
     build_storage,
@@ -122,7 +122,7 @@ class TensorStore:
     def committed_bytes(self) -> int:
         return self.storage.memory.committed_bytes
 
-    def apply(self, changes: Sequence[Change]) -> None:
+    def apply(self, changes: Sequence[StorageOp]) -> None:
         self.replayed.apply(changes)
         self.storage.apply(changes)
 
@@ -271,9 +271,9 @@ SPEC = SPECS["bfloat16"]
 CONFIG = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**23, page_bytes=PAGE)
 
 
-def changes_of(accounting: Accounting) -> list[Change]:
+def changes_of(accounting: Accounting) -> list[StorageOp]:
     """Two sequences that grow, a fork that is written to: commits, copies and releases."""
-    changes: list[Change] = []
+    changes: list[StorageOp] = []
     for seq_id in (0, 1):
         accounting.add(seq_id, max_tokens=40)
         assert isinstance(accounting.try_extend(seq_id, 30), Fits)

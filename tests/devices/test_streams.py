@@ -16,7 +16,7 @@ from quire.engine import build
 from quire.engine.cache_lock import CacheLock
 from quire.engine.runner import ModelRunner
 from quire.kv.storage.per_layer import BlockStorage
-from quire.kv.storage.stacked import CopiesBeside
+from quire.kv.storage.stacked import CopyStream
 from tiny import tiny_model, tokens
 
 DEVICE = torch.device("cuda", 0)
@@ -95,7 +95,7 @@ def test_another_device_is_the_current_one_before_its_stream_is(
         monkeypatch.setattr(torch.cuda, "stream", stream)
         with on_default_stream(torch.device("cuda", 1)):
             pass
-        copies = CopiesBeside(torch.device("cuda", 1))
+        copies = CopyStream(torch.device("cuda", 1))
         copies.run("a layer", lambda: None)
         assert torch.cuda.current_device() == 0
         monkeypatch.undo()

@@ -14,7 +14,7 @@ from quire.engine.runner import ModelRunner
 from quire.engine.swap import kv_mover as mover
 from quire.engine.swap import pinned_store as pinned
 from quire.engine.swap.kv_mover import DeviceTimer
-from quire.engine.swap.pinned_store import PinnedShelf
+from quire.engine.swap.pinned_store import PinnedKVStore
 from quire.errors import MemoryUnavailable
 from tiny import tiny_model, tokens
 
@@ -33,7 +33,7 @@ def test_pieces_come_back_bit_for_bit(
 ) -> None:
     """The largest layer takes 176 bytes."""
     monkeypatch.setattr(pinned, "_CHUNK_BYTES", 64)
-    shelf = PinnedShelf(DEVICE, buffer_bytes)
+    shelf = PinnedKVStore(DEVICE, buffer_bytes)
     host = [
         [torch.randn(n, 3), torch.arange(n, dtype=torch.int8), torch.randn(n, 2).bfloat16()]
         for n in (5, 1, 9, 4)
@@ -61,7 +61,7 @@ def test_who_writes_to_a_new_buffer_waits_for_what_its_memory_was(gpu: Gpu) -> N
     """Kernels that were launched before may still read there, on the other stream."""
     torch.ones(3, device=DEVICE).add_(1)
     launched = gpu.mark
-    shelf = PinnedShelf(DEVICE, 100)
+    shelf = PinnedKVStore(DEVICE, 100)
     for _ in range(2):
         _, spare = shelf._next_buffer()
         assert spare._mark >= launched > 0
@@ -99,7 +99,7 @@ def test_the_ledger_has_the_buffers_that_are_taken(
         terms = {term.label: -term.num_bytes for term in llm.ledger.terms}
         swap: Any = llm.engine._swap
         shelf = swap._mover._shelf
-        taken = sum(map(len, shelf._buffers)) if isinstance(shelf, PinnedShelf) else 0
+        taken = sum(map(len, shelf._buffers)) if isinstance(shelf, PinnedKVStore) else 0
         assert not gpu.num_host_emptied
     assert gpu.num_host_emptied == 1  # on closing: else torch keeps pinned memory
     each = max(32 * 2**20, layer_tokens * 256 + 64)
@@ -150,7 +150,7 @@ def test_a_device_without_room_for_the_buffers_says_so(
     def refused(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
 
-    monkeypatch.setattr(mover, "PinnedShelf", refused)
+    monkeypatch.setattr(mover, "PinnedKVStore", refused)
     memory = PretendMemory(gpu)
     options: dict[str, Any] = dict(max_model_len=128, kv_cache_memory_bytes="1MB", swap_space="1MB")
     with pytest.raises(MemoryUnavailable, match=r"two swap buffers of 32.00 MiB: lower kv_cache"):

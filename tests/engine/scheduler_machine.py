@@ -32,7 +32,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from conformance.mapping_checks import counted_mappings
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
-from quire.engine.scheduler import NO_DRAFTS, Drafts, Limits, Scheduler
+from quire.engine.scheduler import NO_DRAFTS, Drafts, Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import slots_of
 from quire.engine.scheduling.step_costs import Costs, Prices
@@ -78,7 +78,7 @@ class Watch:
         self.policy = POLICIES[policy]
         self.scheduler = Scheduler(
             self.accounting,
-            Limits(
+            SchedulerLimits(
                 policy=policy,
                 headroom=headroom,
                 max_model_len=max_model_len,

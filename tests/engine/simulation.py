@@ -30,20 +30,20 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.kv_cache import KVCache
-from quire.engine.sampling import Sampler
-from quire.engine.scheduler import Drafts, Limits, Scheduler
+from quire.engine.sampling import LogitsSampler
+from quire.engine.scheduler import Drafts, Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, Save, StepPlan, TokenOutput
-from quire.engine.swap.kv_mover import HostTimer, ShelfMover
-from quire.engine.swap.kv_store import MemoryShelf
-from quire.engine.swap.swapper import SwapStore
+from quire.engine.swap.kv_mover import HostTimer, StoreMover
+from quire.engine.swap.kv_store import MemoryKVStore
+from quire.engine.swap.swapper import Swapper
 from quire.errors import RequestTooLong
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.memory import FailingMemory, HostMemory
-from quire.memory.controller import Governor
+from quire.memory.controller import MemoryController
 from quire.memory.machine.readings import MemoryReading
 from quire.memory.residency import HostResident
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -144,7 +144,7 @@ class ReadingRunner:
 class ReadingSwap:
     """Swap that reads what it is to save."""
 
-    def __init__(self, swap: SwapStore, runner: ReadingRunner) -> None:
+    def __init__(self, swap: Swapper, runner: ReadingRunner) -> None:
         self._swap, self._runner = swap, runner
         self.load, self.forget, self.close = swap.load, swap.forget, swap.close
 
@@ -254,7 +254,7 @@ class World:
             return accounting, build_storage(strategy, accounting, self.resident.provider)
 
         self.kv = KVCache(make_pair)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_model_len=LONGEST,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=rng.choice([4, 16, 64, 200]),
@@ -270,17 +270,22 @@ class World:
         self.scheduler = Scheduler(
             self.kv.accounting, limits, swap=SwapSpace(swap_bytes), costs=costs
         )
-        mover = ShelfMover(self.kv, MemoryShelf(), HostTimer(self.stage.now_s))
+        mover = StoreMover(self.kv, MemoryKVStore(), HostTimer(self.stage.now_s))
         self.fault_share = rng.choice([0.0, 0.0, 0.02, 0.1])
         self.runner = ReadingRunner(self.kv, lambda: rng.random() < self.fault_share)
-        swap = ReadingSwap(SwapStore(self.kv, mover, costs), self.runner)
-        self.sampler = Sampler(0)
+        swap = ReadingSwap(Swapper(self.kv, mover, costs), self.runner)
+        self.sampler = LogitsSampler(0)
         drafter = Guesser(rng) if rng.random() < 0.5 else None
         self.engine = Engine(
             self.scheduler, self.kv, self.runner, self.sampler, drafter, swap, self.stage.now_s
         )
         self.elastic = Elastic(
-            self.kv, self.resident, self.scheduler, Governor("shared"), self.stage, CacheLock()
+            self.kv,
+            self.resident,
+            self.scheduler,
+            MemoryController("shared"),
+            self.stage,
+            CacheLock(),
         )
         self.sequences: list[Sequence] = []  # that no search is about
         self.searches: list[Search] = []
@@ -469,7 +474,7 @@ class World:
         kv = KVCache(make_pair)
         limits = replace(self.scheduler.limits, max_num_seqs=config.max_num_seqs, watermark_bytes=0)
         scheduler = Scheduler(kv.accounting, limits)
-        engine = Engine(scheduler, kv, ReadingRunner(kv, bool), Sampler(0))
+        engine = Engine(scheduler, kv, ReadingRunner(kv, bool), LogitsSampler(0))
         again = Search(engine, search.params, scheduler.add(search.sequences[0].request))
         while scheduler.has_unfinished:
             for output in engine.step():

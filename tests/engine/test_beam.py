@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from quire.engine.outputs import Completion
+from quire.engine.outputs import CompletionOutput
 from quire.errors import RequestError, RequestTooLong
 from quire.kv import STRATEGIES
 from quire.models.loader import LoadedModel, load
@@ -89,12 +89,12 @@ def wanted(
     return [searched_by_transformers(model, prompt, length_penalty) for prompt in prompts()]
 
 
-def texts(completions: list[Completion]) -> list[list[tuple[int, ...]]]:
+def texts(completions: list[CompletionOutput]) -> list[list[tuple[int, ...]]]:
     return [[choice.token_ids for choice in done.choices] for done in completions]
 
 
 def assert_found(
-    completions: list[Completion],
+    completions: list[CompletionOutput],
     want: list[list[tuple[tuple[int, ...], float]]],
     length_penalty: float = 1.0,
 ) -> None:

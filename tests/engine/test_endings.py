@@ -17,7 +17,7 @@ from engine.test_beam import small as small_beams
 from engine.test_llm import GREEDY, assert_all_is_given_back, demo, ids, model_of, prompts
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
-from quire.engine.request_tracker import Mailbox
+from quire.engine.request_tracker import OutputCollector
 from quire.engine.step_plan import TokenOutput
 from quire.errors import RequestError
 from quire.kv import STRATEGIES
@@ -190,14 +190,14 @@ def test_a_reader_who_raises_ends_its_own_text(
 
 def test_a_mailbox_that_takes_nothing_raises_in_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other continuations end too, and the other readers get theirs."""
-    put, broken = Mailbox.put, list[Mailbox]()
+    put, broken = OutputCollector.put, list[OutputCollector]()
 
-    def refuse(self: Mailbox, delta: TextDelta) -> None:
+    def refuse(self: OutputCollector, delta: TextDelta) -> None:
         if self in broken:
             raise MemoryError("no room for a piece")
         put(self, delta)
 
-    monkeypatch.setattr(Mailbox, "put", refuse)
+    monkeypatch.setattr(OutputCollector, "put", refuse)
 
     async def main() -> None:
         async with AsyncLLM(

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from engine.scheduler_machine import Watch
 from engine.test_progress import FULL, added, five, request, watch
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling import headroom as company_module
 from quire.engine.scheduling.admission import Admission
 from quire.engine.scheduling.headroom import (
     BytesAt,
-    Company,
     Outlook,
     OutputLengths,
     Prospects,
+    RunningSet,
     Survival,
     joined,
 )
@@ -309,7 +309,7 @@ def comes_beside_one(
     config = CacheConfig(
         max_model_len=64, max_num_seqs=4, capacity_bytes=8 * BLOCK, block_size=4, page_bytes=BLOCK
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=64,
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -366,7 +366,7 @@ def chunks_of_a_crowd(seed: int) -> list[list[tuple[int, int, int]]]:
     config = CacheConfig(
         max_model_len=256, max_num_seqs=64, capacity_bytes=1200 * FULL[0].bytes_per_token
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=256, max_num_seqs=64, max_num_batched_tokens=512, policy="priority"
     )
     known = Costs(prices=Prices(step_s=1.0, token_s=0.05))
@@ -395,11 +395,11 @@ def chunks_of_a_crowd(seed: int) -> list[list[tuple[int, int, int]]]:
 
 def test_those_behind_a_newcomer_come_with_it() -> None:
     """Of its two siblings it is known that they will share its prompt."""
-    limits = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512)
+    limits = SchedulerLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512)
     config = CacheConfig(max_model_len=256, max_num_seqs=8, capacity_bytes=2**20)
     accounting = PagedAccounting(FULL, config)
     scheduler = Scheduler(accounting, limits)
-    company = Company(limits, POLICIES["fcfs"], accounting)
+    company = RunningSet(limits, POLICIES["fcfs"], accounting)
     params = [SamplingParams(max_tokens=20, n=n) for n in (1, 3)]
     alone, leader = (
         scheduler.add(Request(request_id=n, prompt_token_ids=tuple(range(30)), params=each))[0]
@@ -418,7 +418,7 @@ def test_a_newcomer_that_was_refused_is_asked_again_while_others_only_grow() -> 
     config = CacheConfig(
         max_model_len=264, max_num_seqs=2, capacity_bytes=64 * BLOCK, block_size=4, page_bytes=BLOCK
     )
-    limits = Limits(max_model_len=264, max_num_seqs=2, max_num_batched_tokens=64)
+    limits = SchedulerLimits(max_model_len=264, max_num_seqs=2, max_num_batched_tokens=64)
     accounting = PagedAccounting(FULL, config)
     dear = Costs(prices=Prices(step_s=1.0, token_s=10.0))  # no newcomer is worth a preemption
     scheduler = Scheduler(accounting, limits, costs=dear)
@@ -439,10 +439,10 @@ def test_a_newcomer_that_was_refused_is_asked_again_while_others_only_grow() -> 
 def test_none_is_taken_for_longer_than_it_can_become(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among very many, whose lengths are looked at seldom, one takes in its prompt step by step."""
     monkeypatch.setattr(company_module, "_LOOKED_AT", 1)
-    limits = Limits(max_model_len=64, max_num_seqs=9, max_num_batched_tokens=512)
+    limits = SchedulerLimits(max_model_len=64, max_num_seqs=9, max_num_batched_tokens=512)
     config = CacheConfig(max_model_len=64, max_num_seqs=9, capacity_bytes=2**20)
     accounting = PagedAccounting(FULL, config)
-    company = Company(limits, POLICIES["fcfs"], accounting)
+    company = RunningSet(limits, POLICIES["fcfs"], accounting)
     params = SamplingParams(max_tokens=8)
     for number, num_prompt_tokens in enumerate([4] * 8 + [62]):
         prompt = tuple(range(num_prompt_tokens))

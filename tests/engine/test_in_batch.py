@@ -10,7 +10,7 @@ import pytest
 
 from engine.scheduler_machine import Watch
 from engine.test_progress import five, watch
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled, TokenLogprobs
@@ -40,7 +40,7 @@ def scheduler(
         page_bytes=64,
         enable_prefix_caching=caching,
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=20_000,
         policy=policy,
         max_num_seqs=max_num_seqs,

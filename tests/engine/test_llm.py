@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import quire
 from conformance.covering import in_turn
 from quire import LLM, SamplingParams
-from quire.engine.outputs import Completion, TextDelta
+from quire.engine.outputs import CompletionOutput, TextDelta
 from quire.errors import ConfigError, MemoryUnavailable, RequestError, RequestTooLong
 from quire.kv import STRATEGIES
 from quire.memory import CountedMemory, FailingMemory, HostMemory
@@ -60,7 +60,7 @@ def small(name: str = "llama", **options: Any) -> LLM:
     return LLM(model_of(name), **{**defaults, **options})
 
 
-def ids(completions: list[Completion]) -> list[tuple[int, ...]]:
+def ids(completions: list[CompletionOutput]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.outputs import TextDelta
-from quire.engine.request_tracker import Mailbox
+from quire.engine.request_tracker import OutputCollector
 from quire.engine.sequence import TokenLogprobs
 
 CHOICES = 3
@@ -46,7 +46,7 @@ def test_pieces_arrive_whole_however_late_they_are_read(
     loop: asyncio.Runner, pieces: list[tuple[int, str, list[int]]], reads: set[int]
 ) -> None:
     async def run() -> list[list[TextDelta]]:
-        mailbox, taken = Mailbox(), []
+        mailbox, taken = OutputCollector(), []
         several = [delta(*piece) for piece in pieces]
         several += [delta(choice, "", [], last=True) for choice in range(CHOICES)]
         for place, each in enumerate(several):
@@ -71,7 +71,7 @@ def test_pieces_arrive_whole_however_late_they_are_read(
 
 def test_a_lone_piece_is_handed_on_as_it_is() -> None:
     async def run() -> bool:
-        mailbox, piece = Mailbox(), delta(0, "a", [1])
+        mailbox, piece = OutputCollector(), delta(0, "a", [1])
         mailbox.put(piece)
         (taken,) = await mailbox.take()
         return taken is piece
@@ -81,7 +81,7 @@ def test_a_lone_piece_is_handed_on_as_it_is() -> None:
 
 def test_an_error_comes_after_all_that_came_before_it() -> None:
     async def run() -> None:
-        mailbox = Mailbox()
+        mailbox = OutputCollector()
         mailbox.put(delta(0, "a", [1]))
         mailbox.fail(ValueError("the end"))
         assert [d.text for d in await mailbox.take()] == ["a"]
@@ -94,14 +94,14 @@ def test_an_error_comes_after_all_that_came_before_it() -> None:
 
 def test_a_waiting_reader_is_woken_and_an_early_ring_is_not_lost() -> None:
     async def run() -> list[str]:
-        mailbox = Mailbox()
+        mailbox = OutputCollector()
         reader = asyncio.ensure_future(mailbox.take())
         await asyncio.sleep(0)
-        Mailbox.ring([mailbox])  # with nothing in it: it goes on waiting
+        OutputCollector.ring([mailbox])  # with nothing in it: it goes on waiting
         await asyncio.sleep(0)
         assert not reader.done()
         mailbox.put(delta(0, "b", [2]))
-        Mailbox.ring([mailbox])
+        OutputCollector.ring([mailbox])
         return [d.text for d in await reader]
 
     assert asyncio.run(run()) == ["b"]

@@ -11,7 +11,7 @@ from conformance.covering import in_turn
 from quire.attention import SdpaAttention
 from quire.engine.kv_cache import KVCache
 from quire.engine.runner import ModelRunner
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, Accounting, CacheConfig, Storage, build_accounting, build_storage
@@ -76,7 +76,7 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
     runner.go("table")
     scheduler = Scheduler(
         kv.accounting,
-        Limits(max_model_len=64, max_num_seqs=len(LENGTHS), max_num_batched_tokens=BUDGET),
+        SchedulerLimits(max_model_len=64, max_num_seqs=len(LENGTHS), max_num_batched_tokens=BUDGET),
     )
     sequences: list[Sequence] = []
     rows: list[tuple[int, int, Tensor]] = []

@@ -15,8 +15,8 @@ from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from engine.scheduler_machine import SchedulerMachine, Watch
 from quire.engine import scheduler
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.admission import InBatchPrefixes, Room
-from quire.engine.scheduling.plan_builder import Step
+from quire.engine.scheduling.admission import InBatchPrefixes, SlotAllocator
+from quire.engine.scheduling.plan_builder import PlanBuilder
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.scheduling.update import mark_computed
 from quire.engine.sequence import Request, Sequence
@@ -57,7 +57,7 @@ def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
     self._queues.waiting.append(self._queues.waiting.pop(0))
 
 
-def _the_first_makes_room(self: Scheduler, step: Step, sequence: Sequence) -> None:
+def _the_first_makes_room(self: Scheduler, step: PlanBuilder, sequence: Sequence) -> None:
     first = self._queues.running[0]
     if first is not sequence:
         self._preempt(first, "one behind it")
@@ -70,7 +70,7 @@ def _a_token_too_far(*arguments: Any) -> None:
         chunk.sequence.num_computed_tokens += not chunk.samples
 
 
-def _a_token_more(self: Room, sequence: Sequence, *arguments: Any) -> Any:
+def _a_token_more(self: SlotAllocator, sequence: Sequence, *arguments: Any) -> Any:
     """Swap is said to hold more than was saved."""
     attempt = _look_up(self, sequence, *arguments)
     if attempt.num_restored and attempt.stop > attempt.start + 1:
@@ -83,13 +83,13 @@ def _a_step_too_long(self: InBatchPrefixes) -> None:
     self._num_seen = 0
 
 
-_preempt, _extend, _look_up = Scheduler._preempt, Scheduler._extend, Room.look_up
+_preempt, _extend, _look_up = Scheduler._preempt, Scheduler._extend, SlotAllocator.look_up
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "who never fits waits for ever": (Scheduler, "_end_for_lack_of_room", _wait_for_ever),
     "who made room is served last": (Scheduler, "_preempt", _to_the_tail),
     "the first makes room": (Scheduler, "_extend", _the_first_makes_room),
     "a token is skipped": (scheduler, "mark_computed", _a_token_too_far),
-    "a token is restored that was not saved": (Room, "look_up", _a_token_more),
+    "a token is restored that was not saved": (SlotAllocator, "look_up", _a_token_more),
     "one waits for a step that is over": (InBatchPrefixes, "begin_plan", _a_step_too_long),
     "swap space is not given back": (SwapSpace, "release", lambda *_: None),
 }

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
@@ -402,7 +402,9 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
         block_size=4,
         page_bytes=PAGE_BYTES,
     )
-    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=8, headroom=0.0)
+    limits = SchedulerLimits(
+        max_model_len=32, max_num_seqs=2, max_num_batched_tokens=8, headroom=0.0
+    )
     scheduler = Scheduler(PagedAccounting((FULL,), config), limits)
     scheduler.add(request(0, 8, 3))
     scheduler.update(scheduler.plan(), [Sampled(token_ids=(5,))])
@@ -427,7 +429,7 @@ def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: s
         page_bytes=PAGE_BYTES,
     )
     accounting = STRATEGIES["virtual"][0](groups, config)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=2,
         max_num_batched_tokens=64,
@@ -501,7 +503,9 @@ def test_what_is_found_cached_at_once_is_not_saved() -> None:
         block_size=4,
         page_bytes=PAGE_BYTES,
     )
-    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, headroom=0.0)
+    limits = SchedulerLimits(
+        max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, headroom=0.0
+    )
     costs = Costs(prices=Prices(step_s=1.0, token_s=1.0))
     accounting = PagedAccounting((FULL,), config)
     scheduler = Scheduler(accounting, limits, swap=SwapSpace(2**20), costs=costs)
@@ -563,7 +567,9 @@ def guessing(num_blocks: int) -> tuple[PagedAccounting, Scheduler]:
         page_bytes=PAGE_BYTES,
     )
     accounting = PagedAccounting((FULL,), config)
-    limits = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=0.0)
+    limits = SchedulerLimits(
+        max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32, headroom=0.0
+    )
     scheduler = Scheduler(accounting, limits)
     for text in range(2):
         scheduler.add(request(text, 4, 20, text))

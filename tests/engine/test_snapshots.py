@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.scheduling.state_checkpoints import Snapshots
-from quire.engine.scheduling.update import Suspects
+from quire.engine.scheduling.state_checkpoints import StateCheckpoints
+from quire.engine.scheduling.update import FaultIsolation
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk
 from quire.sampling_params import SamplingParams
@@ -34,8 +34,8 @@ class Cache:
         return True
 
 
-def snapshots(cache: Cache) -> Snapshots:
-    return Snapshots(cache)  # type: ignore[arg-type]
+def snapshots(cache: Cache) -> StateCheckpoints:
+    return StateCheckpoints(cache)  # type: ignore[arg-type]
 
 
 def sequence(num_prompt: int, seq_id: int = 0) -> Sequence:
@@ -98,7 +98,7 @@ def test_copies_take_no_more_than_the_keys_between_them() -> None:
 
 
 def test_suspects_are_acquitted_when_they_have_come_further() -> None:
-    suspects, first, second = Suspects(), sequence(9, 1), sequence(9, 2)
+    suspects, first, second = FaultIsolation(), sequence(9, 1), sequence(9, 2)
     suspects.add(first, 5)
     assert suspects
     assert first in suspects

@@ -15,10 +15,10 @@ from conformance.covering import in_turn
 from conformance.sharing_model import SHARING_KINDS, groups_of
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config import EngineConfig
-from quire.engine.outputs import Completion
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.outputs import CompletionOutput
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.sequence import Request, Sequence
-from quire.engine.speculation.draft_length import Pace, num_alike
+from quire.engine.speculation.draft_length import DraftLength, num_alike
 from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.prompt_lookup import PromptLookup, Repetitions
 from quire.engine.step_plan import Sampled
@@ -67,7 +67,7 @@ def small(name: str = "llama", **options: Any) -> LLM:
     return LLM(model_of(name), **{**defaults, **options})
 
 
-def ids(completions: list[Completion]) -> list[tuple[int, ...]]:
+def ids(completions: list[CompletionOutput]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
@@ -233,7 +233,7 @@ def test_no_sequence_makes_room_for_a_guess(data: st.DataObject) -> None:
     )
     budget = data.draw(st.integers(2, 24))
     scheduler = Scheduler(
-        accounting, Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=budget)
+        accounting, SchedulerLimits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=budget)
     )
     random = data.draw(st.randoms(use_true_random=False))
     sequences: list[Sequence] = []
@@ -286,7 +286,7 @@ def test_guesses_take_no_turn_from_what_is_certain() -> None:
     config = CacheConfig(max_model_len=64, max_num_seqs=4, capacity_bytes=2**20, page_bytes=128)
     accounting = PagedAccounting(groups, config)
     scheduler = Scheduler(
-        accounting, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=5)
+        accounting, SchedulerLimits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=5)
     )
     for index in range(4):
         params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -361,7 +361,7 @@ def test_a_text_without_repetition_costs_nothing() -> None:
 
 
 def test_guesses_that_fail_become_rare_and_those_that_hold_long() -> None:
-    pace, sequence = Pace(8), of_tokens([1])
+    pace, sequence = DraftLength(8), of_tokens([1])
     asked: list[int] = []
     for _ in range(400):
         asked.append(pace.num_tokens_due(sequence))
@@ -385,7 +385,7 @@ def test_guesses_that_fail_become_rare_and_those_that_hold_long() -> None:
 @given(st.lists(st.tuples(st.lists(st.booleans(), max_size=9), st.integers(0, 9)), max_size=60))
 def test_a_pace_never_asks_for_more_than_it_may(steps: list[tuple[list[bool], int]]) -> None:
     """Whatever holds, and however many tokens come: guesses need not have been computed."""
-    pace, sequence = Pace(6), of_tokens([1])
+    pace, sequence = DraftLength(6), of_tokens([1])
     for holds, num_coming in steps:
         num_tokens = pace.num_tokens_due(sequence)
         assert 0 <= num_tokens <= 6

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.engine_thread import Stepper
+from quire.engine.engine_thread import EngineThread
 from quire.errors import MemoryUnavailable, RequestError, RequestTooLong
 
 
@@ -20,7 +20,7 @@ class Work:
         self.go_on.set()
         self.error: BaseException | None = None
         self.ends: list[BaseException | None] = []
-        self.stepper = Stepper(self.step, self.ends.append)
+        self.stepper = EngineThread(self.step, self.ends.append)
 
     def step(self) -> bool:
         self.note("step")

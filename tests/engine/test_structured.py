@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import LogitsSampler
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Draw, Sampled, StepPlan
 from quire.engine.structured import Grammars
@@ -96,7 +96,7 @@ def model(token_ids: list[int]) -> Tensor:
 
 def text_of(own: Sequence, *, guess: Any = lambda token_ids: (), anew: bool = False) -> bytes:
     """What a sequence becomes until its grammar ends."""
-    sampler = Sampler(0, frozenset([EOS]))
+    sampler = LogitsSampler(0, frozenset([EOS]))
     for _ in range(300):
         drafts = guess(own.token_ids)
         logits = torch.stack(
@@ -211,15 +211,15 @@ def test_grammars_are_followed_beside_rows_that_have_none() -> None:
     free = Sequence(greedy, seq_id=2)
     logits = torch.stack([model([1]), model([2])])
     draws = (Draw(sequence=free, row=0), Draw(sequence=own, row=1))
-    found = Sampler().sample(logits, StepPlan(chunks=(), draws=draws, prompt_rows=()))
+    found = LogitsSampler().sample(logits, StepPlan(chunks=(), draws=draws, prompt_rows=()))
     assert found[0].token_ids == (int(logits[0].argmax()),)
-    assert found[1:] == Sampler().sample(logits[1:], plan_of(own))
+    assert found[1:] == LogitsSampler().sample(logits[1:], plan_of(own))
 
 
 @pytest.mark.parametrize("form", [{"regex": "a{0,0}"}, {"grammar": 'start: ""'}])
 def test_a_text_that_may_be_empty_ends_with_eos(form: dict[str, Any]) -> None:
     own = sequence(StructuredOutputsParams(**form), ignore_eos=True)
-    (result,) = Sampler().sample(model([1])[None], plan_of(own))
+    (result,) = LogitsSampler().sample(model([1])[None], plan_of(own))
     assert result == Sampled(token_ids=(EOS,), ends=True)
 
 
@@ -227,13 +227,13 @@ def test_where_the_grammar_does_not_follow_the_sequence_fails_alone() -> None:
     own = sequence(FORMS[3])
     own.token_ids += [spellings().index(b"x")]
     for _ in range(2):
-        (result,) = Sampler().sample(model([1])[None], plan_of(own))
+        (result,) = LogitsSampler().sample(model([1])[None], plan_of(own))
         assert result.token_ids == ()
         assert result.error.startswith("structured_outputs: ")
     nothing = sequence(StructuredOutputsParams(choice=("yes",)), logit_bias={5: 1.0})
     logits = torch.full((1, vocab_size()), -torch.inf)
     logits[0, EOS] = 1.0
-    (result,) = Sampler().sample(logits, plan_of(nothing))
+    (result,) = LogitsSampler().sample(logits, plan_of(nothing))
     assert "no token is allowed here" in result.error
 
 

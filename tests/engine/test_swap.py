@@ -18,8 +18,8 @@ from quire.engine import kv_sizing as needs
 from quire.engine.kv_cache import KVCache
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
-from quire.engine.swap.kv_mover import HostTimer, Mover, ShelfMover
-from quire.engine.swap.kv_store import FileShelf, MemoryShelf, Shelf
+from quire.engine.swap.kv_mover import HostTimer, KVMover, StoreMover
+from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore
 from quire.engine.swap.pinned_store import _forms
 from quire.engine.swap.swapper import make_swap_store
 from quire.errors import ConfigError
@@ -142,7 +142,7 @@ class FailingShelf:
     """Keeps nothing, or gives nothing back, now and then."""
 
     def __init__(self, fails_to: str) -> None:
-        self.shelf: Shelf = MemoryShelf()
+        self.shelf: KVStore = MemoryKVStore()
         self.fails_to, self.num_calls = fails_to, 0
 
     def put(self, seq_id: int, layers: list[Any]) -> None:
@@ -256,7 +256,7 @@ def test_a_full_swap_space_recomputes() -> None:
 
 
 def test_a_file_shelf_uses_its_holes_again_and_grows_no_larger_than_needed(tmp_path: Path) -> None:
-    shelf = FileShelf(tmp_path)
+    shelf = FileKVStore(tmp_path)
     layers = [[[torch.randn(n, 3), torch.arange(n)] for _ in range(2)] for n in (5, 9, 4, 7)]
     for seq_id, parts in enumerate(layers):
         shelf.put(seq_id, parts)
@@ -292,7 +292,7 @@ def test_what_is_found_here_is_not_brought_back() -> None:
     here, there = (kv.accounting.slots(0, seq_id, 0, 12) for seq_id in range(2))
     entries = torch.arange(12.0)[:, None, None].expand(12, 2, 16)
     kv.storage.write(0, torch.from_numpy(here), entries, -entries)
-    mover = ShelfMover(kv, MemoryShelf(), HostTimer(time.perf_counter))
+    mover = StoreMover(kv, MemoryKVStore(), HostTimer(time.perf_counter))
     mover.save(0, [here])
     mover.put_back(0, [there[8:]], [8])
     k, v = kv.storage.gather(0, torch.from_numpy(there[8:]))
@@ -309,7 +309,7 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 
 
 def test_a_place_that_the_other_ranks_cannot_have_is_closed(tmp_path: Path) -> None:
-    def refuse(_: Mover) -> Mover:
+    def refuse(_: KVMover) -> KVMover:
         raise ConfigError("rank 1: there can be no file")
 
     with made() as llm:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attention.machines import kernel_folder
 from quire.kernels.player import Player
-from quire.kernels.threads import Call
+from quire.kernels.threads import KernelCall
 from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.row_kernels import Sums
 
@@ -34,7 +34,7 @@ def cpu() -> CpuLinear:
 
 def heard(
     cpu: CpuLinear, tensors: list[torch.Tensor], additions: list[tuple[int, ...]]
-) -> list[Call]:
+) -> list[KernelCall]:
     """What adds tensors up, into others of them: (a, b, sum, threads)."""
     sums = Sums(cpu.kernels, cpu.threads)
     with cpu.threads.listening():

@@ -12,7 +12,7 @@ from torch import Tensor
 from layers.products import ACTIVATIONS, linears
 from quire.kernels.tensors import KINDS
 from quire.layers.cpu.row_kernels import (
-    Gate,
+    GateKernel,
     GateShape,
     Norm,
     NormForm,
@@ -70,9 +70,9 @@ def torch_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @cache
-def gate(isa: str, dtype: torch.dtype, width: int, activation: str) -> Gate:
+def gate(isa: str, dtype: torch.dtype, width: int, activation: str) -> GateKernel:
     shape = GateShape(width=width, activation=activation, kind=KINDS[dtype])
-    return Gate(shape, linears(isa).kernels, linears(isa).threads)
+    return GateKernel(shape, linears(isa).kernels, linears(isa).threads)
 
 
 def spread(x: Tensor, how: str) -> Tensor:

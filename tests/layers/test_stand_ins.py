@@ -12,7 +12,7 @@ from torch.nn import functional
 from attention.machines import kernel_folder
 from layers.products import linears
 from quire.layers.cpu import CpuLinear
-from quire.layers.fused import GatedLayers, Linears, Norms, Rotation, StandIn, agrees
+from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotation, agrees
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -47,12 +47,12 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def found(stand_in: StandIn | str | None) -> StandIn:
-    assert isinstance(stand_in, StandIn), stand_in
+def found(stand_in: FusedModule | str | None) -> FusedModule:
+    assert isinstance(stand_in, FusedModule), stand_in
     return stand_in
 
 
-def refused(stand_in: StandIn | str | None) -> str:
+def refused(stand_in: FusedModule | str | None) -> str:
     assert isinstance(stand_in, str), stand_in
     return stand_in
 
@@ -233,7 +233,7 @@ def test_a_gated_layer_for_few_rows_and_many(act: nn.Module, dtype: torch.dtype)
 def test_other_gated_layers_run_as_they_are() -> None:
     finds = gated()
     assert "something else" in refused(finds.find(Mlp(nn.SiLU(), scale=1.5)))
-    assert isinstance(finds.find(Mlp(nn.SiLU())), StandIn)  # one class, two settings
+    assert isinstance(finds.find(Mlp(nn.SiLU())), FusedModule)  # one class, two settings
     assert "an activation" in refused(finds.find(Mlp(nn.ReLU())))
     assert "another kind" in refused(finds.find(with_odd_up()))
     assert finds.find(Attention()) is None
@@ -263,7 +263,7 @@ def test_a_norm_is_tried_again_with_other_settings() -> None:
 
     norms, twice = Norms(linears("native")), Scaled(KNOWN["llama"])
     twice.scale = 2.0
-    assert isinstance(norms.find(Scaled(KNOWN["llama"])), StandIn)
+    assert isinstance(norms.find(Scaled(KNOWN["llama"])), FusedModule)
     assert isinstance(norms.find(twice), str)
 
 

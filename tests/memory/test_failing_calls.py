@@ -21,7 +21,7 @@ from memory.faults import Faults, install
 from quire.errors import MemoryUnavailable
 from quire.memory import HostMemory, Region, Window
 from quire.memory.machine.probe import resident_bytes
-from quire.memory.page_cache import KeptMemory
+from quire.memory.page_cache import PageCacheMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts by the kernel's own files")
 PAGE = HostMemory().page_bytes
@@ -95,7 +95,7 @@ class Scene:
     def counted(self) -> int:
         if self.region is None:
             return 0
-        if isinstance(self.provider, KeptMemory):
+        if isinstance(self.provider, PageCacheMemory):
             assert self.provider.kept_bytes + self.region.committed_bytes == (
                 self.provider.backed_bytes
             )
@@ -111,10 +111,10 @@ SCENES: dict[str, Callable[[], Scene]] = {
     "portable": lambda: Scene(lambda: HostMemory(portable=True)),
     "huge": lambda: Scene(lambda: HostMemory(huge_pages=True)),
     "locked": lambda: Scene(lambda: HostMemory(locked=True)),
-    "kept": lambda: Scene(lambda: KeptMemory(HostMemory(), limit_bytes=6 * PAGE)),
+    "kept": lambda: Scene(lambda: PageCacheMemory(HostMemory(), limit_bytes=6 * PAGE)),
     "heaps": lambda: Scene(HostMemory, in_heaps=True),
     "kept heaps": lambda: Scene(
-        lambda: KeptMemory(HostMemory(), limit_bytes=6 * PAGE), in_heaps=True
+        lambda: PageCacheMemory(HostMemory(), limit_bytes=6 * PAGE), in_heaps=True
     ),
 }
 

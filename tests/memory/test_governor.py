@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory.budget import Needs, headroom_bytes, make_ledger
-from quire.memory.controller import Decision, Governor, Reading
+from quire.memory.controller import ControllerReading, Decision, MemoryController
 from quire.memory.machine import Machine, readings
 from quire.memory.machine.probe import MemoryBound
 
 GIB = 1 << 30
 TOTAL = 24 * GIB
 HEADROOM = 4 * GIB
-CALM = Reading(
+CALM = ControllerReading(
     now_s=0.0,
     total_bytes=TOTAL,
     available_bytes=20 * GIB,
@@ -38,20 +38,23 @@ def test_the_headroom_needs_no_number_from_the_user() -> None:
 
 def test_with_plenty_all_of_the_capacity_may_be_used() -> None:
     for mode in ("shared", "dedicated"):
-        decision = Governor(mode).decide(CALM)
+        decision = MemoryController(mode).decide(CALM)
         assert (decision.ceiling_bytes, decision.event) == (12 * GIB, "")
         assert not decision.drop_cached
 
 
 def test_under_pressure_what_is_missing_goes_at_once_and_what_is_only_cached_with_it() -> None:
-    shared, dedicated = Governor("shared").decide(SHORT), Governor("dedicated").decide(SHORT)
+    shared, dedicated = (
+        MemoryController("shared").decide(SHORT),
+        MemoryController("dedicated").decide(SHORT),
+    )
     assert (shared.ceiling_bytes, shared.event, shared.drop_cached) == (2 * GIB, "pressure", True)
     assert "2.00 GiB is available, of which 4.00 GiB is for others" in shared.reason
     assert "2.00 GiB is missing" in shared.reason
     assert dedicated.event == ""
     assert dedicated.ceiling_bytes > 5 * GIB
     shorter = replace(SHORT, available_bytes=GIB // 4)
-    dedicated = Governor("dedicated").decide(shorter)
+    dedicated = MemoryController("dedicated").decide(shorter)
     assert (dedicated.event, dedicated.drop_cached) == ("pressure", False)
     assert dedicated.ceiling_bytes == 4 * GIB - GIB // 4
 
@@ -59,18 +62,18 @@ def test_under_pressure_what_is_missing_goes_at_once_and_what_is_only_cached_wit
 def test_others_may_take_a_quarter_of_the_headroom_before_they_are_answered() -> None:
     at_the_edge = replace(CALM, available_bytes=HEADROOM * 3 // 4)
     for mode in ("shared", "dedicated"):
-        assert Governor(mode).decide(at_the_edge).event == ""
+        assert MemoryController(mode).decide(at_the_edge).event == ""
     beyond = replace(at_the_edge, available_bytes=HEADROOM * 3 // 4 - 1)
-    assert Governor("shared").decide(beyond).ceiling_bytes == 3 * GIB - HEADROOM // 4 - 1
+    assert MemoryController("shared").decide(beyond).ceiling_bytes == 3 * GIB - HEADROOM // 4 - 1
 
 
 def test_what_a_step_takes_stays_free_where_lack_of_it_kills() -> None:
     calm = replace(CALM, available_bytes=5 * GIB, step_bytes=6 * GIB)
-    decision = Governor("dedicated").decide(calm)
+    decision = MemoryController("dedicated").decide(calm)
     assert decision.event == "pressure"
     assert decision.ceiling_bytes == 3 * GIB - (6 * GIB + GIB // 8 - 5 * GIB)
     assert "is for a step" in decision.reason
-    assert Governor("dedicated").decide(replace(calm, step_bytes=5 * GIB)).event == ""
+    assert MemoryController("dedicated").decide(replace(calm, step_bytes=5 * GIB)).event == ""
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,11 +94,11 @@ def test_a_stated_budget_is_used_where_no_other_process_wants_memory(
     size = int(room * stated)
     ledger = make_ledger(machine, needs, mode=mode, kv_cache_memory_bytes=size)
     assert ledger.spare_bytes == room - size
-    governor = Governor(mode, room_bytes=room)
+    governor = MemoryController(mode, room_bytes=room)
     own_bytes = int((room - size) * taken_later)
     used, ceiling = 0, size
     for tick in range(900):
-        now = Reading(
+        now = ControllerReading(
             now_s=tick / 5,
             total_bytes=limit * GIB,
             available_bytes=room - own_bytes - used,
@@ -112,13 +115,13 @@ def test_a_stated_budget_is_used_where_no_other_process_wants_memory(
 
 
 def test_a_cache_that_is_too_small_to_help_is_left_alone() -> None:
-    decision = Governor("shared").decide(replace(SHORT, committed_bytes=HEADROOM // 64))
+    decision = MemoryController("shared").decide(replace(SHORT, committed_bytes=HEADROOM // 64))
     assert (decision.event, decision.drop_cached) == ("", False)
     assert decision.ceiling_bytes >= HEADROOM // 64
 
 
 def test_it_grows_again_after_a_while_by_and_by_and_only_with_room_to_spare() -> None:
-    governor = Governor("shared")
+    governor = MemoryController("shared")
     now, ceiling = CALM, governor.decide(SHORT).ceiling_bytes
     ceilings = []
     for step in range(1, 500):
@@ -136,18 +139,18 @@ def test_it_grows_again_after_a_while_by_and_by_and_only_with_room_to_spare() ->
 def test_waiting_tasks_bring_pressure_sooner() -> None:
     now = replace(CALM, available_bytes=HEADROOM * 7 // 8)
     for stalled_s, event in ((0.005, ""), (0.05, "pressure")):
-        governor = Governor("shared")
+        governor = MemoryController("shared")
         assert governor.decide(now).event == ""
         later = governor.decide(replace(now, now_s=0.2, stalled_s=stalled_s))
         assert later.event == event
         assert ("tasks wait" in later.reason) == bool(event)
-    plenty = Governor("shared")
+    plenty = MemoryController("shared")
     plenty.decide(CALM)
     assert plenty.decide(replace(CALM, now_s=0.2, stalled_s=0.2)).event == ""
 
 
 def test_idle_gives_the_cache_back_once_and_keeps_the_ceiling() -> None:
-    governor = Governor("shared")
+    governor = MemoryController("shared")
     events = []
     for second in range(60):
         decision = governor.decide(replace(CALM, now_s=float(second), idle_s=float(second)))
@@ -158,7 +161,7 @@ def test_idle_gives_the_cache_back_once_and_keeps_the_ceiling() -> None:
     assert events.count("idle") == 1
     governor.decide(replace(CALM, now_s=60.0))
     assert governor.decide(replace(CALM, now_s=90.0, idle_s=30.0)).event == "idle"
-    assert Governor("dedicated").decide(replace(CALM, idle_s=1000.0)).event == ""
+    assert MemoryController("dedicated").decide(replace(CALM, idle_s=1000.0)).event == ""
 
 
 @settings(max_examples=200)
@@ -170,12 +173,12 @@ def test_idle_gives_the_cache_back_once_and_keeps_the_ceiling() -> None:
 def test_no_reading_makes_it_ask_for_nonsense(
     mode: str, total: int, shares: list[tuple[float, ...]]
 ) -> None:
-    governor, now_s = Governor(mode), 0.0
+    governor, now_s = MemoryController(mode), 0.0
     for elapsed, available, capacity, committed in shares:
         now_s += elapsed
         most = round(total * capacity)
         ceiling = round(most * max(committed, elapsed))
-        now = Reading(
+        now = ControllerReading(
             now_s=now_s,
             total_bytes=total,
             available_bytes=round(total * available),
@@ -205,7 +208,7 @@ def test_no_reading_makes_it_ask_for_nonsense(
 class Process:
     """A cache of which everything is only cached, and that fills as fast as it may."""
 
-    governor: Governor
+    governor: MemoryController
     phase: int  # of its readings, in ticks
     fill_bytes: int  # a tick
     used: int = 0
@@ -255,13 +258,14 @@ def test_several_settle_with_equal_shares_and_leave_the_headroom(
 ) -> None:
     """Neighbours come and go; a minute after the last change nothing moves any more."""
     processes = [
-        Process(governor=Governor("shared"), phase=phase, fill_bytes=fill << 20) for phase in phases
+        Process(governor=MemoryController("shared"), phase=phase, fill_bytes=fill << 20)
+        for phase in phases
     ]
     processes[0].used = 6 * GIB  # it was here before the others
     simulate(processes, [size * GIB for size in others or [1]], seconds=60)
     for process in processes:
         process.seen.clear()
-        process.governor = Governor("shared")  # the clock begins again
+        process.governor = MemoryController("shared")  # the clock begins again
     available = simulate(processes, [last * GIB], seconds=90)
     assert min(available[-400:]) >= HEADROOM
     shares = [process.used for process in processes]
@@ -277,7 +281,7 @@ def test_several_settle_with_equal_shares_and_leave_the_headroom(
 def test_filling_up_puts_no_pressure_on_others(num_processes: int) -> None:
     """As fast as memory can be written, and without anything being thrown away again."""
     processes = [
-        Process(governor=Governor("shared"), phase=phase, fill_bytes=100 << 20)
+        Process(governor=MemoryController("shared"), phase=phase, fill_bytes=100 << 20)
         for phase in range(num_processes)
     ]
     available = simulate(processes, [GIB], seconds=60)
@@ -288,7 +292,7 @@ def test_filling_up_puts_no_pressure_on_others(num_processes: int) -> None:
 
 
 def test_a_neighbour_gets_what_it_takes_and_the_cache_recovers() -> None:
-    process = Process(governor=Governor("shared"), phase=0, fill_bytes=200 << 20)
+    process = Process(governor=MemoryController("shared"), phase=0, fill_bytes=200 << 20)
     available = simulate([process], [GIB, 13 * GIB, GIB], seconds=180)
     before, during, after = (process.seen[tick * 1200 - 1] for tick in (1, 2, 3))
     assert before > 18 * GIB

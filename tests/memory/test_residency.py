@@ -17,7 +17,7 @@ import quire
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory, Region
 from quire.memory.machine.probe import resident_bytes
-from quire.memory.page_cache import KeptMemory
+from quire.memory.page_cache import PageCacheMemory
 from quire.memory.residency import KeepAlive, host_memory, resident_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
@@ -45,7 +45,7 @@ def run(code: str, *before: str) -> None:
 
 def test_what_is_given_back_is_kept_and_given_out_again_as_zeros() -> None:
     counted = CountedMemory(HostMemory())
-    kept = KeptMemory(counted, limit_bytes=8 * PAGE)
+    kept = PageCacheMemory(counted, limit_bytes=8 * PAGE)
     region = kept.reserve(100 * PAGE)
     every_page = region.tensor(torch.uint8).view(100, PAGE)
 
@@ -64,7 +64,7 @@ def test_what_is_given_back_is_kept_and_given_out_again_as_zeros() -> None:
 
 
 def test_a_piece_may_be_kept_in_part() -> None:
-    kept = KeptMemory(CheckedMemory(HostMemory()), limit_bytes=100 * PAGE)
+    kept = PageCacheMemory(CheckedMemory(HostMemory()), limit_bytes=100 * PAGE)
     region = kept.reserve(100 * PAGE)
     region.commit(3 * PAGE, 2 * PAGE, stride=10 * PAGE, count=3)
     region.decommit(3 * PAGE, 2 * PAGE, stride=10 * PAGE, count=3)
@@ -74,7 +74,7 @@ def test_a_piece_may_be_kept_in_part() -> None:
 
 
 def test_no_more_is_kept_than_the_limit_allows() -> None:
-    kept = KeptMemory(HostMemory(), limit_bytes=4 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=4 * PAGE)
     region = kept.reserve(100 * PAGE)
     region.commit(0, 10 * PAGE)  # the limit is on keeping: it refuses nothing
     for start in (0, 3 * PAGE):  # six pages above the limit, then three
@@ -88,7 +88,7 @@ def test_no_more_is_kept_than_the_limit_allows() -> None:
 
 
 def test_kept_pages_make_room_for_pages_elsewhere() -> None:
-    kept = KeptMemory(HostMemory(), limit_bytes=4 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=4 * PAGE)
     one, other = kept.reserve(10 * PAGE), kept.reserve(10 * PAGE)
     one.commit(0, 4 * PAGE)
     one.decommit(0, 3 * PAGE)
@@ -107,7 +107,7 @@ def test_kept_pages_make_room_for_pages_elsewhere() -> None:
 
 def test_a_refused_commit_has_changed_nothing() -> None:
     failing = FailingMemory(HostMemory(), failing={2, 4, 5})
-    kept = KeptMemory(failing, limit_bytes=100 * PAGE)
+    kept = PageCacheMemory(failing, limit_bytes=100 * PAGE)
     region = kept.reserve(100 * PAGE)
     region.commit(4 * PAGE, 4 * PAGE)
     region.decommit(4 * PAGE, 4 * PAGE)
@@ -129,7 +129,7 @@ def test_a_refused_commit_has_changed_nothing() -> None:
 
 
 def test_closing_gives_back_what_is_kept() -> None:
-    kept = KeptMemory(HostMemory(), limit_bytes=100 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=100 * PAGE)
     region, other = kept.reserve(10 * PAGE), kept.reserve(10 * PAGE)
     region.commit(0, 8 * PAGE)
     region.decommit(0, 4 * PAGE)
@@ -150,7 +150,7 @@ def test_heaps_are_kept_too() -> None:
     host = HostMemory()
     if host.cannot_share is not None:
         pytest.skip(f"no heaps: {host.cannot_share}")
-    kept = KeptMemory(host, limit_bytes=100 * PAGE)
+    kept = PageCacheMemory(host, limit_bytes=100 * PAGE)
     region = kept.reserve(16 * PAGE, heap_bytes=4 * PAGE)
     window = region.window(4 * PAGE)
     region.commit(2 * PAGE, 4 * PAGE)
@@ -202,7 +202,7 @@ def test_where_addresses_exceed_the_capacity_each_region_gets_its_share(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    kept = KeptMemory(HostMemory(), limit_bytes=32 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=32 * PAGE)
     one, other = kept.reserve(300 * PAGE), kept.reserve(100 * PAGE)
     kept.prefault()
     assert (one.kept_bytes, other.kept_bytes) == (24 * PAGE, 8 * PAGE)
@@ -212,7 +212,7 @@ def test_where_addresses_exceed_the_capacity_each_region_gets_its_share(
 
 
 def test_prefaulting_never_passes_the_limit() -> None:
-    kept = KeptMemory(HostMemory(), limit_bytes=10 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=10 * PAGE)
     region = kept.reserve(20 * PAGE)
     region.commit(15 * PAGE, 5 * PAGE)
     kept.prefault()
@@ -220,7 +220,7 @@ def test_prefaulting_never_passes_the_limit() -> None:
 
 
 def test_prefaulting_that_is_refused_leaves_true_counts() -> None:
-    kept = KeptMemory(FailingMemory(HostMemory(), failing={2}), limit_bytes=100 * PAGE)
+    kept = PageCacheMemory(FailingMemory(HostMemory(), failing={2}), limit_bytes=100 * PAGE)
     one, other = kept.reserve(10 * PAGE), kept.reserve(10 * PAGE)
     with pytest.raises(MemoryUnavailable):
         kept.prefault()
@@ -365,7 +365,7 @@ def test_keep_alive_touches_until_it_is_stopped() -> None:
 
 def test_touching_backs_nothing_and_changes_nothing() -> None:
     host = HostMemory()
-    kept = KeptMemory(host, limit_bytes=10 * PAGE)
+    kept = PageCacheMemory(host, limit_bytes=10 * PAGE)
     regions = [kept.reserve(100 * PAGE)]
     if host.cannot_share is None:
         regions.append(kept.reserve(100 * PAGE, heap_bytes=10 * PAGE))
@@ -382,7 +382,7 @@ def test_touching_backs_nothing_and_changes_nothing() -> None:
 
 
 def test_touching_beside_work_loses_no_page() -> None:
-    kept = KeptMemory(HostMemory(), limit_bytes=20 * PAGE)
+    kept = PageCacheMemory(HostMemory(), limit_bytes=20 * PAGE)
     region = kept.reserve(200 * PAGE)
     with KeepAlive(kept.touch, interval_s=0.0001):
         for round_ in range(300):
@@ -459,7 +459,7 @@ def test_an_engine_over_prefaulted_memory_asks_the_system_for_nothing_more(strat
         limit_bytes = max(2**24, llm.memory.reserved_bytes)
 
     system = CountedMemory(HostMemory(huge_pages=True))
-    kept = KeptMemory(system, limit_bytes=limit_bytes)
+    kept = PageCacheMemory(system, limit_bytes=limit_bytes)
     with quire.LLM(**options, kv_cache_memory_bytes=2**24, provider=kept) as llm:
         kept.prefault()
         backed = system.committed_bytes
@@ -486,7 +486,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.host = HostMemory()
         self.failer = FailingMemory(self.host, failing=self.failing)
         self.counted = CountedMemory(CheckedMemory(self.failer))
-        self.kept = KeptMemory(self.counted, limit_bytes=limit * PAGE)
+        self.kept = PageCacheMemory(self.counted, limit_bytes=limit * PAGE)
         heap_bytes = 8 * PAGE if heaps and self.host.cannot_share is None else None
         self.regions = [
             self.kept.reserve(NUM_PAGES * PAGE, heap_bytes=given) for given in (None, heap_bytes)

@@ -22,7 +22,7 @@ from quire.errors import (
     RequestTooLong,
     UnsupportedModel,
 )
-from quire.kv import STRATEGIES, Change, Copy
+from quire.kv import STRATEGIES, Copy, StorageOp
 from quire.kv.storage.per_layer import RangeStorage
 from quire.memory import CheckedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache, cache
@@ -239,7 +239,7 @@ def test_cutting_back_behind_a_window_is_refused(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["contiguous", "growing", "virtual"])
 def test_beams_move_no_keys_or_values(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: list[Change] = []
+    changes: list[StorageOp] = []
     written: list[int] = []
     apply, write = RangeStorage.apply, RangeStorage.write
 

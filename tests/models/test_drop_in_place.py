@@ -19,7 +19,7 @@ from quire.kv import STRATEGIES
 from quire.memory.machine import machine_state as snapshot
 from quire.models.drop_in import cache
 from quire.models.drop_in.in_place import Unread
-from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.rows import BatchRows
 from tiny import WINDOW, tiny_model, tokens
 
 OPTIONS: dict[str, Any] = dict(
@@ -39,14 +39,14 @@ def _without_gradients() -> Iterator[None]:
 def counted_gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Layers whose keys and values were asked for as tensors with elements."""
     layers: list[int] = []
-    own = Rows.read
+    own = BatchRows.read
 
-    def read(self: Rows, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read(self: BatchRows, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         layers.append(layer)
         return own(self, layer, start, stop)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Rows, "read", read)
+        patched.setattr(BatchRows, "read", read)
         yield layers
 
 

@@ -20,7 +20,7 @@ from quire.memory import CountedMemory, HostMemory
 from quire.models.executors.hooks import (
     ATTENTION_NAME,
     EngineCache,
-    Step,
+    PackedStep,
     attend,
     reading_through_attend,
 )
@@ -158,7 +158,7 @@ def test_entries_of_another_shape_than_the_config_says_are_refused() -> None:
 
 
 def test_a_step_knows_who_has_not_both_written_and_read() -> None:
-    step = Step(storage=None, backend=None, specs={0: None, 1: None, 5: None}, batches={})  # type: ignore[arg-type,dict-item]
+    step = PackedStep(storage=None, backend=None, specs={0: None, 1: None, 5: None}, batches={})  # type: ignore[arg-type,dict-item]
     assert step.silent == [0, 1, 5]
     step.written |= {0, 1}
     step.read |= {1, 5}
@@ -167,7 +167,7 @@ def test_a_step_knows_who_has_not_both_written_and_read() -> None:
 
 def test_the_cache_tells_the_model_nothing_of_lengths() -> None:
     """Positions are given and no mask is built, so nothing may be derived from a length."""
-    step = Step(storage=None, backend=None, specs={}, batches={})  # type: ignore[arg-type]
+    step = PackedStep(storage=None, backend=None, specs={}, batches={})  # type: ignore[arg-type]
     cache = EngineCache(step, torch.tensor([0, 1, 2, 9, 5]))
     assert cache.get_seq_length() == 0
     assert (torch.arange(5) + cache.get_seq_length(3)).tolist() == [0, 1, 2, 9, 5]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.kv import STRATEGIES
 from quire.models.recorded import recordings as recordings_module
-from quire.models.recorded.arena import Pieces
+from quire.models.recorded.arena import Arena
 from quire.models.recorded.recordings import SIZES, Recordings
 from tiny import CONFIGS, tiny_model, tokens
 
@@ -291,7 +291,7 @@ def still_there(held: list[tuple[Tensor, int]]) -> bool:
 
 @given(st.lists(st.tuples(SHAPES, st.booleans(), st.integers(0, 9)), max_size=40))
 def test_no_two_tensors_that_live_share_a_piece(steps: list[tuple[list[int], bool, int]]) -> None:
-    pieces = Pieces()
+    pieces = Arena()
     held: list[tuple[Tensor, int]] = []  # with what was written to it
     for number, (shape, turned, dropped) in enumerate(steps):
         like = torch.empty(shape, dtype=(torch.float32, torch.int64)[number % 2])

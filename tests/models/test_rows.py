@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.errors import OutOfKVMemory, RequestTooLong
 from quire.kv import STRATEGIES, CacheConfig
 from quire.memory import CheckedMemory, HostMemory
-from quire.models.drop_in.rows import Family, Rows
+from quire.models.drop_in.rows import BatchRows, CacheFamily
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 
 # 512 bytes a key: eight tokens a page. The second layer reads the last five tokens.
@@ -34,7 +34,7 @@ CONFIG = CacheConfig(
     page_bytes=HostMemory().page_bytes,
 )
 SHARED = "virtual-shared"
-MakeRows = Callable[..., Rows]
+MakeRows = Callable[..., BatchRows]
 
 
 @pytest.fixture(params=[*STRATEGIES, SHARED])
@@ -42,10 +42,12 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(strategy: str, num_rows: int, **changed: Any) -> Rows:
+def make(strategy: str, num_rows: int, **changed: Any) -> BatchRows:
     config = replace(CONFIG, shares_pages=strategy == SHARED, **changed)
     name = "virtual" if strategy == SHARED else strategy
-    return Rows(Family(name, SPEC, config, CheckedMemory(HostMemory()), num_rows), num_rows)
+    return BatchRows(
+        CacheFamily(name, SPEC, config, CheckedMemory(HostMemory()), num_rows), num_rows
+    )
 
 
 def entries(rows: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -55,12 +57,12 @@ def entries(rows: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return k, -k
 
 
-def write(rows: Rows, start: int, stop: int) -> None:
+def write(rows: BatchRows, start: int, stop: int) -> None:
     for layer in (0, 1):
         rows.write(layer, start, *entries(len(rows), start, stop))
 
 
-def expect(rows: Rows, start: int, stop: int, row_of: list[int] | None = None) -> None:
+def expect(rows: BatchRows, start: int, stop: int, row_of: list[int] | None = None) -> None:
     """What the next token reads; ``row_of``: the rows that the rows were once."""
     every = list(range(len(rows))) if row_of is None else row_of
     for layer, first in ((0, start), (1, max(start, stop - 5))):

@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from attention.machines import kernel_folder
-from quire.models.fused_modules import StandIns
+from quire.models.fused_modules import FusedModules
 from tiny import CONFIGS, tiny_model, tokens
 
 # Of logits, in parts of the largest: sums in another order, and one more rounding here or there.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def stand_ins(model: PreTrainedModel) -> StandIns:
-    return StandIns(model, kernel_folder())
+def stand_ins(model: PreTrainedModel) -> FusedModules:
+    return FusedModules(model, kernel_folder())
 
 
-def in_place(found: StandIns) -> AbstractContextManager[None]:
+def in_place(found: FusedModules) -> AbstractContextManager[None]:
     """As before a step."""
     found.watch.look()
     return found.in_place()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from quire import LLM, SamplingParams
-from quire.layers.watch import Watch
+from quire.layers.watch import WeightsWatch
 from quire.models.loader import adopt
 from quire.models.recorded import recordings as recordings_module
 from tiny import tiny_model, tokens
@@ -273,14 +273,14 @@ CHANGES: dict[str, Callable[[Part, pytest.MonkeyPatch], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part = Part().eval()
-    watch = Watch(part)
+    watch = WeightsWatch(part)
     part(torch.ones(1))
     assert watch.holds()
     assert not watch.unseen
     assert not watch.changed()
     CHANGES[change](part, monkeypatch)
     assert not watch.holds()
-    assert Watch(part).holds()
+    assert WeightsWatch(part).holds()
 
 
 class Heir(Part):
@@ -293,7 +293,7 @@ class Heir(Part):
 def test_a_class_that_inherits_its_forward_is_watched_too(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Watch(Heir())
+    watch = WeightsWatch(Heir())
     assert watch.holds()
     monkeypatch.setattr(Heir, name, lambda self, x: x, raising=name in vars(Heir))
     assert not watch.holds()
@@ -303,7 +303,7 @@ def test_what_contains_itself_is_named() -> None:
     part, own = Part(), [1]
     own.append(own)  # type: ignore[arg-type]
     part.own = own  # type: ignore[assignment]
-    watch = Watch(part)
+    watch = WeightsWatch(part)
     assert list(watch.unseen) == ["a list that contains itself"]
     assert watch.holds()
 
@@ -336,7 +336,7 @@ def test_hooks_of_all_modules_hear_every_step(is_private: bool) -> None:
 
 def test_what_is_set_again_is_no_change() -> None:
     part = Part()
-    watch = Watch(part)
+    watch = WeightsWatch(part)
     part.config.deep = {"list": [1, {"set": {2, 1}}]}
     part.train()
     assert watch.holds()
@@ -345,17 +345,17 @@ def test_what_is_set_again_is_no_change() -> None:
 def test_what_cannot_be_seen_is_named() -> None:
     part = Part()
     part.iterator = iter([1])  # type: ignore[assignment]
-    assert list(Watch(part).unseen) == ["a builtins.list_iterator"]
+    assert list(WeightsWatch(part).unseen) == ["a builtins.list_iterator"]
 
 
 def test_what_passes_change_by_themselves_is_left_out() -> None:
     part = Part()
-    watch = Watch(part)
+    watch = WeightsWatch(part)
     part.config.deep["list"] = 5
     changed = watch.changed()
     assert {name for _, name in changed} >= {"deep"}
-    assert Watch(part, apart=changed).holds()
-    again = Watch(part, apart=changed)
+    assert WeightsWatch(part, apart=changed).holds()
+    again = WeightsWatch(part, apart=changed)
     part.config.deep["list"] = 6
     assert again.holds()
     part.factor = 7.0

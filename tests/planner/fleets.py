@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.engine.scheduler import Limits
+from quire.engine.scheduler import SchedulerLimits
 from quire.kv import CacheConfig
 from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulator import Fleet
@@ -65,7 +65,7 @@ def fleet_of(
             capacity_bytes=capacity_bytes,
             **CACHES[case],
         ),
-        limits=Limits(
+        limits=SchedulerLimits(
             max_model_len=512,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -7,14 +7,14 @@ import pytest
 
 from engine.test_llm import demo
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.engine.outputs import Completion
+from quire.engine.outputs import CompletionOutput
 from server.asking import Answer, Client, nothing_runs, run, serving
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def engines_own(prompt: Any, **params: Any) -> Completion:
+def engines_own(prompt: Any, **params: Any) -> CompletionOutput:
     sampling = SamplingParams(temperature=0, ignore_eos=True, **params)
     with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
         return llm.generate([prompt], sampling)[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.server.connections import STEP_BYTES, LoopErrors, Patience
+from quire.server.connections import STEP_BYTES, LoopErrors, StallTimer
 from quire.server.logs import WithoutCutOffs
 from server.asking import encoded, nothing_runs, run
 from server.sockets import Listening, Peer, listening, posting, until
@@ -87,13 +87,13 @@ def test_whoever_sends_nothing_more_loses_the_connection() -> None:
 
 def test_who_is_slow_but_does_not_stand_still_is_not_cut_off() -> None:
     """On a clock of the test's own: a step of bytes in each time is enough, one byte is not."""
-    steady, drip = Patience(60), Patience(60)
+    steady, drip = StallTimer(60), StallTimer(60)
     for second in range(0, 600, 10):
         received = second * STEP_BYTES // 50
         assert not steady.is_over(second, waits=True, mark=received // STEP_BYTES)
     cut_off = [drip.is_over(s, waits=True, mark=s // STEP_BYTES) for s in range(0, 70, 10)]
     assert cut_off == [False] * 6 + [True]
-    idle = Patience(60)
+    idle = StallTimer(60)
     assert not any(idle.is_over(s, waits=False, mark=0) for s in range(0, 600, 10))
 
 

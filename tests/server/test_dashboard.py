@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from quire import SamplingParams
 from quire.config import ServerConfig
-from quire.kv import CellState, Census
+from quire.kv import CellState, Occupancy
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
 from quire.server.dashboard.routes import FILES
@@ -209,7 +209,7 @@ def test_a_tenants_cells_are_numbered_as_if_there_were_no_others() -> None:
     assert (nothing.census.num_cells, len(nothing.census.ids)) == (0, 0)
 
 
-def replace_holders(own: Census, holders: list[int]) -> Census:
+def replace_holders(own: Occupancy, holders: list[int]) -> Occupancy:
     return dataclasses.replace(own, holders=np.array(holders, np.int64))
 
 
@@ -311,8 +311,8 @@ def test_it_ends_with_the_engine() -> None:
     run(body())
 
 
-def census(num_cells: int, ids: list[int], states: list[int], *, row_cells: int = 0) -> Census:
-    return Census(
+def census(num_cells: int, ids: list[int], states: list[int], *, row_cells: int = 0) -> Occupancy:
+    return Occupancy(
         num_cells=num_cells,
         cell_tokens=16,
         cell_bytes=1024,

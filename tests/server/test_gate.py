@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.admission import Bounds, Gate, Pass
+from quire.server.admission import AdmissionControl, Bounds, Permit
 from quire.server.api_keys import Caller
 from quire.server.wire.error_responses import Refused
 
@@ -23,19 +23,19 @@ class Clock:
 
 def gate(
     queued: int | None = None, tokens: int | None = None, each: int | None = None
-) -> tuple[Gate, Clock]:
+) -> tuple[AdmissionControl, Clock]:
     clock = Clock()
     bounds = Bounds(num_queued_reqs=queued, num_queued_tokens=tokens, num_reqs_per_key=each)
-    return Gate(bounds, clock), clock
+    return AdmissionControl(bounds, clock), clock
 
 
 @contextmanager
-def one(own: Gate, caller: Caller, sequences: int, tokens: int) -> Iterator[Pass]:
+def one(own: AdmissionControl, caller: Caller, sequences: int, tokens: int) -> Iterator[Permit]:
     with own.admit(caller, [(sequences, tokens)]) as (passing,):
         yield passing
 
 
-def refusal(of: Gate, caller: Caller, sequences: int = 1, tokens: int = 10) -> Refused:
+def refusal(of: AdmissionControl, caller: Caller, sequences: int = 1, tokens: int = 10) -> Refused:
     with ExitStack() as stack, pytest.raises(Refused) as found:
         stack.enter_context(one(of, caller, sequences, tokens))
     return found.value

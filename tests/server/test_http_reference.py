@@ -7,7 +7,7 @@ import pytest
 
 from quire.server.dashboard.routes import FILES
 from quire.server.routes import Operation
-from quire.server.schemas.fields import Asked
+from quire.server.schemas.fields import GenerationRequest
 from server.asking import run, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
@@ -43,12 +43,14 @@ def test_paths_are_those_of_the_server(operations: list[Operation]) -> None:
 
 
 def test_fields_are_those_of_the_structs(operations: list[Operation]) -> None:
-    assert fields("## Fields of all that generate") == set(Asked.__struct_encode_fields__)
+    assert fields("## Fields of all that generate") == set(
+        GenerationRequest.__struct_encode_fields__
+    )
     for each in operations:
         if each.takes is None or "{" in each.path:
             continue
         own = set(each.takes.__struct_encode_fields__)
-        if issubclass(each.takes, Asked):
-            own -= set(Asked.__struct_encode_fields__)
+        if issubclass(each.takes, GenerationRequest):
+            own -= set(GenerationRequest.__struct_encode_fields__)
             own |= set(each.takes.__annotations__)  # a field that it has in its own way
         assert fields(f"### `POST {each.path}`") == own, each.path

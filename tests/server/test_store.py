@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.server.response_store import Kept, Store
+from quire.server.response_store import Store, StoredResponse
 
 MOST_BYTES = 40_000
 CALLERS, NAMES = st.integers(0, 2), st.sampled_from("abcdefgh")
@@ -18,18 +18,20 @@ class Keeping(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = Store(MOST_BYTES)
-        self.used: list[tuple[int, str, Kept]] = []
+        self.used: list[tuple[int, str, StoredResponse]] = []
 
     def cost(self, caller: int | None = None) -> int:
         own = [kept for whose, _, kept in self.used if caller in (None, whose)]
         return sum(kept.num_bytes + 1024 for kept in own)
 
-    def find(self, caller: int, name: str) -> tuple[int, str, Kept] | None:
+    def find(self, caller: int, name: str) -> tuple[int, str, StoredResponse] | None:
         return next((use for use in self.used if use[:2] == (caller, name)), None)
 
     @rule(caller=CALLERS, name=NAMES, sizes=st.lists(st.integers(0, 12_000), max_size=4))
     def put(self, caller: int, name: str, sizes: list[int]) -> None:
-        kept = Kept(response=b"x" * sum(sizes[:1]), before=tuple(b"y" * n for n in sizes[1:]))
+        kept = StoredResponse(
+            response=b"x" * sum(sizes[:1]), before=tuple(b"y" * n for n in sizes[1:])
+        )
         self.store.put(caller, name, kept)
         self.used = [use for use in self.used if use[:2] != (caller, name)]
         if kept.num_bytes + 1024 > MOST_BYTES:
@@ -45,7 +47,7 @@ class Keeping(RuleBasedStateMachine):
             # Of several who hold as much, any may lose its oldest.
             self.used.remove(next(use for use in oldest if not self.holds(use)))
 
-    def holds(self, use: tuple[int, str, Kept]) -> bool:
+    def holds(self, use: tuple[int, str, StoredResponse]) -> bool:
         return use[1] in self.store._by_caller.get(use[0], {})
 
     @rule(caller=CALLERS, name=NAMES)
@@ -73,8 +75,8 @@ TestKeeping = Keeping.TestCase
 TestKeeping.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def kept(num_bytes: int, **fields: Any) -> Kept:
-    return Kept(response=b"x" * num_bytes, **fields)
+def kept(num_bytes: int, **fields: Any) -> StoredResponse:
+    return StoredResponse(response=b"x" * num_bytes, **fields)
 
 
 def test_one_who_keeps_much_pushes_out_nobody_else() -> None:

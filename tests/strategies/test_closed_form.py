@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.kv import Accounting, CacheConfig, Change, Commit, Fits, Release, build_accounting
+from quire.kv import Accounting, CacheConfig, Commit, Fits, Release, StorageOp, build_accounting
 from quire.spec import Group, ModelSpec, RecurrentState
 from quire.units import align_down, align_up
 from spec.published import FULL, LATENT, Published
@@ -38,7 +38,7 @@ class Pages:
         self._slot_bytes = [accounting.slot_bytes(group) for group in groups]
         self.num_bytes = np.zeros(len(groups), np.int64)
 
-    def apply(self, changes: list[Change]) -> None:
+    def apply(self, changes: list[StorageOp]) -> None:
         for change in changes:
             if isinstance(change, Commit | Release):
                 size = (change.stop - change.start) * self._slot_bytes[change.group]

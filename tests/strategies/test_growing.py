@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.kv import Change, Commit, Copy, Fits, Growth, NotNow, Release
+from quire.kv import Commit, Copy, Fits, Growth, NotNow, Release, StorageOp
 from quire.kv.growing import GROWTH, GrowingAccounting
 from quire.spec import FullAttention
 from strategies.geometry import MIB, QWEN3_4B, SMALL, config, spec_of
@@ -153,7 +153,7 @@ PROMPT, LAST = 100, 1124
 FINAL_GB = NUM_SESSIONS * LAST * 36 * LAYER_TOKEN_BYTES / 1e9
 
 
-def replay(changes: Iterable[Change], committed: int) -> tuple[int, int]:
+def replay(changes: Iterable[StorageOp], committed: int) -> tuple[int, int]:
     """(peak, committed) slots of a layer after each change, one by one."""
     peak = committed
     for change in changes:

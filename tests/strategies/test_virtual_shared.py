@@ -17,12 +17,12 @@ from conformance.memory_cases import memfd_bytes, rollup_bytes
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kv import (
-    Change,
     Commit,
     Extension,
     Fits,
     Map,
     NotNow,
+    StorageOp,
     Unmap,
     build_accounting,
     build_storage,
@@ -65,14 +65,14 @@ class Cache:
         self.storage = build_storage("virtual", accounting, HostMemory())
         self.layers = layers
 
-    def step(self) -> list[Change]:
+    def step(self) -> list[StorageOp]:
         changes = self.accounting.drain()
         self.storage.apply(changes)
         self.accounting.check()
         assert self.storage.memory.committed_bytes == self.accounting.usage().committed_bytes
         return changes
 
-    def begin(self, seq_id: int, prompt: Sequence[int]) -> tuple[int, list[Change]]:
+    def begin(self, seq_id: int, prompt: Sequence[int]) -> tuple[int, list[StorageOp]]:
         """A prompt, computed whole. Returns: tokens of it that were found, and the changes."""
         ids = np.array(prompt, np.int32)
         self.accounting.add(seq_id)
@@ -85,11 +85,11 @@ class Cache:
         self.accounting.mark_computed([seq_id], [len(ids) - found], ids[found:])
         return found, changes
 
-    def extend(self, seq_id: int, num_tokens: int) -> list[Change]:
+    def extend(self, seq_id: int, num_tokens: int) -> list[StorageOp]:
         self.accounting.try_extend(seq_id, num_tokens)
         return self.step()
 
-    def free(self, seq_id: int) -> list[Change]:
+    def free(self, seq_id: int) -> list[StorageOp]:
         self.accounting.free(seq_id)
         return self.step()
 
@@ -114,7 +114,7 @@ class Cache:
         return scaled_dot_product_attention(q, k, v)
 
 
-def shown_slots(changes: list[Change]) -> int:
+def shown_slots(changes: list[StorageOp]) -> int:
     return sum(change.num_slots for change in changes if isinstance(change, Map))
 
 
@@ -270,7 +270,7 @@ def test_entries_are_those_of_private_ranges(name: str, dtype: str) -> None:
 # -- what a window shows -------------------------------------------------------------------------
 
 
-def decode(cache: Cache, num_tokens: int) -> list[Change]:
+def decode(cache: Cache, num_tokens: int) -> list[StorageOp]:
     """A sequence from nothing, token by token."""
     cache.accounting.add(0)
     changes = []

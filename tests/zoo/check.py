@@ -22,8 +22,8 @@ from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.models.loader import adopt
-from quire.planner.plan import Place
-from quire.planner.sequence_memory import Request
+from quire.planner.plan import PlanTarget
+from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from quire.spec import (
     ChunkedAttention,
@@ -197,7 +197,7 @@ def _way(llm: LLM) -> str:
 def _planned_otherwise(model: PreTrainedModel) -> str:
     """What ``quire plan`` says of the model's config.json alone, and the engine does not."""
     memory = HostMemory()
-    place = Place(
+    place = PlanTarget(
         machine=read_machine(),
         page_bytes=memory.page_bytes,
         can_share=memory.cannot_share is None,
@@ -211,7 +211,7 @@ def _planned_otherwise(model: PreTrainedModel) -> str:
         subject,
         EngineConfig.from_options(**schedule.OPTIONS),
         place,
-        Request(input_tokens=schedule.LENGTHS[0], output_tokens=12),
+        PlannedLengths(input_tokens=schedule.LENGTHS[0], output_tokens=12),
         strategies=["paged"],
     )
     return "; ".join(

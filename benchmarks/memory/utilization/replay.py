@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.memory.utilization.lengths import Lengths
 from benchmarks.memory.utilization.waste import Fate, Moment, Watch, mean
 from quire import SamplingParams
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.sequence import Request
 from quire.engine.step_plan import Sampled, StepPlan
 from quire.errors import RequestTooLong
@@ -133,7 +133,7 @@ def replay(system: System, requests: Sequence[Lengths], capacity_bytes: int) -> 
             **system.options,
         ),
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=system.max_model_len,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,

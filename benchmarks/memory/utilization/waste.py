@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from quire.kv import Accounting, Extension, Fits, NotNow, Verdict
+from quire.kv import Accounting, AllocationResult, Extension, Fits, NotNow
 from quire.kv.contiguous import ContiguousAccounting
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import AS_IT_IS
@@ -159,7 +159,9 @@ class Watch:
         if seq_id not in self._fates:  # else it was preempted
             self._fates[seq_id] = self._coming.popleft()
 
-    def _extended(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def _extended(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         verdict = self._try_extend(seq_id, num_tokens, extension)
         if isinstance(verdict, Fits):
             self._holders.add(seq_id)

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from quire.attention import AttentionBackend
-from quire.kv import Accounting, CacheConfig, Change, Fits, Storage, build_accounting, build_storage
+from quire.kv import (
+    Accounting,
+    CacheConfig,
+    Fits,
+    Storage,
+    StorageOp,
+    build_accounting,
+    build_storage,
+)
 from quire.memory import HostMemory
 from quire.memory.machine.probe import spare_mappings
 from quire.spec import FullAttention, Layer, ModelSpec
@@ -42,7 +50,7 @@ class Cache:
     def token_bytes(self) -> int:
         return self.layers * self.spec.bytes_per_token
 
-    def step(self) -> list[Change]:
+    def step(self) -> list[StorageOp]:
         """End a step of accounting, and carry it out."""
         changes = self.accounting.drain()
         self.storage.apply(changes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.memory.virtual.caches import FORMS, ONE_HEAD, QWEN3_4B, Cache, make_cache, prompt
 from quire import LLM, SamplingParams
-from quire.kv import Change, Commit, Extension, Map, Release, Unmap
+from quire.kv import Commit, Extension, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.models.loader import load
 
@@ -39,7 +39,7 @@ def calls(geometry: str, *, num_blocks: int, repeats: int) -> Seconds:
     in_order = [Map(0, s, s, _BLOCK) for s in slots]
     hide = [Unmap(0, s, s + _BLOCK) for s in slots]
     for _ in range(repeats):
-        steps: Iterable[tuple[str, Sequence[Change]]] = (
+        steps: Iterable[tuple[str, Sequence[StorageOp]]] = (
             ("Commit", [Commit(0, s, s + _BLOCK) for s in slots]),
             ("Map, a mapping of its own", scattered),
             ("Unmap, a mapping of its own", hide),

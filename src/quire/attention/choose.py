@@ -17,7 +17,7 @@ from quire.errors import ConfigError, QuireError, one_line
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention
 
-# -- choose ----------------------------------------------------------------------------------------
+# -- the choice of a backend -----------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _find(
     return next((reason for reason in reasons if reason is not None), backend)
 
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- rows of recurrent states ----------------------------------------------------------------------
 
 # Rows that a step's sequences have in a tensor, brought into one batch and back.
 #
@@ -169,7 +169,7 @@ def find_padded_rows(device: torch.device) -> RowMover | str:
     return gpu if isinstance(gpu, str) else TritonRows()
 
 
-# -- tried -----------------------------------------------------------------------------------------
+# -- the trial of a backend ------------------------------------------------------------------------
 
 # A backend while it is tried: what each of its calls gives is held against torch's attention.
 #

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.threads import Call
+from quire.kernels.threads import KernelCall
 from quire.kv import Accounting, LayerView, MakeWriter
 from quire.kv.packing import packed_positions
 from quire.spec import AttentionSpec
@@ -128,7 +128,7 @@ FindWords: TypeAlias = Callable[[AttentionBatch], tuple[tuple[int, ...], int]]
 class VaryingCall:
     """A kernel's call of which some words, side by side, differ from step to step."""
 
-    call: Call
+    call: KernelCall
     words: range  # of its frame, that do
     find: FindWords  # the same one for layers of one kind
     kept: object  # what its other words point to

@@ -21,7 +21,7 @@ from quire.planner.simulation.cost_model import (
     RECORDED_TOKENS,
     Fit,
     Reach,
-    Work,
+    StepWork,
     fit,
     nonnegative_least_squares,
 )
@@ -157,7 +157,7 @@ _MOST_LATE = 8  # sequences that come one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CostPoint:
     """So many sequences side by side, each with a prompt of so many tokens.
 
     ``comes_late``: one more with each step, so that some take in prompts while others generate.
@@ -168,10 +168,10 @@ class Point:
     comes_late: bool = False
 
 
-def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[Point]:
+def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[CostPoint]:
     """What fits in the KV memory, with some room to spare."""
     points = [
-        Point(num_sequences=batch, prompt_tokens=context)
+        CostPoint(num_sequences=batch, prompt_tokens=context)
         for batch in BATCHES
         for context in CONTEXTS
         if batch <= max_num_seqs
@@ -223,7 +223,7 @@ def calibrate(
     room_tokens = int(0.9 * capacity / max(1, llm.spec.bytes_per_token))
     points = grid(scheduler.limits.max_num_seqs, llm.max_model_len, room_tokens)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(0)
-    measured: list[tuple[Work, float]] = []
+    measured: list[tuple[StepWork, float]] = []
     llm.reset_prefix_cache()  # a prompt of the last calibration is to be computed again
     num_unmeasured = 0 if is_warm else 1  # rounds: what longer steps do only once, and pages
     if not is_warm:
@@ -256,7 +256,7 @@ def about(found: Fit, *, machine: str, model: str, cache: str, num_threads: int)
     return replace(found, costs=replace(found.costs, about=MappingProxyType(said)))
 
 
-def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[Work, float]]:
+def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[StepWork, float]]:
     """Step until all is done; what each step was, and how long it took."""
     reach = Reach(llm.accounting.groups)
     plans: list[StepPlan] = []
@@ -273,15 +273,15 @@ def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[Work, float]]:
         llm.engine.watch = watch
 
 
-def _rounds(rounds: int, points: list[Point]) -> Iterator[tuple[int, Point]]:
+def _rounds(rounds: int, points: list[CostPoint]) -> Iterator[tuple[int, CostPoint]]:
     for number in range(rounds):
         for point in points:
             yield number, point
 
 
 def _steps(
-    llm: "LLM", point: Point, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
-) -> Iterator[tuple[Work, float]]:
+    llm: "LLM", point: CostPoint, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
+) -> Iterator[tuple[StepWork, float]]:
     num_tokens = (_most_decodes(point.num_sequences) if point.comes_late else _DECODES) + 1
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class AnswerPiece:
     """A part of an answer, at the moment when it came."""
 
     text: str = ""
@@ -36,7 +36,7 @@ class Piece:
 class Target(Protocol):
     """What answers: a server, or an engine in this process."""
 
-    def answer(self, query: Query) -> AsyncIterator[Piece]:
+    def answer(self, query: Query) -> AsyncIterator[AnswerPiece]:
         """Its pieces. Raises: anything; the request has failed then, and the others go on."""
         ...
 
@@ -153,12 +153,12 @@ class EngineHere:
         self._llm = llm
         self._temperature, self._ignore_eos = temperature, ignore_eos
 
-    async def answer(self, query: Query) -> AsyncIterator[Piece]:
+    async def answer(self, query: Query) -> AsyncIterator[AnswerPiece]:
         params = SamplingParams(
             max_tokens=query.max_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
         )
         async for delta in self._llm.generate(query.token_ids, params):
-            yield Piece(
+            yield AnswerPiece(
                 text=delta.text,
                 num_tokens=len(delta.token_ids),
                 cached_tokens=delta.num_cached_tokens,
@@ -232,7 +232,7 @@ class CompletionsServer:
         self._http, self.model = http, model
         self._temperature, self._ignore_eos = temperature, ignore_eos
 
-    async def answer(self, query: Query) -> AsyncIterator[Piece]:
+    async def answer(self, query: Query) -> AsyncIterator[AnswerPiece]:
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": query.token_ids,
@@ -269,14 +269,14 @@ async def models_of(http: Http) -> list[str]:
     return names
 
 
-def _piece(event: str) -> Piece:
+def _piece(event: str) -> AnswerPiece:
     """Raises: ValueError for an event that is an error, or no JSON object."""
     data = json.loads(event)
     if not isinstance(data, dict) or data.get("error"):
         raise ValueError(f"the server says {event[:300]}")
     choices, usage = data.get("choices") or [], data.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Piece(
+    return AnswerPiece(
         text=(choices[0].get("text") or "") if choices else "",
         num_tokens=None if choices else 0,
         prompt_tokens=usage.get("prompt_tokens"),

@@ -95,7 +95,7 @@ def _prompt(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class BenchTraffic:
     """Random lengths, or a trace's. Without ``request_rate`` a trace comes at its own times, and
     random prompts come all at once.
 

@@ -6,14 +6,14 @@ What is one message there may be several here: results of tools are messages of 
 from collections.abc import Mapping
 from typing import Any
 
-from quire.chat.conversation import ChatRequest
+from quire.chat.conversation import ChatInput
 from quire.chat.plain_json import Message, plain, text_of, tool_message
 from quire.errors import RequestError
 
 _CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
 
 
-def from_anthropic(body: Mapping[str, Any]) -> ChatRequest:
+def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
     """Of a request to ``/v1/messages`` what concerns the conversation.
 
     An assistant's message at the end is continued. Raises: RequestError.
@@ -30,7 +30,7 @@ def from_anthropic(body: Mapping[str, Any]) -> ChatRequest:
         messages += _messages(message, f"messages[{index}]", names)
     choice, parallel = _choice(body.get("tool_choice"))
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    return ChatRequest(
+    return ChatInput(
         messages=messages,
         tools=_tools(body.get("tools")),
         tool_choice=choice,

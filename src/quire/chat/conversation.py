@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from quire.chat.lexer import Reading, Tape
+from quire.chat.lexer import IncrementalLexer, Reading
 from quire.chat.output_events import CallEnded, Event, Events, Reply, call_id, reply
 from quire.chat.reasoning_parsers import REASONING, ReasoningFormat, reasoning_format
-from quire.chat.template_sandbox import Limits
+from quire.chat.template_sandbox import TemplateLimits
 from quire.chat.templates import ChatTemplate
 from quire.chat.token_texts import TokenTexts
 from quire.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
@@ -25,7 +25,7 @@ from quire.sampling_params import Reasoning, StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
+class ChatInput:
     """What a client asks for, in OpenAI's words; nothing of it has been checked yet."""
 
     messages: Iterable[Any]
@@ -80,7 +80,7 @@ class Chat:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         model_type: str = "",
-        limits: Limits | None = None,
+        limits: TemplateLimits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts or TokenTexts(tokenizer)
@@ -94,7 +94,7 @@ class Chat:
         if self._tools is not None:
             self._stop += self._tools.stop
 
-    def prompt(self, request: ChatRequest) -> ChatPrompt:
+    def prompt(self, request: ChatInput) -> ChatPrompt:
         """The request, checked and written down. It may take as long as a template may.
 
         Raises: RequestError naming what is wrong.
@@ -197,7 +197,7 @@ class Reader:
         make_id: Callable[[], str],
     ) -> None:
         self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
-        self._tape, self._out = Tape(), Events(make_id)
+        self._tape, self._out = IncrementalLexer(), Events(make_id)
         self._tape.add(prompt.begun)
         self._num_calls, self._is_full = 0, False
         self._reading: Reading[None] | None = self._read()

@@ -9,7 +9,7 @@ Source: the format's description in openai/harmony, and gpt-oss' template.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
 from quire.chat.tools.interface import ToolFormat
@@ -41,7 +41,7 @@ class Header:
         return name if is_function or name in tools else ""
 
 
-def read(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def read(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """All of a text. Messages of one kind are put together with line ends between them."""
     messages = _Messages(tape, out)
     while (yield from tape.peek()):
@@ -54,7 +54,7 @@ def read(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
             yield from messages.read(is_answer=header.is_answer)
 
 
-def read_thoughts(tape: Tape, out: Events) -> Reading[None]:
+def read_thoughts(tape: IncrementalLexer, out: Events) -> Reading[None]:
     """The messages of reasoning, and the header of the one behind them."""
     messages = _Messages(tape, out)
     while (yield from tape.peek()):
@@ -65,7 +65,7 @@ def read_thoughts(tape: Tape, out: Events) -> Reading[None]:
 
 
 class _Messages:
-    def __init__(self, tape: Tape, out: Events) -> None:
+    def __init__(self, tape: IncrementalLexer, out: Events) -> None:
         self._tape, self._out = tape, out
         self._have_come: set[bool] = set()
 
@@ -81,7 +81,7 @@ class _Messages:
         (self._out.end_of_content if is_answer else self._out.end_of_reasoning)()
 
 
-def _header(tape: Tape) -> Reading[Header | str]:
+def _header(tape: IncrementalLexer) -> Reading[Header | str]:
     """That of the next message, with its marks; or where there is none, what is of a text.
 
     A header that ends without a message is left out, and what is too long for one is a text.
@@ -113,9 +113,9 @@ def _header(tape: Tape) -> Reading[Header | str]:
             parts, part, length, is_begun = {}, "", 0, mark == START
 
 
-def _call(tape: Tape, out: Events, name: str) -> Reading[None]:
+def _call(tape: IncrementalLexer, out: Events, name: str) -> Reading[None]:
     """A message with arguments: JSON, or nothing. A mark ends it, even within a string."""
-    body = Tape()
+    body = IncrementalLexer()
     body.record()
     reading = _arguments(body, out, name)
     is_over = False
@@ -141,7 +141,7 @@ def _call(tape: Tape, out: Events, name: str) -> Reading[None]:
     yield from tape.upto(*_MARKS, put=out.content)
 
 
-def _arguments(body: Tape, out: Events, name: str) -> Reading[None]:
+def _arguments(body: IncrementalLexer, out: Events, name: str) -> Reading[None]:
     yield from body.blanks()
     if (yield from body.peek()):
         yield from called(body, out, name)

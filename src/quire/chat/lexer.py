@@ -27,7 +27,7 @@ class Broken(Exception):
 
 
 @final
-class Tape:
+class IncrementalLexer:
     """Text that is added at one end and taken from the other."""
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class OpenCall:
     """A tool call. Of the last one the arguments may break off, where the answer does."""
 
     id: str
@@ -83,7 +83,7 @@ class Reply:
 
     content: str | None = None
     reasoning: str | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[OpenCall, ...] = ()
 
 
 def reply(events: Iterable[Event]) -> Reply:
@@ -109,7 +109,7 @@ def reply(events: Iterable[Event]) -> Reply:
         content="".join(content) or None,
         reasoning="".join(reasoning) or None,
         calls=tuple(
-            Call(id=call.id, name=call.name, arguments="".join(arguments[index]))
+            OpenCall(id=call.id, name=call.name, arguments="".join(arguments[index]))
             for index, call in started.items()
         ),
     )

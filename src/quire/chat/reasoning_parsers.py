@@ -20,7 +20,7 @@ from quire.chat.harmony import (
     START,
     read_thoughts,
 )
-from quire.chat.lexer import BLANKS, Reading, Tape
+from quire.chat.lexer import BLANKS, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.errors import ConfigError
 from quire.sampling_params import Reasoning
@@ -68,7 +68,7 @@ class ReasoningFormat:
             return None
         return Reasoning(opens=self.opens, closes=self.closes, is_open=is_open)
 
-    def read(self, tape: Tape, out: Events) -> Reading[None]:
+    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
         """The reasoning, if there is any; what comes after it is left."""
         blanks = yield from tape.blanks()
         if not (yield from tape.skip(self.opens)):
@@ -120,7 +120,7 @@ class Channels(ReasoningFormat):
             lead=f"{CHANNEL}{lead}{MESSAGE}",
         )
 
-    def read(self, tape: Tape, out: Events) -> Reading[None]:
+    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
         """The reasoning, and the header of the form behind it."""
         yield from read_thoughts(tape, out)
 

@@ -6,12 +6,12 @@ What is one message here may be several items there: reasoning, calls and text o
 from collections.abc import Mapping
 from typing import Any
 
-from quire.chat.conversation import ChatRequest
+from quire.chat.conversation import ChatInput
 from quire.chat.plain_json import Message, plain, text_of, tool_message
 from quire.errors import RequestError
 
 
-def from_responses(body: Mapping[str, Any]) -> ChatRequest:
+def from_responses(body: Mapping[str, Any]) -> ChatInput:
     """Of a request to ``/v1/responses`` what concerns the conversation. Raises: RequestError."""
     messages: list[Message] = []
     instructions = body.get("instructions")
@@ -28,7 +28,7 @@ def from_responses(body: Mapping[str, Any]) -> ChatRequest:
             _add(messages, item, f"input[{index}]", names)
     else:
         raise RequestError("input must be a string, or a list with at least one item")
-    return ChatRequest(
+    return ChatInput(
         messages=messages,
         tools=_tools(body.get("tools")),
         tool_choice=body.get("tool_choice"),

@@ -39,7 +39,7 @@ _STAR = re.compile(r"%[^%a-zA-Z*]*\*")  # a width that is given beside the value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TemplateLimits:
     """Of one rendering."""
 
     seconds: float = 1.0
@@ -58,7 +58,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

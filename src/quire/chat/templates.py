@@ -14,7 +14,7 @@ from typing import Any, final
 from jinja2 import Template, TemplateSyntaxError
 
 from quire.chat.plain_json import Message, check_size, plain, text_of
-from quire.chat.template_sandbox import Limits, Sandbox, syntax_error
+from quire.chat.template_sandbox import Sandbox, TemplateLimits, syntax_error
 from quire.errors import ConfigError, RequestError
 
 # -- messages --------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ class ChatTemplate:
         tokenizer: Any,
         template: str | Path | None = None,
         *,
-        limits: Limits | None = None,
+        limits: TemplateLimits | None = None,
     ) -> None:
         self._special_tokens = _special_tokens(tokenizer)
-        self._sandbox = Sandbox(limits or Limits())
+        self._sandbox = Sandbox(limits or TemplateLimits())
         self._sources = _sources(tokenizer, template)
         self._templates = {
             name: self._compile(name, source) for name, source in self._sources.items()

@@ -28,7 +28,7 @@ from quire.bench.load import (
     vocabulary_of,
 )
 from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles, table
-from quire.bench.traffic import Traffic, write_trace
+from quire.bench.traffic import BenchTraffic, write_trace
 from quire.bench.workload import Query, RandomLengths, Vocabulary
 from quire.cli.client import ApiKey, Timeout, client
 from quire.cli.options import (
@@ -169,7 +169,7 @@ def bench(  # noqa: PLR0913 - each is a flag
     saved = {"--save-result": save_result, "--save-trace": save_trace}
     _refuse_misplaced(url, header, api_key, engine, saved)
     run = _Run(
-        traffic=Traffic(
+        traffic=BenchTraffic(
             num_prompts=num_prompts,
             seed=EngineConfig.from_options(**engine).seed,
             lengths=RandomLengths(
@@ -237,7 +237,7 @@ class _Measured:
 class _Run:
     """How traffic is sent to whom; progress goes to standard error. Raises: ConfigError."""
 
-    traffic: Traffic
+    traffic: BenchTraffic
     num_warmups: int
     max_concurrency: int | None
     temperature: float

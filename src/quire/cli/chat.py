@@ -36,7 +36,7 @@ _DEFAULT_MAX_TOKENS = 512  # where there is no chat: OpenAI's own default is 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class AnswerPart:
     """A piece of an answer."""
 
     text: str = ""
@@ -81,7 +81,7 @@ class Conversation:
         """Forget what has been said; the system prompt stays."""
         self.messages.clear()
 
-    async def ask(self, text: str) -> AsyncGenerator[Said, None]:
+    async def ask(self, text: str) -> AsyncGenerator[AnswerPart, None]:
         """The answer, piece by piece; what has come of it is kept when it is left early.
 
         Raises: OSError, ValueError; then nothing of it is kept.
@@ -110,7 +110,7 @@ class Conversation:
             else:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    async def _pieces(self) -> AsyncGenerator[Said, None]:
+    async def _pieces(self) -> AsyncGenerator[AnswerPart, None]:
         if self.has_chat:
             chat = self._events("/v1/chat/completions", {"messages": self._all()})
             try:
@@ -132,7 +132,7 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Said, None]:
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
         asked = {
             **body,
             "model": self.model,
@@ -153,7 +153,7 @@ class Conversation:
                     reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
                     if text or reasoning:
                         self.figures.output_tokens += 1  # until the server says how many
-                        yield Said(text=text, reasoning=reasoning)
+                        yield AnswerPart(text=text, reasoning=reasoning)
 
     def _note(self, usage: dict[str, Any]) -> None:
         if not usage:

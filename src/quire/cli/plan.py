@@ -22,9 +22,9 @@ from quire.memory.machine.probe import spare_mappings
 from quire.planner.fit import changes, longest, most_sequences
 from quire.planner.hardware import DEVICES, machine_of, machine_with
 from quire.planner.hardware import device as device_of
-from quire.planner.plan import Divide, Place, Plan, typical
+from quire.planner.plan import CapacityPlan, Divide, PlanTarget, typical
 from quire.planner.plan import plan as make_plan
-from quire.planner.sequence_memory import Request
+from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
@@ -141,7 +141,7 @@ def _engines_way(subject: Subject) -> Divide:
     return partial(part_of_type, subject.name)
 
 
-def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> Place:
+def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> PlanTarget:
     """A device, a machine of a size, or a rank's part of this machine.
 
     Raises: ConfigError; MemoryUnavailable where a GPU of this machine does not say what it has.
@@ -149,7 +149,7 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
     if memory is None and (device is None or _is_engines(device)):
         return _here(device or "cpu", num_ranks)
     if device is None or device == "cpu":
-        return Place(
+        return PlanTarget(
             machine=machine_of(_size(memory)),
             page_bytes=_HOST_PAGE_BYTES,
             can_share=True,
@@ -163,7 +163,7 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
     found = device_of(device)
     if memory is not None:
         found = replace(found, total_bytes=_size(memory), source="--memory")
-    return Place(
+    return PlanTarget(
         machine=machine_with(found),
         page_bytes=found.page_bytes,
         can_share=True,
@@ -176,7 +176,7 @@ def _is_engines(device: str) -> bool:
     return device in ("auto", "cpu") or device.partition(":")[0] == "cuda"
 
 
-def _here(device: str, num_ranks: int) -> Place:
+def _here(device: str, num_ranks: int) -> PlanTarget:
     """What an engine would take of this machine. Raises: ConfigError, MemoryUnavailable."""
     EngineConfig(device=device)  # refuses a name that means nothing
     if device != "cpu" and (device != "auto" or may_have_cuda()):
@@ -185,7 +185,7 @@ def _here(device: str, num_ranks: int) -> Place:
 
         chosen = choose_device(device)
         if chosen.type == "cuda":  # each rank has one of its own
-            return Place(
+            return PlanTarget(
                 machine=machine_for(chosen),
                 page_bytes=memory_for(chosen, "on-demand").page_bytes,
                 can_share=True,
@@ -193,7 +193,7 @@ def _here(device: str, num_ranks: int) -> Place:
                 here=str(chosen),
             )
     host = HostMemory()
-    return Place(
+    return PlanTarget(
         machine=read_machine().share(num_ranks),
         page_bytes=host.page_bytes,
         can_share=host.cannot_share is None,
@@ -211,7 +211,7 @@ def _size(memory: str | None) -> int:
 
 def _request(
     subject: Subject, config: EngineConfig, input_len: int | None, output_len: int | None
-) -> Request:
+) -> PlannedLengths:
     """As asked for. Raises: ConfigError for one that is longer than a sequence may be."""
     most = min(config.max_model_len or subject.spec.max_model_len, subject.spec.max_model_len)
     usual = typical(most)
@@ -227,7 +227,7 @@ def _request(
             f"input_len={format_count(input_tokens)} and output_len={format_count(output_tokens)} "
             f"are more than max_model_len={format_count(most)}: lower one of them"
         )
-    return Request(input_tokens=input_tokens, output_tokens=output_tokens)
+    return PlannedLengths(input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:
@@ -240,7 +240,9 @@ def _refuse_unplanned(config: EngineConfig) -> None:
             )
 
 
-def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None, Plan]:
+def _fitted(
+    found: CapacityPlan, fit: str | None, *, for_many: bool
+) -> tuple[str | None, CapacityPlan]:
     """What was found, and the plan with it."""
     if fit is None:
         return None, found
@@ -278,7 +280,11 @@ def _fitted(found: Plan, fit: str | None, *, for_many: bool) -> tuple[str | None
 
 
 def _validate(
-    model: str | None, subject: Subject, config: EngineConfig, place: Place, request: Request
+    model: str | None,
+    subject: Subject,
+    config: EngineConfig,
+    place: PlanTarget,
+    request: PlannedLengths,
 ) -> None:
     from quire.cli.validation import print_checks, validate
 

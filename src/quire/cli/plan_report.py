@@ -12,8 +12,8 @@ from rich.table import Table
 from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
 from quire.planner.fit import OptionChange
-from quire.planner.plan import Cell, Plan
-from quire.planner.subject import Table as Models
+from quire.planner.plan import CapacityPlan, Cell
+from quire.planner.subject import PublishedModels as Models
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -42,7 +42,7 @@ from quire.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartUp:
+class VllmStartUp:
     """Its two lines."""
 
     num_blocks: int
@@ -68,14 +68,14 @@ class StartUp:
 
 def start_up(
     spec: ModelSpec, available_bytes: int, *, max_model_len: int, block_size: int = 16
-) -> StartUp | None:
+) -> VllmStartUp | None:
     """Of one rank's spec, and the memory it has for KV; None where layers differ."""
     groups = spec.groups
     if len(groups) != 1 or not isinstance(groups[0].spec, FullAttention | LatentAttention):
         return None
     group = groups[0]
     layer_block_bytes = group.spec.block_bytes(block_size)
-    return StartUp(
+    return VllmStartUp(
         num_blocks=max(0, available_bytes) // layer_block_bytes // group.num_layers,
         block_size=block_size,
         max_model_len=max_model_len,
@@ -85,7 +85,7 @@ def start_up(
 # -- plan report -----------------------------------------------------------------------------------
 
 
-def print_plan(found: Plan, remedies: Sequence[OptionChange], fitted: str | None) -> None:
+def print_plan(found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None) -> None:
     """What is planned, bytes per token, the budget, the comparison, and what to change."""
     console = Console(highlight=False)
     for line in _subject(found):
@@ -133,7 +133,9 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def as_dict(found: Plan, remedies: Sequence[OptionChange], fitted: str | None) -> dict[str, Any]:
+def as_dict(
+    found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None
+) -> dict[str, Any]:
     """The plan for a program."""
     return {
         "model": found.subject.name,
@@ -183,7 +185,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _subject(found: Plan) -> Iterator[str]:
+def _subject(found: CapacityPlan) -> Iterator[str]:
     subject = found.subject
     about = "about " if subject.weights_are_estimated else ""
     yield (
@@ -203,7 +205,7 @@ def _subject(found: Plan) -> Iterator[str]:
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 
-def _layers(found: Plan) -> Table:
+def _layers(found: CapacityPlan) -> Table:
     longest = found.needs.context_tokens
     table = plain_table(
         f"What is kept of a sequence: bytes a token, of a block of {found.config.block_size} "
@@ -258,7 +260,7 @@ def _kind(spec: LayerSpec) -> str:
             return f"source of {format_count(spec.source_tokens)}"
 
 
-def _in_tokens(found: Plan) -> str:
+def _in_tokens(found: CapacityPlan) -> str:
     ledger, cell = found.ledger, found.cell
     tokens = max(0, ledger.kv_bytes) // max(1, found.needs.bytes_per_token)
     whole = "committed whole at the start" if ledger.committed_whole else "committed as tokens come"
@@ -275,7 +277,7 @@ def _in_tokens(found: Plan) -> str:
     )
 
 
-def _comparison(found: Plan) -> Table:
+def _comparison(found: CapacityPlan) -> Table:
     request = found.request
     asked = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)}"
     table = plain_table(
@@ -323,7 +325,7 @@ def _figures(cell: Cell) -> tuple[str, ...]:
     )
 
 
-def _notes(found: Plan) -> Iterator[str]:
+def _notes(found: CapacityPlan) -> Iterator[str]:
     if found.cell.num_fitting > found.config.max_num_seqs:
         yield (
             f"[dim]Of more that would fit, max_num_seqs={found.config.max_num_seqs} may run: "
@@ -342,7 +344,7 @@ def _notes(found: Plan) -> Iterator[str]:
         yield f"[dim]vLLM, with these weights and activations, would log: {said.text}[/]"
 
 
-def _why_not(found: Plan) -> str:
+def _why_not(found: CapacityPlan) -> str:
     if found.ledger.refusal is not None:
         return found.ledger.refusal
     return (

@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.planner.hardware import SPEEDS, roofline
-from quire.planner.plan import Place
+from quire.planner.plan import PlanTarget
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
 from quire.planner.simulation.result import Goals, SimulationResult
 from quire.planner.simulation.routing import ROUTES
@@ -527,7 +527,7 @@ def _other_strategies(costs: StepCosts, simulated: set[str]) -> list[str]:
 def _fleet(
     subject: Subject,
     config: EngineConfig,
-    place: Place,
+    place: PlanTarget,
     costs: StepCosts,
     *,
     replicas: int,

@@ -16,8 +16,8 @@ from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import stored_spec
 from quire.kv import STRATEGIES
-from quire.planner.plan import Place, plan, sizes_of
-from quire.planner.sequence_memory import Request, moments, tables_after
+from quire.planner.plan import PlanTarget, plan, sizes_of
+from quire.planner.sequence_memory import PlannedLengths, moments, tables_after
 from quire.planner.subject import Subject
 from quire.units import format_count
 
@@ -50,8 +50,8 @@ def validate(
     loaded: "LoadedModel",
     subject: Subject,
     config: EngineConfig,
-    place: Place,
-    request: Request,
+    place: PlanTarget,
+    request: PlannedLengths,
     *,
     strategies: Iterable[str] = STRATEGIES,
     provider: "MemoryProvider | None" = None,  # of the place; None: this machine's
@@ -153,8 +153,8 @@ def _runs(
     subject: Subject,
     loaded: "LoadedModel",
     config: EngineConfig,
-    place: Place,
-    request: Request,
+    place: PlanTarget,
+    request: PlannedLengths,
     provider: "MemoryProvider | None",
 ) -> Iterator[Check]:
     """The budget, and bytes after each step of one sequence."""
@@ -218,14 +218,14 @@ def _options(config: EngineConfig) -> dict[str, Any]:
     return {**said, "dtype": "auto", "quantization": None, "device": "auto"}
 
 
-def _short(request: Request) -> Request:
-    return Request(
+def _short(request: PlannedLengths) -> PlannedLengths:
+    return PlannedLengths(
         input_tokens=min(request.input_tokens, _MOST_TOKENS),
         output_tokens=min(request.output_tokens, _MOST_TOKENS),
     )
 
 
-def _prompt(loaded: "LoadedModel", request: Request) -> Any:
+def _prompt(loaded: "LoadedModel", request: PlannedLengths) -> Any:
     """Token ids of every model's vocabulary; for one that hears, what it is given is a matter of
     its own.
     """

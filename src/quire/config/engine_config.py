@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.config.environment import Said, number, read, said
+from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
@@ -268,7 +268,7 @@ class EngineConfig:
         return read(cls, options, _vllms_space)
 
 
-def _vllms_space(given: set[str]) -> dict[str, Said]:
+def _vllms_space(given: set[str]) -> dict[str, EnvironmentValue]:
     """vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default).
 
     It counts where nothing of Quire's says how much memory to take.

@@ -24,7 +24,7 @@ _SWITCHES: Mapping[str, bool] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class EnvironmentValue:
     """What a variable says."""
 
     variable: str
@@ -32,7 +32,9 @@ class Said:
 
 
 def read(
-    config: type[Config], options: dict[str, Any], others: Callable[[set[str]], dict[str, Said]]
+    config: type[Config],
+    options: dict[str, Any],
+    others: Callable[[set[str]], dict[str, EnvironmentValue]],
 ) -> Config:
     """A config from its options, as words or values; what is not there, the environment may say.
 
@@ -46,7 +48,7 @@ def read(
         if name not in known:
             raise ConfigError(f"unknown option {name!r}{nearest(name, known)}")
     values = {name: _value(known[name], value) for name, value in options.items()}
-    found: dict[str, Said] = {}
+    found: dict[str, EnvironmentValue] = {}
     for name, option in known.items():
         if name not in options:
             own = said(f"QUIRE_{name.upper()}", partial(_parse, option))
@@ -62,7 +64,7 @@ def read(
         raise
 
 
-def said(variable: str, parse: Callable[[str], Any]) -> Said | None:
+def said(variable: str, parse: Callable[[str], Any]) -> EnvironmentValue | None:
     """What a variable says; None if it is not set, or empty. Raises: ConfigError naming it."""
     text = os.environ.get(variable)
     if not text:
@@ -72,7 +74,7 @@ def said(variable: str, parse: Callable[[str], Any]) -> Said | None:
         log.info("QUIRE_PORT=%s is where a service of that name is, and no option", text)
         return None
     try:
-        return Said(variable=variable, value=parse(text))
+        return EnvironmentValue(variable=variable, value=parse(text))
     except ConfigError as error:
         raise _named(variable, error) from None
 

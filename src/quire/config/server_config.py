@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.config.environment import Said, is_empty, read, said
+from quire.config.environment import EnvironmentValue, is_empty, read, said
 from quire.config.keys import IS_KEY, is_loopback, parse_keys
 from quire.config.option import ADVANCED, in_range, one_of, option, seconds
 from quire.errors import ConfigError
@@ -304,7 +304,7 @@ class ServerConfig:
                 raise ConfigError(f"uds={self.uds!r}: there is no such folder")
 
 
-def _vllms_key(given: set[str]) -> dict[str, Said]:
+def _vllms_key(given: set[str]) -> dict[str, EnvironmentValue]:
     """What ``VLLM_API_KEY`` says.
 
     Raises: ConfigError for a variable that is set and empty: the operator means the server to be

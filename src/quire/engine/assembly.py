@@ -17,15 +17,15 @@ from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.executors.choice import hides_errors
 from quire.models.executors.small_copy import small_copy
-from quire.models.fingerprint import ModelWatch
-from quire.models.fused_modules import StandIns
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
 
 
-class Team(Ranks, Protocol):
+class RankGroup(Ranks, Protocol):
     """Other ranks, which have the rest of the model and of its cache."""
 
     @property
@@ -70,7 +70,7 @@ def assemble(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: Team | None = None,
+    team: RankGroup | None = None,
 ) -> Assembly:
     """``spec`` has keys and values as they are kept; ``team`` has the rest of the model.
 
@@ -82,8 +82,8 @@ def assemble(
     kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
     # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
     can_exchange = team is None and loaded.device.type == "cpu"
-    watch = ModelWatch(loaded.model, is_private=loaded.is_private)
-    stand_ins = StandIns(loaded.model, kernel_dir(), watch) if can_exchange else None
+    watch = ModelFingerprint(loaded.model, is_private=loaded.is_private)
+    stand_ins = FusedModules(loaded.model, kernel_dir(), watch) if can_exchange else None
     try:
         runner = ModelRunner(
             loaded, kv, backend, stand_ins, team, watch, records=not config.enforce_eager
@@ -104,7 +104,7 @@ def _small_runner(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: Team | None,
+    team: RankGroup | None,
 ) -> Iterator[ModelRunner | None]:
     """What runs a small copy of the model, over a cache of its own; None where none is needed.
 
@@ -149,7 +149,7 @@ def prepare(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: Team | None = None,
+    team: RankGroup | None = None,
 ) -> tuple[AttentionBackend, MakePair]:
     """What attends, and what makes a cache's pair. Raises: ConfigError."""
     backend = choose_backend(

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quire.engine.llm import LLM, Observer
-from quire.engine.outputs import Completion, TextDelta, completion
+from quire.engine.outputs import CompletionOutput, TextDelta, completion
 from quire.engine.prompts import Prompt
-from quire.engine.request_tracker import Desk, Ticket
+from quire.engine.request_tracker import RequestState, RequestTracker
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
 from quire.kv import NO_KEYS, PrefixKeys, Usage
@@ -41,7 +41,7 @@ class AsyncLLM:
         self, model: Any = None, *, observe: Observer | None = None, **options: Any
     ) -> None:
         self.llm = LLM(model, **options)
-        self._desk = Desk(self.llm, observe)
+        self._desk = RequestTracker(self.llm, observe)
         # Apart, so that no prompt waits for the compilation of another request's grammar.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="quire-prompt")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
@@ -104,7 +104,7 @@ class AsyncLLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
         request_id: str | None = None,
-    ) -> Completion:
+    ) -> CompletionOutput:
         """Like ``generate``, all at once. Cancelling it ends the request too."""
         ticket = self._desk.open(request_id)
         try:
@@ -185,7 +185,7 @@ class AsyncLLM:
             return prompt
         return await self.request(prompt, params, priority=priority, keys=keys)
 
-    async def _pieces(self, ticket: Ticket, request: Request) -> AsyncIterator[TextDelta]:
+    async def _pieces(self, ticket: RequestState, request: Request) -> AsyncIterator[TextDelta]:
         self._desk.start(ticket, request)
         num_left = request.num_choices
         while num_left:

@@ -19,12 +19,12 @@ from quire.engine.interfaces import Runner
 from quire.engine.kv_budget import cache_config, kv_ledger
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
-from quire.engine.parallel.leader import Team
+from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.parallel.model_part import PartedModel, load_parts
 from quire.engine.profile import StepBytes, measured_step_bytes
-from quire.engine.sampling.sampler import Sampler
+from quire.engine.sampling.sampler import LogitsSampler
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.limits import SchedulerLimits
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.source_prompts import SourcePrompts
@@ -38,7 +38,7 @@ from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
-from quire.memory.controller import Governor
+from quire.memory.controller import MemoryController
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Residency, Resident
@@ -46,7 +46,7 @@ from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
 
-# -- ahead -----------------------------------------------------------------------------------------
+# -- page prefetch ---------------------------------------------------------------------------------
 
 # Pages for the next step, made ready while a device computes this one.
 #
@@ -79,7 +79,7 @@ class AheadRunner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machinery:
+class BuiltEngine:
     """One engine and all that belongs to it."""
 
     spec: ModelSpec  # with keys and values as they are kept
@@ -91,7 +91,7 @@ class Machinery:
     attention_way: str
     engine: Engine
     kv: KVCache
-    team: Team | None  # the other ranks' parts of it
+    team: LeaderGroup | None  # the other ranks' parts of it
     resident: Resident
     elastic: Elastic
     source_prompts: SourcePrompts | None  # how prompts are read, of an encoder-decoder
@@ -105,7 +105,7 @@ def build(
     gauge: Gauge | None = None,
     lock: CacheLock | None = None,
     statistics: Statistics | None = None,
-) -> Machinery:
+) -> BuiltEngine:
     """Size the cache, take its addresses, and try the model out.
 
     ``lock`` and ``statistics``: of an engine that this one takes the place of.
@@ -134,7 +134,7 @@ def _built(
     gauge: Gauge | None,
     lock: CacheLock | None,
     statistics: Statistics | None,
-) -> Machinery:
+) -> BuiltEngine:
     refuse_speculation(config, loaded)
     device = loaded.device
     provider = _provider(provider, config.residency, device)
@@ -177,11 +177,11 @@ def _built(
             swap = make_swap_store(
                 kv, config.swap_path, costs, sizes.max_model_len, loaded.device, around=around
             )
-        sampler = Sampler(config.seed, _eos_token_ids(loaded))
+        sampler = LogitsSampler(config.seed, _eos_token_ids(loaded))
         if device.type != "cpu":
             sampler.try_out(device, loaded.model.dtype, loaded.vocab_size)
         undo.pop_all()  # nothing can be refused any more
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=sizes.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -197,7 +197,7 @@ def _built(
         costs=costs,
         statistics=statistics,
     )
-    return Machinery(
+    return BuiltEngine(
         spec=spec,
         ledger=ledger,
         settled=replace(
@@ -218,7 +218,7 @@ def _built(
             kv,
             resident,
             scheduler,
-            Governor(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
+            MemoryController(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
             _gauge(gauge, device, team),
             lock or CacheLock(partial(on_default_stream, device)),
             _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
@@ -291,7 +291,7 @@ def _provider(
     return given
 
 
-def _gauge(given: Gauge | None, device: torch.device, team: Team | None) -> Gauge:
+def _gauge(given: Gauge | None, device: torch.device, team: LeaderGroup | None) -> Gauge:
     """What the elastic cache looks at; of ranks, wherever there is the least for one."""
     gauge = gauge_for(device) if given is None else given
     return gauge if team is None else team.gauge(gauge)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from quire.engine.interfaces import Cache, Chooser, Drafter, ModelChanged, Runner, SwapShelf
+from quire.engine.interfaces import Drafter, EngineKV, ModelChanged, Runner, Sampler, Swap
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
 from quire.engine.scheduling.swap_space import Clock
 from quire.engine.sequence import FinishReason, Sequence
@@ -29,11 +29,11 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        kv: Cache,
+        kv: EngineKV,
         runner: Runner,
-        sampler: Chooser,
+        sampler: Sampler,
         drafter: Drafter | None = None,
-        swap: SwapShelf | None = None,
+        swap: Swap | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler

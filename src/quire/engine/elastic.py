@@ -22,7 +22,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.profile import StepBytes
 from quire.engine.scheduler import Scheduler
 from quire.errors import MemoryUnavailable
-from quire.memory.controller import Decision, Governor, Reading
+from quire.memory.controller import ControllerReading, Decision, MemoryController
 from quire.memory.machine.readings import Gauge, HostPeak, MemoryReading
 from quire.memory.residency import Resident
 from quire.units import format_bytes
@@ -59,7 +59,7 @@ class Elastic:
         kv: KVCache,
         resident: Resident,
         scheduler: Scheduler,
-        governor: Governor,
+        governor: MemoryController,
         gauge: Gauge,
         lock: CacheLock,
         step_bytes: StepBytes | None = None,
@@ -224,9 +224,9 @@ class Elastic:
             log.info("the machine says again how much memory there is")
         return memory
 
-    def _reading(self, memory: MemoryReading, now_s: float, taken: int) -> Reading:
+    def _reading(self, memory: MemoryReading, now_s: float, taken: int) -> ControllerReading:
         kills = memory.left_bytes is not None and self._step_bytes is not None
-        return Reading(
+        return ControllerReading(
             now_s=now_s,
             total_bytes=memory.total_bytes,
             available_bytes=memory.available_bytes,
@@ -238,7 +238,7 @@ class Elastic:
             idle_s=now_s - self._busy_s,
         )
 
-    def _limit_step(self, reading: Reading, memory: MemoryReading, before: int) -> None:
+    def _limit_step(self, reading: ControllerReading, memory: MemoryReading, before: int) -> None:
         """Let a step have what is left, now that the cache has given back what it could."""
         sizes = self._step_bytes
         if sizes is None or memory.left_bytes is None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @final
-class Stepper:
+class EngineThread:
     """``step`` says whether there is more to do; ``end`` is the last thing that happens.
 
     ``end`` gets what ``step`` or a job raised, or None when it was closed. The thread is started by

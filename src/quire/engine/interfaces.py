@@ -39,7 +39,7 @@ class Runner(Protocol):
         ...
 
 
-class Chooser(Protocol):
+class Sampler(Protocol):
     """Chooses tokens from what the runner beside it gives."""
 
     def sample(self, logits: Any, plan: StepPlan) -> list[Sampled]:
@@ -67,7 +67,7 @@ class Drafter(Protocol):
         ...
 
 
-class Cache(Protocol):
+class EngineKV(Protocol):
     """An accounting, and what carries out what it decides."""
 
     @property
@@ -90,7 +90,7 @@ class Cache(Protocol):
         ...
 
 
-class SwapShelf(Protocol):
+class Swap(Protocol):
     """Where saved entries are while their sequences wait."""
 
     def save(self, saves: Iterable[Save]) -> list[Sequence]:

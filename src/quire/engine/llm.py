@@ -15,7 +15,7 @@ from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.outputs import (
-    Completion,
+    CompletionOutput,
     Deliver,
     End,
     Listener,
@@ -164,7 +164,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         observe: Observer | None = None,
-    ) -> list[Completion]:
+    ) -> list[CompletionOutput]:
         """Continue every prompt (text, or token ids); all of them run together.
 
         For an encoder-decoder a prompt is the source, and its text begins as ``generate`` has it:
@@ -195,7 +195,7 @@ class LLM:
 
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams
-    ) -> list[Completion]:
+    ) -> list[CompletionOutput]:
         """The likeliest continuations of every prompt, the best choice first.
 
         Raises: as ``generate``.
@@ -610,7 +610,9 @@ class LLM:
         if self.is_sleeping:
             raise RequestError(f"this LLM is asleep (level {self.sleep_level}): call wake_up()")
 
-    def _completions(self, requests: list[Request], observe: Observer | None) -> list[Completion]:
+    def _completions(
+        self, requests: list[Request], observe: Observer | None
+    ) -> list[CompletionOutput]:
         sequences: list[list[Sequence]] = []
         pieces: list[list[TextDelta]] = [[] for _ in requests]
         for delta in self._run(requests, observe, sequences):

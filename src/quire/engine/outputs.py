@@ -57,7 +57,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletionOutput:
     """What came of a prompt: ``choices``, as many as asked for; the first one's fields are here."""
 
     prompt_token_ids: tuple[int, ...]
@@ -189,13 +189,13 @@ def embedding_of(end: TextDelta) -> Embedding:
 
 def completion(
     request: Request, sequences: Iterable[Sequence], deltas: Iterable[TextDelta]
-) -> Completion:
+) -> CompletionOutput:
     """All the pieces of one prompt's continuations, put together."""
     several = list(sequences)
     pieces: list[list[TextDelta]] = [[] for _ in several]
     for delta in deltas:
         pieces[delta.choice].append(delta)
-    return Completion(
+    return CompletionOutput(
         prompt_token_ids=request.prompt_token_ids,
         choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,

@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.assembly import Assembly, assemble
 from quire.engine.kv_sizing import cache_sizes, stored_spec
 from quire.engine.sampling import DEAREST
-from quire.engine.sampling.sampler import Sampler
+from quire.engine.sampling.sampler import LogitsSampler
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import MemoryUnavailable
@@ -147,7 +147,7 @@ def _peak_bytes(
         undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
         _make_room(model, plan)
-        Sampler(config.seed).sample(model.runner.run(plan), plan)
+        LogitsSampler(config.seed).sample(model.runner.run(plan), plan)
         return meter.peak_bytes()
 
 

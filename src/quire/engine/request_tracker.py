@@ -17,7 +17,7 @@ from io import StringIO
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, final
 
-from quire.engine.engine_thread import Stepper
+from quire.engine.engine_thread import EngineThread
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
 from quire.engine.statistics import Latencies
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM, Observer
 
 
-# -- mailbox ---------------------------------------------------------------------------------------
+# -- output collector ------------------------------------------------------------------------------
 
 # Pieces of text on their way from the thread that steps to their readers in an event loop.
 #
@@ -70,7 +70,7 @@ class Pending:
 
 
 @final
-class Mailbox:
+class OutputCollector:
     """Of one request. Made in the event loop of its reader, of whom there is one."""
 
     def __init__(self) -> None:
@@ -112,13 +112,13 @@ class Mailbox:
             await self._rung.wait()
 
     @staticmethod
-    def ring(mailboxes: Iterable["Mailbox"]) -> None:
+    def ring(mailboxes: Iterable["OutputCollector"]) -> None:
         """Wake the readers. Called in their event loop."""
         for mailbox in mailboxes:
             mailbox._rung.set()
 
 
-# -- desk ------------------------------------------------------------------------------------------
+# -- request tracker -------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -126,30 +126,30 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestState:
     """A request from the moment that it is made until its reader has left."""
 
     name: str
-    mailbox: Mailbox
+    mailbox: OutputCollector
     arrived_s: float
     sequences: list[Sequence] = field(default_factory=list)
     over: bool = False  # nothing will come of it that is not in the mailbox
 
 
 @final
-class Desk:
+class RequestTracker:
     """Of one LLM, which only the desk closes. ``observe`` gets its usage after each step."""
 
     def __init__(self, llm: "LLM", observe: "Observer | None") -> None:
         self._llm, self._observe = llm, observe
-        self._stepper = Stepper(self._step, self._end)
+        self._stepper = EngineThread(self._step, self._end)
         self._lock = threading.Lock()  # of the tickets
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, RequestState] = {}
         self._names = map(str, count(1))
         # What has come in since the last ``_ring``, by event loop. The stepping thread's own.
-        self._filled: dict[AbstractEventLoop, set[Mailbox]] = {}
+        self._filled: dict[AbstractEventLoop, set[OutputCollector]] = {}
 
-    def open(self, name: str | None) -> Ticket:
+    def open(self, name: str | None) -> RequestState:
         """For a reader in the running event loop.
 
         Raises: RequestError if the name is in use, or nothing will run any more.
@@ -160,14 +160,14 @@ class Desk:
                 name = next(own for own in self._names if own not in self._tickets)
             elif name in self._tickets:
                 raise RequestError(f"request_id {name!r} is in use: give each request its own")
-            ticket = self._tickets[name] = Ticket(name, Mailbox(), self._llm.now_s())
+            ticket = self._tickets[name] = RequestState(name, OutputCollector(), self._llm.now_s())
         return ticket
 
-    def start(self, ticket: Ticket, request: Request) -> None:
+    def start(self, ticket: RequestState, request: Request) -> None:
         """Let a request join the next step. Raises: RequestError if there is none any more."""
         self._stepper.post(partial(self._start, ticket, request))
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: RequestState) -> None:
         """The reader has left: what still runs of the request ends before the next step."""
         with self._lock:
             self._tickets.pop(ticket.name, None)
@@ -183,7 +183,7 @@ class Desk:
         return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
 
     def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
-        """What a function of the LLM gives between two steps; ``fatal`` as ``Stepper.call``."""
+        """Call a function of the LLM between two steps; ``fatal``: as ``EngineThread.call``."""
         return self._stepper.call(function, fatal=fatal)
 
     @property
@@ -210,7 +210,7 @@ class Desk:
             self._observe(self._llm.usage())
         return more
 
-    def _start(self, ticket: Ticket, request: Request) -> None:
+    def _start(self, ticket: RequestState, request: Request) -> None:
         try:
             ticket.sequences = self._llm.start(
                 request, partial(self._put, ticket), arrived_s=ticket.arrived_s
@@ -222,7 +222,7 @@ class Desk:
         if ticket.over:  # it was aborted before it could begin
             self._abort([ticket], "aborted")
 
-    def _abort(self, tickets: list[Ticket], detail: str) -> None:
+    def _abort(self, tickets: list[RequestState], detail: str) -> None:
         running = [
             (ticket, sequence)
             for ticket in tickets
@@ -269,7 +269,7 @@ class Desk:
             self._ring()
             self._llm.fail(str(self._stepper.reason))
 
-    def _put(self, ticket: Ticket, delta: TextDelta) -> None:
+    def _put(self, ticket: RequestState, delta: TextDelta) -> None:
         """Raises: what kept the piece from its reader, who is told of it and leaves."""
         if self._llm.has_failed:  # all readers get the error that the step is about to raise
             return
@@ -281,10 +281,10 @@ class Desk:
         finally:
             self._fill(ticket)
 
-    def _fill(self, ticket: Ticket) -> None:
+    def _fill(self, ticket: RequestState) -> None:
         self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: RequestState, error: Exception) -> None:
         ticket.over = True
         ticket.mailbox.fail(error)
         self._fill(ticket)
@@ -294,11 +294,11 @@ class Desk:
         filled, self._filled = self._filled, {}
         for loop, mailboxes in filled.items():
             try:
-                loop.call_soon_threadsafe(Mailbox.ring, mailboxes)
+                loop.call_soon_threadsafe(OutputCollector.ring, mailboxes)
             except RuntimeError:  # the loop is closed, and its readers are gone
                 for ticket in self._tickets_of(loop):
                     self.leave(ticket)
 
-    def _tickets_of(self, loop: AbstractEventLoop) -> list[Ticket]:
+    def _tickets_of(self, loop: AbstractEventLoop) -> list[RequestState]:
         with self._lock:
             return [each for each in self._tickets.values() if each.mailbox.loop is loop]

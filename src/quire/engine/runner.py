@@ -30,9 +30,9 @@ from quire.kv.layout import attention_groups, attention_spec
 from quire.models.cuda_graphs import CapturedDecodes
 from quire.models.executors.choice import WAYS, Trial, Way, limit_for, make_way
 from quire.models.executors.encoder_source import Source, kept_sources
-from quire.models.executors.hooks import Step, make_step
-from quire.models.fingerprint import ModelWatch
-from quire.models.fused_modules import StandIns
+from quire.models.executors.hooks import PackedStep, make_step
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.models.states.recurrent import RecurrentLayers
 from quire.models.states.state_batch import make_state_batch, state_groups
@@ -70,15 +70,15 @@ class ModelRunner:
         loaded: LoadedModel,
         kv: KVCache,
         backend: AttentionBackend,
-        stand_ins: StandIns | None = None,  # of the model
+        stand_ins: FusedModules | None = None,  # of the model
         ranks: Ranks | None = None,  # that have other parts of it
-        watch: ModelWatch | None = None,  # the stand-ins' own, if there are any
+        watch: ModelFingerprint | None = None,  # the stand-ins' own, if there are any
         *,
         records: bool = True,  # passes over few tokens, where there are stand-ins
     ) -> None:
         layers = loaded.spec.recurrent_layers
         self._loaded, self._stand_ins, self._records = loaded, stand_ins, records
-        self._watch = watch or (stand_ins.watch if stand_ins else ModelWatch(loaded.model))
+        self._watch = watch or (stand_ins.watch if stand_ins else ModelFingerprint(loaded.model))
         self._model: Way | None = None
         self.way = ""  # in which the model runs: one of ``WAYS``, as soon as there is one
         self._lenders = {
@@ -203,7 +203,7 @@ class ModelRunner:
         self,
         batches: list[AttentionBatch],
         given: HostInputs,
-        complete: Callable[[Step], None] | None = None,  # adds what only some models need
+        complete: Callable[[PackedStep], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
         """One forward pass, on any rank's decision: logits, and the layers that did not report."""
         with on_device(self.device):
@@ -408,7 +408,7 @@ class ModelRunner:
             if replayed is not None:
                 return replayed, []
 
-        def complete(step: Step) -> None:
+        def complete(step: PackedStep) -> None:
             step.hidden = hidden
             if sources:
                 step.sources = kept_sources(accounting, storage, chunks, sources)
@@ -416,7 +416,7 @@ class ModelRunner:
         own = partial(self.compute, batches, given, complete)
         return own() if self._ranks is None else self._ranks.compute(batches, given, own)
 
-    def _run(self, step: Step, inputs: Inputs) -> Tensor:
+    def _run(self, step: PackedStep, inputs: Inputs) -> Tensor:
         assert self._model is not None, "no way to run the model has been taken"
         return self._model.forward(step, inputs.token_ids, inputs.positions, inputs.logits_at)
 
@@ -428,7 +428,7 @@ class ModelRunner:
 
     def _step(
         self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs
-    ) -> Step:
+    ) -> PackedStep:
         accounting, storage = self._kv.accounting, self._kv.storage
         step = make_step(accounting, storage, backend, [*batches], self._lenders)
         if self._recurrent is not None and inputs.states is not None:

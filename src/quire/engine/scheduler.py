@@ -12,17 +12,22 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from quire.engine.scheduling.admission import Admission, InBatchPrefixes, NoRoom, Room
-from quire.engine.scheduling.headroom import Company
-from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, Step
+from quire.engine.scheduling.admission import (
+    Admission,
+    AllocationFailure,
+    InBatchPrefixes,
+    SlotAllocator,
+)
+from quire.engine.scheduling.headroom import RunningSet
+from quire.engine.scheduling.limits import SchedulerLimits
+from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, PlanBuilder
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.scheduling.update import (
-    Suspects,
+    FaultIsolation,
     append,
     is_embedding,
     kept_drafts,
@@ -34,7 +39,7 @@ from quire.engine.statistics import Statistics
 from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.kv import Accounting, Fits
 
-__all__ = ["NO_DRAFTS", "Drafts", "Limits", "Scheduler"]
+__all__ = ["NO_DRAFTS", "Drafts", "Scheduler", "SchedulerLimits"]
 
 
 _ASKED_AGAIN = 16  # plans after a refusal
@@ -69,7 +74,7 @@ class Scheduler:
     def __init__(
         self,
         accounting: Accounting,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         swap: SwapSpace | None = None,
         costs: Costs | None = None,
@@ -82,10 +87,10 @@ class Scheduler:
         self.costs = costs or Costs()
         policy = POLICIES[limits.policy]
         self._grade = policy.grade
-        self._queues = Queues(policy, Company(limits, policy, accounting))
+        self._queues = Queues(policy, RunningSet(limits, policy, accounting))
         self._admission = Admission(limits, policy, self._queues, self.costs)
-        self._room = Room(accounting, self.swap, limits, self.statistics)
-        self.suspects = Suspects()
+        self._room = SlotAllocator(accounting, self.swap, limits, self.statistics)
+        self.suspects = FaultIsolation()
         self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
         self._in_batch = InBatchPrefixes(self._room)
         self._num_sequences = 0  # that have ever come
@@ -162,7 +167,7 @@ class Scheduler:
         """
         self.suspects.acquit()
         while True:
-            step = Step(
+            step = PlanBuilder(
                 self.limits,
                 drafts,
                 self._room.snapshots,
@@ -351,7 +356,7 @@ class Scheduler:
         self._in_batch.begin_plan()
         self._queues.num_held_back = 0
 
-    def _let_come(self, step: Step) -> WaitingReason:
+    def _let_come(self, step: PlanBuilder) -> WaitingReason:
         """Admit as many as can come; why the next one could not."""
         queues, served = self._queues, None
         while len(queues.waiting) > queues.num_held_back:
@@ -378,7 +383,7 @@ class Scheduler:
                 return reason
         return "next_step"
 
-    def _serve(self, step: Step, *, at_most: int | None = None) -> None:
+    def _serve(self, step: PlanBuilder, *, at_most: int | None = None) -> None:
         """What running sequences have to compute, of grades up to ``at_most``."""
         running, served = self._queues.running, step.served
         if len(served) == len(running):  # all of them: one with a chunk makes no room
@@ -400,7 +405,7 @@ class Scheduler:
             self._extend(step, due[fitting])
             due = [s for s in due[fitting + 1 :] if s.seq_id not in self._made_room]
 
-    def _extend(self, step: Step, sequence: Sequence) -> None:
+    def _extend(self, step: PlanBuilder, sequence: Sequence) -> None:
         """Take room for a running sequence's next chunk; others make room for it, or it does."""
         running = self._queues.running
         while True:
@@ -428,7 +433,7 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _admit(self, step: Step, newcomer: Sequence) -> bool:
+    def _admit(self, step: PlanBuilder, newcomer: Sequence) -> bool:
         """Let one come that waits, or hold it back for a prefix that this step computes.
 
         Those of a worse grade make room for it. False: it waits, and all behind it.
@@ -513,5 +518,5 @@ class Scheduler:
         self._accounting.free(sequence.seq_id)
         self._begin(sequence)
 
-    def _end_for_lack_of_room(self, sequence: Sequence, refusal: NoRoom) -> None:
+    def _end_for_lack_of_room(self, sequence: Sequence, refusal: AllocationFailure) -> None:
         self.fail(sequence, refusal.detail(self.limits.longest(sequence.request)), "capacity")

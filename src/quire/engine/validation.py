@@ -8,7 +8,7 @@ from quire.kv import Accounting, Never
 from quire.models.loader import LoadedModel
 from quire.units import format_bytes, format_count
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 _TRIAL_ID = -1  # requests count from 1
@@ -49,7 +49,7 @@ def refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
         )
 
 
-# -- recurrence ------------------------------------------------------------------------------------
+# -- recurrent layers ------------------------------------------------------------------------------
 
 # What a model with recurrent layers, or with sources, cannot have of an engine: guesses.
 #

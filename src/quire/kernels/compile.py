@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from quire.kernels.isa import Isa
 
-# -- kept ------------------------------------------------------------------------------------------
+# -- the kernel cache ------------------------------------------------------------------------------
 
 # Machine code on disk: it gets this process's rights, so only its own user may have put it there.
 #
@@ -215,7 +215,7 @@ def _require_safe(found: os.stat_result, path: Path) -> None:
         )
 
 
-# -- machine ---------------------------------------------------------------------------------------
+# -- machine code ----------------------------------------------------------------------------------
 
 
 _LOCK = threading.Lock()  # LLVM's own state is one for the process

@@ -13,7 +13,7 @@ from llvmlite import ir
 from quire.kernels.compile import Kernels
 from quire.kernels.isa import Isa
 from quire.kernels.language import I32, I64, LINE_BYTES, Code, Int
-from quire.kernels.threads import Call, Threads, team_size, yielding
+from quire.kernels.threads import KernelCall, Threads, team_size, yielding
 from quire.units import align_up
 
 _FRAME = ("next_thread", "arrived", "calls", "num_calls", "team_size", "yield")
@@ -28,7 +28,7 @@ class Player:
     What their frames point to must still be there; ``frames`` may be changed between two times.
     """
 
-    def __init__(self, calls: Sequence[Call], kernels: Kernels, threads: Threads) -> None:
+    def __init__(self, calls: Sequence[KernelCall], kernels: Kernels, threads: Threads) -> None:
         self._threads = threads
         self._kernels = kernels  # whose code is good as long as it lives
         self._work = kernels.address("player", lambda m: write_player(m, kernels.isa))

@@ -21,7 +21,7 @@ import torch
 log = logging.getLogger(__name__)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A worker's address, the frame that it is given, and on how many threads."""
 
     worker: int
@@ -39,7 +39,7 @@ class Threads:
         self._pid = os.getpid()
         self._parallel = _gomp_parallel()
         self._listener = 0  # the thread whose calls are noted, if any are
-        self._heard: list[Call] = []
+        self._heard: list[KernelCall] = []
 
     @property
     def most(self) -> int:
@@ -59,7 +59,7 @@ class Threads:
             )
         if self._listener and self._listener == get_ident():
             # A worker counts in its frame, so a copy is kept.
-            self._heard.append(Call(worker, bytes(bytearray(frame)), num_threads))
+            self._heard.append(KernelCall(worker, bytes(bytearray(frame)), num_threads))
         if num_threads == 1 or self._parallel is None:
             _WORKER(worker)(frame)
         else:
@@ -79,7 +79,7 @@ class Threads:
         finally:
             self._listener, self._heard = 0, []
 
-    def take_heard(self) -> list[Call]:
+    def take_heard(self) -> list[KernelCall]:
         """The calls since the last time."""
         heard, self._heard = self._heard, []
         return heard

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from quire.errors import ConfigError
-from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
+from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import PoolSize
 from quire.kv.contiguous import ContiguousAccounting, FirstFit
 from quire.kv.eviction import DEFAULT_POLICY, POLICIES
@@ -26,13 +26,13 @@ from quire.kv.interface import (
     Usage,
 )
 from quire.kv.layout import LayersPerPage, states_last
-from quire.kv.occupancy import CellState, Census
+from quire.kv.occupancy import CellState, Occupancy
 from quire.kv.paged import BlockCoordinator, PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
 from quire.kv.storage.per_layer import BlockStorage, RangeStorage
 from quire.kv.storage.stacked import StackedStorage
-from quire.kv.storage_ops import Change, Commit, Copy, Map, Release, Unmap
+from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual import VirtualAccounting
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import MemoryProvider
@@ -106,12 +106,11 @@ __all__ = [
     "POLICIES",
     "STRATEGIES",
     "Accounting",
+    "AllocationResult",
     "BlockCoordinator",
     "BlockKey",
     "CacheConfig",
     "CellState",
-    "Census",
-    "Change",
     "Commit",
     "Copy",
     "EntryWriter",
@@ -127,6 +126,7 @@ __all__ = [
     "Map",
     "Never",
     "NotNow",
+    "Occupancy",
     "PoolSize",
     "PrefixHit",
     "PrefixKeys",
@@ -134,10 +134,10 @@ __all__ = [
     "Shortfall",
     "StackedStorage",
     "Storage",
+    "StorageOp",
     "TokenIds",
     "Unmap",
     "Usage",
-    "Verdict",
     "build_accounting",
     "build_storage",
 ]

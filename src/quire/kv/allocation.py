@@ -14,7 +14,7 @@ from quire.kv.block_steps import Counts
 from quire.spec import Group, KeptWhole
 from quire.units import format_bytes, format_count
 
-# -- verdicts --------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ class Never:
         )
 
 
-Verdict: TypeAlias = Fits | NotNow | Never
+AllocationResult: TypeAlias = Fits | NotNow | Never
 FITS = Fits()
 
 
-# -- peaks -----------------------------------------------------------------------------------------
+# -- the most on the way ---------------------------------------------------------------------------
 
 # The most that one sequence holds at once on its way to a length: what can ever fit.
 #

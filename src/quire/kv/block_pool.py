@@ -16,10 +16,10 @@ import numpy.typing as npt
 from quire.kv.eviction import EvictionPolicy, MakePolicy, Prints, Priority, Times, lru
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_index import PrefixIndex
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.units import ceil_div
 
-# -- block pool ------------------------------------------------------------------------------------
+# -- one group -------------------------------------------------------------------------------------
 
 # The blocks of one group: who holds them, which are only cached, and which are empty.
 #
@@ -31,7 +31,7 @@ from quire.units import ceil_div
 # Every verb takes a batch of ids and costs a few numpy operations whatever the size of the pool.
 
 
-# -- vacancies -------------------------------------------------------------------------------------
+# -- free list -------------------------------------------------------------------------------------
 
 # Which ids of a pool are vacant, and which of them to take so that neighbours stay together.
 #
@@ -50,7 +50,7 @@ _SLACK = 64  # stale entries that are not worth a sweep
 _SHARE = 32  # one in so many ids: at least as many have changed hands between two look-ups
 
 
-class Vacancies:
+class FreeList:
     """Ids 0 … count - 1, all vacant at first: a stack, from which any may also be taken."""
 
     def __init__(self, count: int) -> None:
@@ -238,7 +238,7 @@ def _joined(some: list[Ids]) -> Ids:
     return some[0] if len(some) == 1 else np.concatenate([NO_IDS, *some])
 
 
-# -- pool ------------------------------------------------------------------------------------------
+# -- one pool --------------------------------------------------------------------------------------
 
 
 NO_NODE = -1
@@ -258,7 +258,7 @@ class BlockPool:
         self.evictable = evictable
         self.num_held = 0  # blocks with a holder
         num_granules = num_blocks // granule_blocks
-        self.closed = Vacancies(num_granules)  # granules without pages
+        self.closed = FreeList(num_granules)  # granules without pages
         # With one block a granule, these are not needed.
         count = num_granules if granule_blocks > 1 else 0
         self._used_in = np.zeros(count, np.int32)  # blocks of a granule that are not empty
@@ -332,7 +332,7 @@ class BlockPool:
     def take(self, count: int, after: Ids | int | None = None) -> tuple[Ids, Ids]:
         """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit.
 
-        ``after``: of each, which block it should lie behind; see ``Vacancies.take``. A number: all
+        ``after``: of each, which block it should lie behind; see ``FreeList.take``. A number: all
         of them behind this block, side by side; -1 for any place. If a granule has several blocks,
         filling granules comes first and decides alone.
         """
@@ -509,10 +509,7 @@ class BlockPool:
         return np.array(found, np.intp)
 
 
-# -- block pools -----------------------------------------------------------------------------------
-
-
-# -- ceiling ---------------------------------------------------------------------------------------
+# -- the ceiling -----------------------------------------------------------------------------------
 
 # How much may be committed: what sequences can count on, and what there is for now.
 
@@ -539,7 +536,7 @@ class Ceiling:
         return self.now_bytes
 
 
-# -- pools -----------------------------------------------------------------------------------------
+# -- all groups ------------------------------------------------------------------------------------
 
 
 _LATEST = 1 << 31  # policies keep times in 31 bits
@@ -583,7 +580,7 @@ class Pools:
     ) -> None:
         self.sizes = tuple(sizes)
         self.ceiling = Ceiling(capacity_bytes)
-        self.changes: list[Change] = []
+        self.changes: list[StorageOp] = []
         self.num_evicted_blocks = 0
         self._index = index
         self._pools = [

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
+from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import attention_groups, common_page_tokens, slot_bytes
-from quire.kv.occupancy import Census, Piece, RangeCells
+from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys
 from quire.kv.ranges import RangeAccounting
 from quire.kv.storage_ops import Commit, Copy, Release
@@ -182,7 +182,9 @@ class ContiguousAccounting(RangeAccounting):
             return self._never(held, num_tokens)
         return FITS
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         held = self._ranges[seq_id]  # a range is as long as it will ever be: nothing is promised
         if num_tokens <= held.num_tokens:
             return FITS
@@ -203,7 +205,7 @@ class ContiguousAccounting(RangeAccounting):
         held.num_tokens = num_tokens
         return FITS
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         source = self._ranges[seq_id]
         self.add(new_id, max_tokens=source.max_tokens)
         verdict = self.try_extend(new_id, source.num_tokens)
@@ -278,10 +280,10 @@ class ContiguousAccounting(RangeAccounting):
             num_tokens=sum(held.num_tokens for held in placed),
         )
 
-    def census(self, group: int) -> Census:
+    def census(self, group: int) -> Occupancy:
         in_arena = group < self._num_arenas
         pieces = (
-            Piece(
+            HeldRange(
                 seq_id,
                 held.start if in_arena else held.cell,
                 range(self._length(held) if in_arena else 1),

@@ -19,9 +19,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.eviction_queue import NO_IDS, Ids, Runs
+from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
 
-# -- ghosts ----------------------------------------------------------------------------------------
+# -- ghost entries ---------------------------------------------------------------------------------
 
 # When blocks that are gone were last used: a small table that may forget.
 #
@@ -81,7 +81,7 @@ class Ghosts:
         return places
 
 
-# -- shadows ---------------------------------------------------------------------------------------
+# -- policy duel -----------------------------------------------------------------------------------
 
 # Which order of eviction would have found more lately: tried on miniature caches of a sample.
 #
@@ -96,7 +96,7 @@ _MARGIN, _HEAD_START = 1.02, 8.0  # by which the challenger must be ahead
 _SHADOW_REACH = 8  # shadow sizes back that a last use is remembered
 
 
-class Contest:
+class PolicyDuel:
     """Least recently used against least recently used but one, for a cache of ``num_blocks``."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -269,14 +269,14 @@ class Recency:
         spare_blocks: int = 0,
         *,
         by_last: bool = True,
-        contest: Contest | None = None,
+        contest: PolicyDuel | None = None,
     ) -> None:
         self._by_last = by_last
         self._contest = contest
         self._prints_of = prints_of
         self._ghosts = Ghosts(num_blocks) if contest or not by_last else None
         num_ids = num_blocks + spare_blocks
-        self._runs = Runs(num_ids)
+        self._runs = EvictionQueue(num_ids)
         self._last = np.full(num_ids, NEVER, np.int32)
         self._before = self._last if self._ghosts is None else self._last.copy()
         self._priority = np.zeros(num_ids, np.int8)
@@ -361,7 +361,7 @@ class Recency:
 
     def _reorder(self) -> None:
         """Put what is free in anew: by another use, or at other times."""
-        runs, self._runs = self._runs.runs(), Runs(len(self._last))
+        runs, self._runs = self._runs.runs(), EvictionQueue(len(self._last))
         for blocks in runs:
             self.free(blocks)
 
@@ -378,7 +378,7 @@ def lru2(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency
 
 def choice(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
     """Whichever of the two would have found more lately."""
-    return Recency(num_blocks, prints_of, spare_blocks, contest=Contest(num_blocks))
+    return Recency(num_blocks, prints_of, spare_blocks, contest=PolicyDuel(num_blocks))
 
 
 # From the number of blocks that can be in use at once, and that of ids beyond it.

@@ -25,7 +25,7 @@ class _Run:
     begin: int = 0  # those before it have left
 
 
-class Runs:
+class EvictionQueue:
     """Blocks 0 … num_blocks - 1, each in at most one run; the lowest score is first."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -14,13 +14,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict
+from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Growth, Slots, Usage
 from quire.kv.layout import Stacking, apart, page_tokens, slot_bytes
-from quire.kv.occupancy import Census, Piece, RangeCells
+from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys
 from quire.kv.ranges import RangeAccounting
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.spec import Group, KeptWhole
 from quire.units import align_up
 
@@ -143,7 +143,9 @@ class GrowingAccounting(RangeAccounting):
             self._give_back_outgrown(held)
         return super().resize(capacity_bytes, for_now=for_now)
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         held = self._sequences[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
@@ -167,7 +169,7 @@ class GrowingAccounting(RangeAccounting):
             kept_bytes += max(0, promised - self._buffer_bytes(wanted))
         return self._take(held, wanted, num_tokens, kept_bytes)
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         source = self._sequences[seq_id]
         self.add(new_id)
         target = self._sequences[new_id]
@@ -209,7 +211,7 @@ class GrowingAccounting(RangeAccounting):
         """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
         return self._sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         for held in self._unread():
             self._give_back_outgrown(held)
         self._step += 1
@@ -230,7 +232,7 @@ class GrowingAccounting(RangeAccounting):
             num_tokens=sum(held.num_tokens for held in self._sequences.values()),
         )
 
-    def census(self, group: int) -> Census:
+    def census(self, group: int) -> Occupancy:
         return self._cells(group).census(
             self._pieces(group),
             num_slots=self.num_slots(group),
@@ -266,7 +268,7 @@ class GrowingAccounting(RangeAccounting):
 
     def _take(
         self, held: _Buffers, wanted: list[int], num_tokens: int, kept_bytes: int = 0
-    ) -> Verdict:
+    ) -> AllocationResult:
         """Give a sequence buffers of these capacities, and a row if it has none, or refuse."""
         peak = self._peak_bytes(held, wanted)
         # What this step just copied is not read any more.
@@ -342,14 +344,14 @@ class GrowingAccounting(RangeAccounting):
         sizes = self._slot_bytes[group], self._page_tokens[group], self._config.block_size
         return RangeCells(self.groups[group], *sizes)
 
-    def _pieces(self, group: int) -> Iterator[Piece]:
+    def _pieces(self, group: int) -> Iterator[HeldRange]:
         """Every buffer of a group, and the outgrown ones, of which nothing is read any more."""
         for seq_id, held in self._sequences.items():
             new, old = self._buffer(group, held), [o for o in held.outgrown if o.group == group]
             for each, num_tokens in ((new, held.num_tokens), *((o, 0) for o in old)):
                 if each.stop > each.start:
                     backed = range(each.stop - each.start)
-                    yield Piece(seq_id, each.start, backed, num_tokens)
+                    yield HeldRange(seq_id, each.start, backed, num_tokens)
 
     def _buffer(self, group: int, held: _Buffers) -> Release:
         """The pages of a buffer, as what would give them back."""

@@ -1,11 +1,9 @@
 """The two halves of a strategy: ``Accounting`` (who holds what) and ``Storage`` (where it lies).
 
-Accounting has no tensors. It decides, and notes each physical consequence as a ``Change``: pages to
-commit, tokens to copy, pages to release. Storage carries the changes out, in order. So the planner
-and the simulator run the same decisions without a tensor, and the peak that an order of changes
+Accounting has no tensors. It decides, and notes each physical consequence as a ``StorageOp``: pages
+to commit, tokens to copy, pages to release. Storage carries them out, in order. So the planner and
+the simulator run the same decisions without a tensor, and the peak that an order of operations
 causes is a property of the list, not of what executes it.
-
-Verdicts and changes are ``quire.kv``' words; this room adds what is common to strategies.
 """
 
 from bisect import bisect_right
@@ -16,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.allocation import Fits, Never, Verdict
+from quire.kv.allocation import AllocationResult, Fits, Never
 from quire.kv.block_pool import Ceiling
 from quire.kv.eviction import DEFAULT_POLICY
 from quire.kv.layout import LayersPerPage
-from quire.kv.occupancy import Census
+from quire.kv.occupancy import Occupancy
 from quire.kv.prefix_cache import PrefixHit, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
-from quire.kv.storage_ops import Change
+from quire.kv.storage_ops import StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group
 
@@ -201,7 +199,7 @@ class Accounting(Protocol):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups whose slots are counted here; ``Change.group`` indexes this tuple."""
+        """The groups whose slots are counted here; ``StorageOp.group`` indexes this tuple."""
         ...
 
     @property
@@ -285,7 +283,9 @@ class Accounting(Protocol):
         """
         ...
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         """Make room for a sequence's first ``num_tokens`` tokens in every group, or in none.
 
         It does nothing if there is room already. Else, at most once a step, all that the first new
@@ -334,7 +334,7 @@ class Accounting(Protocol):
         """Forget what is only cached; False, and nothing is done, while a sequence holds memory."""
         ...
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         """Begin ``new_id`` as a copy of ``seq_id``, shared until written where blocks are."""
         ...
 
@@ -384,7 +384,7 @@ class Accounting(Protocol):
         """The tables (i64[S, P], -1 behind an end) and slots (i64[T]) of several, packed."""
         ...
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         """End the step: its changes, in order. Storage applies them before it is written to.
 
         Applied one by one they never commit more than the ceiling.
@@ -393,7 +393,7 @@ class Accounting(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def census(self, group: int) -> Census:
+    def census(self, group: int) -> Occupancy:
         """What each cell of a group that has pages is at this moment."""
         ...
 
@@ -414,7 +414,7 @@ class Storage(Protocol):
         """Bytes reserved, committed, at peak and given back so far."""
         ...
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         """Carry out what accounting decided. What is copied may be copied until it is used.
 
         Raises: MemoryUnavailable if the system refuses pages. The changes before the refused one

@@ -18,7 +18,7 @@ from quire.kv.block_pool import NO_NODE, BlockPool
 from quire.kv.block_tables import BlockTables, spans
 from quire.spec import Group, KeptWhole
 
-# -- usage -----------------------------------------------------------------------------------------
+# -- what can be read ------------------------------------------------------------------------------
 
 # What of the held blocks can still be read: the tokens that memory is for.
 
@@ -93,7 +93,7 @@ def _joined_lengths(blocks: _Counts, low: _Counts, high: _Counts) -> _Counts:
     return added
 
 
-# -- census ----------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -111,7 +111,7 @@ class CellState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
+class Occupancy:
     """The cells of one group that have pages, in the order of their addresses.
 
     Shapes: ids, states, holders, fills [M], for M of ``num_cells`` cells.
@@ -142,7 +142,7 @@ class Census:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldRange:
     """Slots of a sequence's range that have pages, counted from where the range begins."""
 
     seq_id: int
@@ -153,7 +153,7 @@ class Piece:
 
 def block_census(
     group: Group, number: int, pool: BlockPool, tables: BlockTables, block_bytes: int, slots: int
-) -> Census:
+) -> Occupancy:
     """Of a pool. ``slots``: of one block."""
     has_pages = ~pool.closed.are_in(np.arange(len(pool.refs) // pool.granule_blocks))
     if pool.granule_blocks > 1:
@@ -167,7 +167,7 @@ def block_census(
     states[(refs > 1) & (fills > 0)] = CellState.SHARED
     cached = (refs == 0) & (pool.nodes[ids] != NO_NODE)
     states[cached], fills[cached] = CellState.CACHED, slots
-    return Census(
+    return Occupancy(
         num_cells=len(pool.refs),
         cell_tokens=slots,
         cell_bytes=block_bytes,
@@ -194,7 +194,9 @@ class RangeCells:
         """Of one cell."""
         return 1 if self._is_state else gcd(self.block_size, self.page_tokens)
 
-    def census(self, pieces: Iterable[Piece], *, num_slots: int, row_slots: int = 0) -> Census:
+    def census(
+        self, pieces: Iterable[HeldRange], *, num_slots: int, row_slots: int = 0
+    ) -> Occupancy:
         """``row_slots``: of the addresses that a sequence has for itself, if so."""
         cell = self.slots
         figures = np.array([self._figures(piece) for piece in pieces], np.int64).reshape(-1, 6)
@@ -204,7 +206,7 @@ class RangeCells:
         seq_ids, firsts, starts, _, live_starts, live_stops = np.repeat(figures, counts, axis=0).T
         starts = starts + (np.arange(len(starts)) - np.repeat(before, counts)) * cell
         fills = np.minimum(live_stops, starts + cell) - np.maximum(live_starts, starts)
-        return Census(
+        return Occupancy(
             num_cells=num_slots // cell,
             cell_tokens=cell,
             cell_bytes=cell * self.slot_bytes,
@@ -231,7 +233,7 @@ class RangeCells:
     def _live(self, num_tokens: int) -> range:
         return range(min(1, num_tokens)) if self._is_state else self.group.live_range(num_tokens)
 
-    def _figures(self, piece: Piece) -> tuple[int, ...]:
+    def _figures(self, piece: HeldRange) -> tuple[int, ...]:
         backed, live = piece.backed, self._live(piece.num_tokens)
         stops = backed.stop, live.start, live.stop
         return piece.seq_id, piece.first_slot, backed.start, *stops

@@ -15,7 +15,15 @@ from dataclasses import replace
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict, peak_bytes, verdict_on_length
+from quire.kv.allocation import (
+    FITS,
+    AllocationResult,
+    Fits,
+    Never,
+    NotNow,
+    peak_bytes,
+    verdict_on_length,
+)
 from quire.kv.block_pool import Moves, Pools, PoolSize
 from quire.kv.block_steps import Counts, GroupStep, check_trim, first_columns, group_step
 from quire.kv.block_tables import PASSED, BlockTables
@@ -23,11 +31,11 @@ from quire.kv.eviction import POLICIES, MakePolicy, Priority
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
-from quire.kv.occupancy import Census, block_census, used_tokens
+from quire.kv.occupancy import Occupancy, block_census, used_tokens
 from quire.kv.packing import packed_positions
 from quire.kv.prefix_cache import PrefixCache, PrefixHit, TokenIds, no_hit, start_of
 from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixIndex, PrefixKeys
-from quire.kv.storage_ops import Change
+from quire.kv.storage_ops import StorageOp
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -100,7 +108,7 @@ class BlockCoordinator:
         self.tables.priorities[row] = min(max(priority, -128), 127)
         self._cache.add(row, keys)
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         """Begin ``new_id`` as a copy of ``seq_id``: every block is shared until it is written."""
         source = self.tables.rows[seq_id]
         target = self.tables.add(new_id)
@@ -538,7 +546,9 @@ class PagedAccounting(BlockCoordinator):
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         longest = self._config.max_model_len
         if num_tokens > longest:
             return self._never(num_tokens, self._fresh_bytes(num_tokens))
@@ -624,7 +634,7 @@ class PagedAccounting(BlockCoordinator):
         assert (blocks >= 0).all(), "a window has passed a token that is asked for"
         return ids, blocks * size + positions % size
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         changes, self.pools.changes = self.pools.changes, []
         return changes
 
@@ -647,7 +657,7 @@ class PagedAccounting(BlockCoordinator):
             num_tokens=int(tables.num_tokens.sum()),
         )
 
-    def census(self, group: int) -> Census:
+    def census(self, group: int) -> Occupancy:
         size = self._sizes[group]
         return block_census(
             self.groups[group],

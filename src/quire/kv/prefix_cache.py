@@ -19,7 +19,7 @@ from quire.kv.prefix_index import NO_BLOCK, BlockKey, Extra, PrefixIndex, Prefix
 from quire.spec import Group, KeptWhole
 from quire.units import ceil_div
 
-# -- hits ------------------------------------------------------------------------------------------
+# -- prefix matches --------------------------------------------------------------------------------
 
 # The longest prefix that every group still has, and why it is not longer.
 #

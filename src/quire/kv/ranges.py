@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.kv.allocation import Fits, Verdict
+from quire.kv.allocation import AllocationResult, Fits
 from quire.kv.block_pool import Ceiling
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import Stacking, stacking_of_ranges
 from quire.kv.packing import packed_ranges
 from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
 from quire.kv.prefix_index import BlockKey
-from quire.kv.storage_ops import Change
+from quire.kv.storage_ops import StorageOp
 from quire.spec import Group
 
 
@@ -31,7 +31,7 @@ class RangeAccounting(ABC):
         self.groups = groups
         self.ceiling = Ceiling(config.capacity_bytes)
         self._config = config
-        self._changes: list[Change] = []
+        self._changes: list[StorageOp] = []
 
     @property
     @abstractmethod
@@ -39,7 +39,9 @@ class RangeAccounting(ABC):
         """As in ``Accounting``."""
 
     @abstractmethod
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         """As in ``Accounting``."""
 
     @abstractmethod
@@ -105,6 +107,6 @@ class RangeAccounting(ABC):
         wanted = min(capacity_bytes, self._config.most_bytes)
         return self.ceiling.move(wanted, self.held_bytes, for_now=for_now)
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         changes, self._changes = self._changes, []
         return changes

@@ -62,4 +62,4 @@ class Unmap:
     stop: int
 
 
-Change: TypeAlias = Commit | Copy | Release | Map | Unmap
+StorageOp: TypeAlias = Commit | Copy | Release | Map | Unmap

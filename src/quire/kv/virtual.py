@@ -9,11 +9,19 @@ Nothing is shared between sequences here: a fork copies. The form that shares is
 
 from dataclasses import dataclass, field
 
-from quire.kv.allocation import FITS, Fits, Never, NotNow, Verdict, peak_bytes, verdict_on_length
+from quire.kv.allocation import (
+    FITS,
+    AllocationResult,
+    Fits,
+    Never,
+    NotNow,
+    peak_bytes,
+    verdict_on_length,
+)
 from quire.kv.block_steps import check_window
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import page_tokens, range_slots, slot_bytes
-from quire.kv.occupancy import Census, Piece, RangeCells
+from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys
 from quire.kv.ranges import RangeAccounting
 from quire.kv.storage_ops import Commit, Copy, Release
@@ -85,7 +93,9 @@ class VirtualAccounting(RangeAccounting):
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         held = self._rows[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
@@ -104,7 +114,7 @@ class VirtualAccounting(RangeAccounting):
             kept_bytes += max(0, promised - self._grown_bytes(self._nothing, backed))
         return self._take(held, backed, num_tokens, kept_bytes)
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         source, num_tokens = self._rows[seq_id], self._rows[seq_id].num_tokens
         self.add(new_id)
         target = self._rows[new_id]
@@ -164,9 +174,9 @@ class VirtualAccounting(RangeAccounting):
             num_tokens=sum(held.num_tokens for held in self._rows.values()),
         )
 
-    def census(self, group: int) -> Census:
+    def census(self, group: int) -> Occupancy:
         pieces = (
-            Piece(seq_id, self._first_slot(group, held), held.backed[group], held.num_tokens)
+            HeldRange(seq_id, self._first_slot(group, held), held.backed[group], held.num_tokens)
             for seq_id, held in self._rows.items()
             if held.backed[group]
         )
@@ -204,7 +214,7 @@ class VirtualAccounting(RangeAccounting):
 
     def _take(
         self, held: _Row, backed: list[range], num_tokens: int, kept_bytes: int = 0
-    ) -> Verdict:
+    ) -> AllocationResult:
         """Give a sequence exactly these pages, and a row if it has none, or refuse."""
         need = self._grown_bytes(held.backed, backed)
         needs_row = held.row < 0 and any(backed)

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.kv.allocation import FITS, NotNow, Verdict
+from quire.kv.allocation import FITS, AllocationResult, NotNow
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import Stacking, attention_groups, stacked_block_size, stacking
 from quire.kv.packing import packed_ranges
 from quire.kv.paged import PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, start_of
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys
-from quire.kv.storage_ops import Change, Release
+from quire.kv.storage_ops import Release, StorageOp
 from quire.kv.windows import NUM_GAPS, Table, Windows
 from quire.spec import Group
 from quire.units import align_up, ceil_div
@@ -92,7 +92,9 @@ class SharedVirtualAccounting(PagedAccounting):
         super().add(seq_id, max_tokens=max_tokens, keys=keys, priority=priority)
         self._note(seq_id)
 
-    def try_extend(self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS) -> Verdict:
+    def try_extend(
+        self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
+    ) -> AllocationResult:
         hit, lookahead = extension.hit, extension.lookahead_tokens
         held, num_mappings = self.num_tokens(seq_id), 0
         room = num_tokens + lookahead
@@ -132,7 +134,7 @@ class SharedVirtualAccounting(PagedAccounting):
             self._windows.give_up_parked()
         return super().resize(capacity_bytes, for_now=for_now)
 
-    def fork(self, seq_id: int, new_id: int) -> Verdict:
+    def fork(self, seq_id: int, new_id: int) -> AllocationResult:
         source = self._rows[seq_id]
         if source >= 0:
             num_mappings = self._windows.mappings_for(self._tables(seq_id))
@@ -176,10 +178,10 @@ class SharedVirtualAccounting(PagedAccounting):
         first = (self._windows.first_slot(row) if row >= 0 else -1 for row in rows)
         return packed_ranges(first, starts, stops)
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         """Nothing is shown that is released, and nothing that is not committed."""
         changes = super().drain()
-        hidden, shown = self._windows.drain(), list[Change]()
+        hidden, shown = self._windows.drain(), list[StorageOp]()
         windows = self._changed_windows()
         for change in changes:
             if isinstance(change, Release) and change.group < self._num_seen:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.storage_ops import Change, Map, Unmap
+from quire.kv.storage_ops import Map, StorageOp, Unmap
 
 Table: TypeAlias = npt.NDArray[np.integer[Any]]  # block ids; negative where there is none
 _NOTHING = -1
@@ -53,7 +53,7 @@ class Windows:
         self._runs = np.zeros((len(heap_blocks), num_rows), np.int64)
         self._free = list(range(num_rows))[::-1]
         self._parked: dict[int, None] = {}  # the one that has waited longest first
-        self._hidden: list[Change] = []  # of parked rows that were given up
+        self._hidden: list[StorageOp] = []  # of parked rows that were given up
 
     @property
     def num_vacant(self) -> int:
@@ -115,10 +115,10 @@ class Windows:
         else:
             self._free.append(row)
 
-    def show(self, row: int, tables: Sequence[Table]) -> tuple[list[Change], list[Change]]:
+    def show(self, row: int, tables: Sequence[Table]) -> tuple[list[StorageOp], list[StorageOp]]:
         """Make a row show these tables. Returns: what it hides first, and what it shows then."""
-        hidden: list[Change] = []
-        shown: list[Change] = []
+        hidden: list[StorageOp] = []
+        shown: list[StorageOp] = []
         for group, table in enumerate(tables):
             end = max(len(table), int(self._ends[group, row]))
             held = self._columns(group, end)[row, :end]
@@ -139,7 +139,7 @@ class Windows:
                 self._ends[group, row] = len(table)
         return hidden, shown
 
-    def release(self, group: int, start: int, stop: int, rows: Iterable[int]) -> list[Change]:
+    def release(self, group: int, start: int, stop: int, rows: Iterable[int]) -> list[StorageOp]:
         """Blocks [start, stop) lose their pages: neither parked rows nor these show them any more.
 
         In a parked row, what follows such a block is of no use either.
@@ -147,7 +147,7 @@ class Windows:
         asked = np.fromiter((*self._parked, *rows), np.intp)
         table = self._shown[group][asked]
         gone = (start <= table) & (table < stop)
-        changes: list[Change] = []
+        changes: list[StorageOp] = []
         for index in np.flatnonzero(gone.any(axis=1)).tolist():
             row = int(asked[index])
             if row not in self._parked:
@@ -164,7 +164,7 @@ class Windows:
         while self._parked:
             self._give_up(next(iter(self._parked)))
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[StorageOp]:
         """What parked rows hide because they were given up."""
         changes, self._hidden = self._hidden, []
         return changes
@@ -207,14 +207,14 @@ class Windows:
         del self._parked[row]
         self._free.append(row)
 
-    def _cut(self, group: int, row: int, end: int) -> list[Change]:
+    def _cut(self, group: int, row: int, end: int) -> list[StorageOp]:
         """Show nothing from a column on."""
         gone = self._shown[group][row] >= 0
         gone[:end] = False
         self._ends[group, row] = min(end, int(self._ends[group, row]))
         return self._hide(group, row, gone)
 
-    def _hide(self, group: int, row: int, gone: npt.NDArray[np.bool_]) -> list[Change]:
+    def _hide(self, group: int, row: int, gone: npt.NDArray[np.bool_]) -> list[StorageOp]:
         """Show nothing in these columns, in which something is shown."""
         shown = self._shown[group][row]
         self._set(group, row, 0, np.where(gone, np.int32(_NOTHING), shown))
@@ -232,7 +232,7 @@ class Windows:
 
     # -- runs ------------------------------------------------------------------------------------
 
-    def _append(self, group: int, row: int, column: int, block: int) -> Change:
+    def _append(self, group: int, row: int, column: int, block: int) -> StorageOp:
         """Show one block more, as a step of decoding does: ``show`` and ``_set`` in a few moves."""
         shown, runs, size = self._shown[group][row], int(self._runs[group, row]), self.block_size
         left = int(shown[column - 1]) if column else _NOTHING
@@ -270,7 +270,7 @@ class Windows:
 
     def _unmaps(
         self, group: int, row: int, first: int, gone: npt.NDArray[np.bool_]
-    ) -> list[Change]:
+    ) -> list[StorageOp]:
         """Hide these columns, counted from ``first``, neighbours together."""
         if not gone.any():
             return []
@@ -279,9 +279,9 @@ class Windows:
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [Unmap(group, slot + a * size, slot + b * size) for a, b in pairs]
 
-    def _maps(self, group: int, row: int, first: int, blocks: Table) -> list[Change]:
+    def _maps(self, group: int, row: int, first: int, blocks: Table) -> list[StorageOp]:
         """Show blocks from column ``first`` on, in as few pieces as their places allow."""
-        changes: list[Change] = []
+        changes: list[StorageOp] = []
         starts = self._run_starts(group, blocks).tolist()
         slot, size = self.first_slot(row) + first * self.block_size, self.block_size
         for start, stop in pairwise([*starts, len(blocks)]):

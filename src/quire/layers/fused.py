@@ -22,7 +22,7 @@ from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear import BoundLinear, CpuLinear
 from quire.layers.cpu.row_kernels import (
     ROW_KINDS,
-    Gate,
+    GateKernel,
     GateShape,
     Norm,
     NormForm,
@@ -30,15 +30,15 @@ from quire.layers.cpu.row_kernels import (
     Rotary,
     RotaryShape,
 )
-from quire.layers.watch import Watch
+from quire.layers.watch import WeightsWatch
 
-# -- stand ins -------------------------------------------------------------------------------------
+# -- what a fused module is ------------------------------------------------------------------------
 
 
 Slot: TypeAlias = tuple[dict[str, Any], str, object]  # whose value, by that name, is that
 
 
-class Kept:
+class KeptParts:
     """What modules are made of, to be looked at before every pass: as flat lists, all at once."""
 
     def __init__(
@@ -68,7 +68,7 @@ def slots_of(*several: dict[str, Any]) -> tuple[Slot, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class FusedModule:
     """Runs in place of ``module.forward``."""
 
     module: nn.Module
@@ -79,14 +79,14 @@ class StandIn:
 
 def stand_in(
     module: nn.Module, forward: Callable[..., Any], inside: tuple[nn.Module, ...] = ()
-) -> StandIn | str:
+) -> FusedModule | str:
     """Or why there is none: nothing would tell that the module does something else by now."""
     if "forward" in vars(module):
         return "its owner has put another forward in its place"
-    watch = Watch(module)
+    watch = WeightsWatch(module)
     if watch.unseen:
         return f"it keeps what cannot be watched: {', '.join(watch.unseen)}"
-    return StandIn(module=module, forward=forward, inside=inside, holds=watch.holds)
+    return FusedModule(module=module, forward=forward, inside=inside, holds=watch.holds)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -146,7 +146,7 @@ class Linears:
         self._cpu = cpu
         self._tried: dict[object, bool] = {}
 
-    def find(self, module: nn.Module) -> StandIn | str | None:
+    def find(self, module: nn.Module) -> FusedModule | str | None:
         """A stand-in; why there is none; or None for what is no linear layer."""
         if not isinstance(module, nn.Linear):
             return None
@@ -159,7 +159,7 @@ class Linears:
 
         return stand_in(module, forward)
 
-    def find_siblings(self, module: nn.Module) -> list[StandIn]:
+    def find_siblings(self, module: nn.Module) -> list[FusedModule]:
         """For the layers that make queries, keys and values: whichever comes first finds all."""
         layers = [getattr(module, name, None) for name in _SIBLINGS]
         plain = [x for x in layers if isinstance(x, nn.Linear) and not self.unsupported(x)]
@@ -169,7 +169,7 @@ class Linears:
             return []
         together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
         found = [stand_in(layer, together.forward_of(n)) for n, layer in enumerate(plain)]
-        return [part for part in found if isinstance(part, StandIn)]
+        return [part for part in found if isinstance(part, FusedModule)]
 
     def unsupported(self, layer: nn.Linear) -> str | None:
         """Why a linear layer keeps its own product; None if it need not."""
@@ -241,7 +241,7 @@ class GatedLayers:
         self._linears = linears
         self._tried: dict[object, bool] = {}
 
-    def find(self, module: nn.Module) -> StandIn | str | None:
+    def find(self, module: nn.Module) -> FusedModule | str | None:
         """A stand-in; why there is none; or None for what is no such layer."""
         children = [module._modules.get(name) for name in _NAMES]
         if None in children:
@@ -282,7 +282,7 @@ class _Gated:
         self._gated = cpu.bind_gated(gate.weight, up.weight, activation, biases)
         self._both = cpu.bind([gate.weight, up.weight], biases)
         shape = GateShape(width=gate.out_features, activation=activation, kind=KINDS[self._dtype])
-        self._join = Gate(shape, cpu.kernels, cpu.threads)
+        self._join = GateKernel(shape, cpu.kernels, cpu.threads)
         self._down = cpu.bind([down.weight], [down.bias])
         self.most_rows = self._gated.most_rows  # that are few
 
@@ -334,7 +334,7 @@ class Norms:
         self._cpu = cpu
         self._tried: dict[object, Norm | None] = {}
 
-    def find(self, module: nn.Module) -> StandIn | str | None:
+    def find(self, module: nn.Module) -> FusedModule | str | None:
         """A stand-in; why there is none; or None for what is no such norm."""
         weight, eps = module._parameters.get("weight"), _epsilon(module)
         if weight is None or weight.dim() != 1 or eps is None or module._modules:
@@ -406,9 +406,9 @@ class Rotations:
     def __init__(self, cpu: CpuLinear) -> None:
         self._cpu = cpu
         self._made: dict[FunctionType, FunctionType] = {}
-        self._watches: dict[int, Watch] = {}  # of files, by the functions' ids
+        self._watches: dict[int, WeightsWatch] = {}  # of files, by the functions' ids
 
-    def find(self, module: nn.Module) -> StandIn | None:
+    def find(self, module: nn.Module) -> FusedModule | None:
         """A stand-in for a layer whose code calls that function, and calls it by its name."""
         forward = type(module).forward
         if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
@@ -418,14 +418,16 @@ class Rotations:
             return None
         if forward not in self._made:
             self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
-        watch = self._watches.get(id(own)) or self._watches.setdefault(id(own), Watch(own, forward))
+        watch = self._watches.get(id(own)) or self._watches.setdefault(
+            id(own), WeightsWatch(own, forward)
+        )
 
         def holds() -> bool:
             is_called = type(module).forward is forward and "forward" not in vars(module)
             return is_called and watch.holds()
 
         turned = MethodType(self._made[forward], module)
-        return StandIn(module=module, forward=turned, inside=(), holds=holds)
+        return FusedModule(module=module, forward=turned, inside=(), holds=holds)
 
 
 class _Names(dict[str, Any]):

@@ -48,7 +48,7 @@ class _Read(NamedTuple):
     found: tuple[Any, ...]
 
 
-class Watch:
+class WeightsWatch:
     """Of modules, or functions, and all that they reach, but for some places: those ``apart``."""
 
     def __init__(

@@ -33,7 +33,7 @@ _IDLE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ControllerReading:
     """The machine and the cache at one moment."""
 
     now_s: float
@@ -57,7 +57,7 @@ class Decision:
     reason: str
 
 
-class Governor:
+class MemoryController:
     """Of one cache."""
 
     def __init__(self, mode: Mode, *, room_bytes: int | None = None) -> None:
@@ -73,20 +73,20 @@ class Governor:
         self._stalled_s = math.inf
         self._rests = False  # idle, and all is given back
 
-    def headroom_bytes(self, now: Reading) -> int:
+    def headroom_bytes(self, now: ControllerReading) -> int:
         """What is left to others, as the ledger has it."""
         spare = None if self._room_bytes is None else self._room_bytes - now.capacity_bytes
         return headroom_bytes(now.total_bytes, self._mode, spare_bytes=spare)
 
-    def lacks(self, now: Reading) -> bool:
+    def lacks(self, now: ControllerReading) -> bool:
         """Whether too little is left: others have more than a quarter of the headroom."""
         return now.available_bytes < self._floor_bytes(now)
 
-    def _floor_bytes(self, now: Reading) -> int:
+    def _floor_bytes(self, now: ControllerReading) -> int:
         headroom = self.headroom_bytes(now)
         return max(headroom - headroom // 4, now.step_bytes)
 
-    def decide(self, now: Reading) -> Decision:
+    def decide(self, now: ControllerReading) -> Decision:
         """Where the ceiling should be after this reading."""
         headroom = self.headroom_bytes(now)
         kept = self._floor_bytes(now) + headroom // 4
@@ -120,7 +120,7 @@ class Governor:
         )
 
     def _without_pressure(
-        self, now: Reading, slack: int, least: int, elapsed_s: float
+        self, now: ControllerReading, slack: int, least: int, elapsed_s: float
     ) -> tuple[int, str]:
         """The ceiling, and why: this cache's share, reached without a jump."""
         capacity = now.capacity_bytes

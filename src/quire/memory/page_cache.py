@@ -28,7 +28,7 @@ _STEP_BYTES = 64 * 2**20  # backed, touched or made room for at once
 
 
 @final
-class KeptMemory:
+class PageCacheMemory:
     """Keeps the pages that its regions decommit, and gives them out again first, as zeros.
 
     Committed and kept pages together are ``backed``. Nothing is kept beyond ``limit_bytes`` of
@@ -41,7 +41,7 @@ class KeptMemory:
         # Held while pages go or regions come, and while they are read to keep them alive.
         self.giving_back = threading.Lock()
         self._counted = CountedMemory(upstream)
-        self._regions: weakref.WeakSet[KeptRegion] = weakref.WeakSet()
+        self._regions: weakref.WeakSet[PageCacheRegion] = weakref.WeakSet()
         this = weakref.ref(self)
 
         def in_child() -> None:
@@ -71,8 +71,8 @@ class KeptMemory:
         """Bytes of pages that are backed and not committed."""
         return sum(region.kept_bytes for region in self._regions)
 
-    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "KeptRegion":
-        region = KeptRegion(self._counted.reserve(nbytes, heap_bytes=heap_bytes), self)
+    def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "PageCacheRegion":
+        region = PageCacheRegion(self._counted.reserve(nbytes, heap_bytes=heap_bytes), self)
         with self.giving_back:
             self._regions.add(region)
         return region
@@ -148,7 +148,7 @@ class KeptMemory:
 
 
 @final
-class KeptRegion:
+class PageCacheRegion:
     """Knows of each page whether it is empty, kept or committed. Kept pages hold zeros."""
 
     __slots__ = (
@@ -162,7 +162,7 @@ class KeptRegion:
         "kept_bytes",
     )
 
-    def __init__(self, upstream: Region, memory: KeptMemory) -> None:
+    def __init__(self, upstream: Region, memory: PageCacheMemory) -> None:
         import torch
 
         self.committed_bytes = 0

@@ -1,6 +1,6 @@
 """How KV pages stay where they are: taken as tokens come, all at the start, or locked too.
 
-On the host ``prefault`` is ``KeptMemory``, over huge pages where it pays; ``lock`` is the same
+On the host ``prefault`` is ``PageCacheMemory``, over huge pages where it pays; ``lock`` is the same
 over pages that cannot be swapped out. ``KeepAlive`` is for pages that may be, but should not look
 idle. A GPU's pages are ``memory.cuda.resident``'s.
 """
@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias, final
 
 from quire.memory.host.locked import check_lockable
 from quire.memory.host.memory import HostMemory
-from quire.memory.page_cache import KeptMemory
+from quire.memory.page_cache import PageCacheMemory
 from quire.memory.provider import MemoryProvider
 from quire.units import format_bytes
 
@@ -46,7 +46,7 @@ def host_memory(residency: Residency) -> HostMemory:
 
 def resident_memory(
     upstream: MemoryProvider, residency: Residency, capacity_bytes: int
-) -> KeptMemory | None:
+) -> PageCacheMemory | None:
     """Memory that keeps up to ``capacity_bytes``, to be prefaulted when its regions are reserved.
 
     None for ``on-demand``.
@@ -57,7 +57,7 @@ def resident_memory(
         return None
     if residency == "lock":
         check_lockable(capacity_bytes)
-    return KeptMemory(upstream, limit_bytes=capacity_bytes)
+    return PageCacheMemory(upstream, limit_bytes=capacity_bytes)
 
 
 class Resident(Protocol):

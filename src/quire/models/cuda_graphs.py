@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.attention import AttentionBatch, Replays
 from quire.devices import staged_bytes, to_device
 from quire.errors import one_line
-from quire.models.fingerprint import ModelWatch
+from quire.models.fingerprint import ModelFingerprint
 from quire.models.states.state_batch import StateBatch
 from quire.models.step_inputs import HostInputs, Inputs, batch_arrays, place_batches
 from quire.units import ceil_div, format_bytes, format_count
@@ -121,7 +121,7 @@ def _origins(error: BaseException | None) -> Iterator[BaseException]:
 log = logging.getLogger(__name__)
 
 
-class Cache(Protocol):
+class GraphCache(Protocol):
     """What the graphs read and write."""
 
     def settle(self) -> None:
@@ -159,7 +159,7 @@ class CapturedDecodes:
 
     def __init__(
         self,
-        watch: ModelWatch,  # which looks at the model before each step
+        watch: ModelFingerprint,  # which looks at the model before each step
         run: Run,
         replays: Replays,
         device: torch.device,
@@ -188,11 +188,11 @@ class CapturedDecodes:
         self._num_failed = 0  # captures into it
         self._graphs: dict[int, Captured] = {}
         self._logits: Tensor | None = None  # [max_num_seqs, vocabulary]
-        self._cache: Cache | None = None  # of which the graphs know the addresses
+        self._cache: GraphCache | None = None  # of which the graphs know the addresses
         self._works = True
         self._patience, self._num_to_pass = _PATIENCE, 0  # steps, before the next capture
 
-    def capture(self, cache: Cache) -> None:
+    def capture(self, cache: GraphCache) -> None:
         """All sizes, the largest first: the others fit into the memory that it has taken."""
         before = torch.cuda.memory_reserved(self._device)
         cache.settle()
@@ -208,7 +208,7 @@ class CapturedDecodes:
         )
 
     def replay(
-        self, cache: Cache, batches: Sequence[AttentionBatch], given: HostInputs
+        self, cache: GraphCache, batches: Sequence[AttentionBatch], given: HostInputs
     ) -> Tensor | None:
         """Logits [S, vocabulary] of a step with one token a sequence; None: it must be run.
 
@@ -256,7 +256,7 @@ class CapturedDecodes:
         if num_failed:
             give_back_pool(self._device, pool, num_failed)
 
-    def _begin(self, cache: Cache) -> None:
+    def _begin(self, cache: GraphCache) -> None:
         """Forget the graphs, which are of another model or cache."""
         self._forget()
         self._patience, self._num_to_pass = _PATIENCE, 0

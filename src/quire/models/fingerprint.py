@@ -7,10 +7,10 @@ from typing import Any
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
-from quire.layers.watch import Place, Watch
+from quire.layers.watch import Place, WeightsWatch
 
 
-class ModelWatch:
+class ModelFingerprint:
     """Looks at a model before each pass. ``version`` grows whenever it finds something new.
 
     What was computed before its owner changed a model is another model's: keys and values too. What
@@ -23,7 +23,7 @@ class ModelWatch:
         self.model = model
         self._is_private = is_private
         self._hooks_of_all = _hooks_of_all()
-        self._watch: Watch | None = None
+        self._watch: WeightsWatch | None = None
         self._places: list[int] = []
         self._changed_by_passes: frozenset[Place] = frozenset()
         self._apart: frozenset[Place] = frozenset()
@@ -77,11 +77,11 @@ class ModelWatch:
             return "every pass changes what the model keeps"
         return None
 
-    def _is_same(self, watch: Watch) -> bool:
+    def _is_same(self, watch: WeightsWatch) -> bool:
         return watch.holds() and watch.places() == self._places
 
     def _begin(self) -> None:
-        self._watch = Watch(self.model, apart=self._apart | self.lent)
+        self._watch = WeightsWatch(self.model, apart=self._apart | self.lent)
         self._places = self._watch.places()
         self.version += 1
 

@@ -18,28 +18,28 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quire.layers.cpu import CpuLinear
-from quire.layers.fused import GatedLayers, Linears, Norms, Rotations, StandIn
-from quire.models.fingerprint import ModelWatch
+from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotations
+from quire.models.fingerprint import ModelFingerprint
 
 log = logging.getLogger(__name__)
 
 
-class StandIns:
+class FusedModules:
     """All that were found for one model, as it was when ``watch`` last looked at it."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         kernel_dir: Path | None = None,
-        watch: ModelWatch | None = None,
+        watch: ModelFingerprint | None = None,
     ) -> None:
         self.cpu = CpuLinear(kernel_dir=kernel_dir)  # what they compute with
-        self.watch = watch or ModelWatch(model)
+        self.watch = watch or ModelFingerprint(model)
         self._model = model
         self._told: list[str] = []
         self._turn = _Turn()
         self._version = self.watch.version
-        self._parts: list[StandIn] = []
+        self._parts: list[FusedModule] = []
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         self._find()
 
@@ -85,7 +85,7 @@ class _Turn:
     thread = 0
 
 
-def _forward_of(part: StandIn, turn: _Turn) -> Callable[..., Any]:
+def _forward_of(part: FusedModule, turn: _Turn) -> Callable[..., Any]:
     own, ours = part.module.forward, part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -95,16 +95,16 @@ def _forward_of(part: StandIn, turn: _Turn) -> Callable[..., Any]:
     return forward
 
 
-def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[StandIn], list[str]]:
+def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[FusedModule], list[str]]:
     """The largest parts first: what they contain needs nothing of its own. And what to tell."""
     linears = Linears(cpu)
     gated, norms, rotations = GatedLayers(cpu, linears), Norms(cpu), Rotations(cpu)
-    parts: list[StandIn] = []
+    parts: list[FusedModule] = []
     done: set[nn.Module] = set()
     refused: dict[tuple[str, str], None] = {}
 
-    def take(found: StandIn | str | None, module: nn.Module) -> None:
-        if isinstance(found, StandIn):
+    def take(found: FusedModule | str | None, module: nn.Module) -> None:
+        if isinstance(found, FusedModule):
             parts.append(found)
             done.update((module, *found.inside))
         elif found is not None:

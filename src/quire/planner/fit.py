@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.plan import Course, Place, Plan, plan
-from quire.planner.sequence_memory import Request
+from quire.planner.plan import CapacityPlan, Course, PlanTarget, plan
+from quire.planner.sequence_memory import PlannedLengths
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, format_bytes, format_count
 
@@ -32,7 +32,7 @@ class OptionChange:
     outcome: str
 
 
-def longest(found: Plan, num_at_once: int = 1) -> int:
+def longest(found: CapacityPlan, num_at_once: int = 1) -> int:
     """The most tokens that so many sequences can have at once; 0 where not even few fit."""
     most = found.subject.spec.max_model_len
 
@@ -47,7 +47,7 @@ def longest(found: Plan, num_at_once: int = 1) -> int:
     return low and _most(fits, low, min(most, low + _STRIDE))
 
 
-def most_sequences(found: Plan) -> int:
+def most_sequences(found: CapacityPlan) -> int:
     """How many typical sequences can run at once, were as many allowed; 0 for none."""
 
     def fits(max_num_seqs: int) -> bool:
@@ -58,7 +58,7 @@ def most_sequences(found: Plan) -> int:
     return _most(fits, 1, _MOST_SEQUENCES)
 
 
-def changes(found: Plan) -> Iterator[OptionChange]:
+def changes(found: CapacityPlan) -> Iterator[OptionChange]:
     """What, each by itself, would make a plan fit that does not."""
     yield from _more_memory(found)
     yield from _shorter_context(found)
@@ -66,7 +66,7 @@ def changes(found: Plan) -> Iterator[OptionChange]:
     yield from _more_ranks(found)
 
 
-def _more_memory(found: Plan) -> Iterator[OptionChange]:
+def _more_memory(found: CapacityPlan) -> Iterator[OptionChange]:
     def fits(extra_gib: int) -> bool:
         place = replace(found.place, machine=_with_more(found.place.machine, extra_gib * _GIB))
         again = _again(found, place=place, course=found.cell.course)
@@ -82,14 +82,14 @@ def _more_memory(found: Plan) -> Iterator[OptionChange]:
         )
 
 
-def _shorter_context(found: Plan) -> Iterator[OptionChange]:
+def _shorter_context(found: CapacityPlan) -> Iterator[OptionChange]:
     asked, fitting = found.needs.context_tokens, longest(found)
     if 0 < fitting < asked:
         outcome = f"instead of {format_count(asked)}"
         yield OptionChange(flag=f"--max-model-len {fitting}", outcome=outcome)
 
 
-def _smaller_entries(found: Plan) -> Iterator[OptionChange]:
+def _smaller_entries(found: CapacityPlan) -> Iterator[OptionChange]:
     if found.config.kv_cache_dtype != "auto":
         return
     for dtype in ("int8_per_token_head", "fp8"):
@@ -102,7 +102,7 @@ def _smaller_entries(found: Plan) -> Iterator[OptionChange]:
             yield OptionChange(flag=f"--kv-cache-dtype {dtype}", outcome=f"{size} a token")
 
 
-def _more_ranks(found: Plan) -> Iterator[OptionChange]:
+def _more_ranks(found: CapacityPlan) -> Iterator[OptionChange]:
     for num_ranks in _RANKS:
         if num_ranks <= found.num_ranks:
             continue
@@ -120,14 +120,14 @@ def _more_ranks(found: Plan) -> Iterator[OptionChange]:
 
 
 def _again(
-    found: Plan,
+    found: CapacityPlan,
     *,
     config: EngineConfig | None = None,
-    place: Place | None = None,
+    place: PlanTarget | None = None,
     num_ranks: int | None = None,
-    request: Request | None = None,
+    request: PlannedLengths | None = None,
     course: Course | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """The same plan with something else."""
     return plan(
         found.subject,
@@ -164,12 +164,12 @@ def _with_more(machine: Machine, extra_bytes: int) -> Machine:
     )
 
 
-def _shorter(request: Request, max_model_len: int) -> Request:
+def _shorter(request: PlannedLengths, max_model_len: int) -> PlannedLengths:
     """The request, cut to what a sequence can have."""
     if request.input_tokens + request.output_tokens <= max_model_len:
         return request
     output_tokens = max(1, min(request.output_tokens, max_model_len // 2))
-    return Request(input_tokens=max_model_len - output_tokens, output_tokens=output_tokens)
+    return PlannedLengths(input_tokens=max_model_len - output_tokens, output_tokens=output_tokens)
 
 
 def _most(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -18,13 +18,13 @@ from quire.kv.page_tables import page_table_bytes
 from quire.kv.paged import PagedAccounting
 from quire.memory.budget import BUDGETS, Footprint, Ledger, Needs
 from quire.memory.machine import Machine
-from quire.planner.sequence_memory import Moment, Request, lengths, moments
+from quire.planner.sequence_memory import Moment, PlannedLengths, lengths, moments
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, ceil_div
 
-# -- pooled ----------------------------------------------------------------------------------------
+# -- alike sequences in one pool -------------------------------------------------------------------
 
 # What many sequences that are alike take of one pool of blocks.
 #
@@ -81,7 +81,7 @@ def pooled_shares(
     )
 
 
-# -- ranks -----------------------------------------------------------------------------------------
+# -- tensor parallelism ----------------------------------------------------------------------------
 
 # A rank's part of a model besides its cache, of several that share it (tensor parallelism).
 #
@@ -100,7 +100,7 @@ def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
     )
 
 
-# -- plan ------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
 # What one of so many ranks remembers of a model. Raises: ConfigError.
@@ -110,7 +110,7 @@ _SHORT_STEPS = 4096  # of a sequence that are followed one by one; a longer one 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlanTarget:
     """Where a model would run."""
 
     machine: Machine
@@ -160,7 +160,7 @@ class Cell:
     ledger: Ledger
     course: Course
     max_num_seqs: int
-    request: Request
+    request: PlannedLengths
 
     @property
     def kv_bytes(self) -> int:
@@ -203,15 +203,15 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CapacityPlan:
     """All that was asked, and the answers."""
 
     subject: Subject
     config: EngineConfig
-    place: Place
+    place: PlanTarget
     num_ranks: int
     divide: Divide  # among them
-    request: Request
+    request: PlannedLengths
     spec: ModelSpec  # of a rank, with keys and values as they are kept
     needs: Needs
     cell: Cell  # of the options
@@ -246,14 +246,14 @@ class Plan:
 def plan(
     subject: Subject,
     config: EngineConfig,
-    place: Place,
+    place: PlanTarget,
     *,
     num_ranks: int = 1,
     divide: Divide = rank_spec,
-    request: Request | None = None,
+    request: PlannedLengths | None = None,
     compare: bool = True,
     course: Course | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """``compare``: with all strategies and rules, not only those of the options.
 
     ``course``: that of the options' strategy, if it is known: it is the same on machines alike in
@@ -293,7 +293,7 @@ def plan(
         )
         for pair, by in pairs.items()
     }
-    return Plan(
+    return CapacityPlan(
         subject=subject,
         config=config,
         place=place,
@@ -307,16 +307,16 @@ def plan(
     )
 
 
-def typical(max_model_len: int) -> Request:
+def typical(max_model_len: int) -> PlannedLengths:
     """A thousand tokens in, a quarter of that out; less where the model ends before."""
     output_tokens = max(1, min(256, max_model_len // 5))
-    return Request(
+    return PlannedLengths(
         input_tokens=min(1024, max_model_len - output_tokens), output_tokens=output_tokens
     )
 
 
 def sizes_of(
-    config: EngineConfig, spec: ModelSpec, place: Place, capacity_bytes: int
+    config: EngineConfig, spec: ModelSpec, place: PlanTarget, capacity_bytes: int
 ) -> CacheConfig:
     """The cache's numbers, as an engine in this place would have them."""
     return cache_sizes(
@@ -333,9 +333,9 @@ def _course(
     strategy: str,
     on_rank: ModelSpec,
     config: EngineConfig,
-    place: Place,
+    place: PlanTarget,
     needs: Needs,
-    request: Request,
+    request: PlannedLengths,
 ) -> Course:
     """Follow one sequence, in a cache that has more room than it needs."""
     spec = stored_spec(config, on_rank)
@@ -362,7 +362,7 @@ def _course(
     )
 
 
-def _steps(request: Request, config: EngineConfig) -> list[int]:
+def _steps(request: PlannedLengths, config: EngineConfig) -> list[int]:
     """All of them; of a very long output some, its last ones each."""
     every = list(lengths(request, config.max_num_batched_tokens))
     if len(every) <= _SHORT_STEPS:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.kv import Accounting, CacheConfig, Change, Commit, Fits, Release, build_accounting
+from quire.kv import Accounting, CacheConfig, Commit, Fits, Release, StorageOp, build_accounting
 from quire.kv.page_tables import page_table_bytes
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlannedLengths:
     """What is typically asked, in tokens."""
 
     input_tokens: int
@@ -37,7 +37,7 @@ class Moment:
     peak_bytes: int  # committed at most while the step's changes were carried out
 
 
-def lengths(request: Request, max_num_batched_tokens: int) -> Iterator[int]:
+def lengths(request: PlannedLengths, max_num_batched_tokens: int) -> Iterator[int]:
     """Tokens that a sequence has after each step, alone on its machine."""
     yield from range(max_num_batched_tokens, request.input_tokens, max_num_batched_tokens)
     yield from range(request.input_tokens, request.num_tokens + 1)
@@ -80,7 +80,7 @@ def tables_after(
     return page_table_bytes(accounting, sizes.page_bytes)
 
 
-def _highest(accounting: Accounting, changes: Iterable[Change], committed: int) -> int:
+def _highest(accounting: Accounting, changes: Iterable[StorageOp], committed: int) -> int:
     """The most bytes while changes are carried out one by one."""
     highest = committed
     for change in changes:

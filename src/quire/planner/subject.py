@@ -50,7 +50,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PublishedModels:
     """All of it, and when its sources were read."""
 
     read_on: str  # a date
@@ -71,11 +71,11 @@ class Table:
         return known[near[0]] if near else None
 
 
-def published_models() -> Table:
+def published_models() -> PublishedModels:
     """Read the table."""
     said = json.loads((files("quire.planner.subjects") / _TABLE).read_text(encoding="utf-8"))
     sources = said["sources"]
-    return Table(
+    return PublishedModels(
         read_on=said["read_on"],
         models=tuple(
             Published(

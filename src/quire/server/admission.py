@@ -24,7 +24,7 @@ from quire.server.metrics.family import Rejection
 from quire.server.wire.error_responses import Refused
 from quire.units import format_bytes, format_count
 
-# -- gate ------------------------------------------------------------------------------------------
+# -- admission control -----------------------------------------------------------------------------
 
 
 Clock: TypeAlias = Callable[[], float]
@@ -45,7 +45,7 @@ class Bounds:
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class Permit:
     """One prompt of a request between the gate and its end."""
 
     num_sequences: int
@@ -54,7 +54,7 @@ class Pass:
 
 
 @final
-class Gate:
+class AdmissionControl:
     """Counts what has been let in. One event loop's own; ``clock`` gives seconds."""
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
@@ -101,7 +101,7 @@ class Gate:
             self._num_at_door -= 1
 
     @contextmanager
-    def admit(self, caller: Caller, prompts: Sequence[Size]) -> Iterator[list[Pass]]:
+    def admit(self, caller: Caller, prompts: Sequence[Size]) -> Iterator[list[Permit]]:
         """A request is under way inside the block, with all of its prompts or not at all.
 
         Raises: Refused.
@@ -110,7 +110,7 @@ class Gate:
         reason = self._refuse(caller, self._num_queued) or self._no_room(num_sequences, num_tokens)
         if reason is not None:
             raise self.refused(reason)
-        passes = [Pass(num_sequences=size[0], num_tokens=size[1]) for size in prompts]
+        passes = [Permit(num_sequences=size[0], num_tokens=size[1]) for size in prompts]
         self.num_under_way += 1
         self._num_queued += num_sequences
         self._num_queued_tokens += num_tokens
@@ -125,7 +125,7 @@ class Gate:
             self._ended_s.append(self._clock())
             self._leave(caller)
 
-    def note_piece(self, own: Pass, choice: int) -> None:
+    def note_piece(self, own: Permit, choice: int) -> None:
         """Something of a continuation has come: it waits no longer."""
         if choice not in own.begun:
             self._begun_s.append(self._clock())
@@ -211,7 +211,7 @@ class Gate:
         if not self._by_key[caller.number]:
             del self._by_key[caller.number]
 
-    def _leave_queue(self, own: Pass, choice: int) -> None:
+    def _leave_queue(self, own: Permit, choice: int) -> None:
         if choice in own.begun:
             return
         if not own.begun:
@@ -232,7 +232,7 @@ def _whole(seconds: float) -> int:
     return min(max(1, math.floor(seconds + 0.5)), _MOST_WAIT_S)
 
 
-# -- shares ----------------------------------------------------------------------------------------
+# -- fair shares -----------------------------------------------------------------------------------
 
 # What keys share in front of the queue, memory and threads, so that none takes all of it.
 

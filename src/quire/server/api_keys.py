@@ -15,7 +15,7 @@ from quire.config.keys import is_loopback
 from quire.kv import PrefixKeys
 from quire.server.wire.error_responses import Refused
 
-# -- keys ------------------------------------------------------------------------------------------
+# -- keys and tenants ------------------------------------------------------------------------------
 
 
 # What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an
@@ -122,7 +122,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# -- origin ----------------------------------------------------------------------------------------
+# -- web pages -------------------------------------------------------------------------------------
 
 # Which web pages may ask: a browser carries any page's requests to a server on this machine.
 #

@@ -40,7 +40,7 @@ from quire.server.endpoints.messages import count_tokens, messages
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.endpoints.transcriptions import transcriptions, translations
-from quire.server.route_handler import Entrance, as_answer
+from quire.server.route_handler import RouteHandler, as_answer
 from quire.server.routes import Operation
 from quire.server.service import Service
 from quire.server.wire.body import NO_ADAPTERS
@@ -73,7 +73,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         )
     app = Starlette(
         routes=[
-            Route(each.path, Entrance(service, each), methods=list(each.methods))
+            Route(each.path, RouteHandler(service, each), methods=list(each.methods))
             for each in _operations(service)
         ],
         middleware=middleware,

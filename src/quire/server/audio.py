@@ -28,7 +28,7 @@ Samples = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Window:
+class AudioWindow:
     """A part of the recording; both ends in seconds from its beginning."""
 
     samples: Samples  # f32[up to as many as a window has]
@@ -37,7 +37,7 @@ class Window:
 
 
 @final
-class Recording:
+class AudioFile:
     """``rate``: samples a second of its windows, which have up to ``window_samples``.
 
     Raises: Refused for what is no sound, too long, or not read here (400), and where a package of
@@ -82,7 +82,7 @@ class Recording:
         """As far as it has been given."""
         return self._num_given / self._rate
 
-    def next(self) -> Window | None:
+    def next(self) -> AudioWindow | None:
         """The next window; None at the end. Raises: Refused (400)."""
         while len(self._held) <= self._most and not self._is_over:
             self._held = np.concatenate((self._held, self._piece()))
@@ -94,7 +94,7 @@ class Recording:
         window, self._held = self._held[:end], self._held[end:]
         start_s = self.seconds
         self._num_given += end
-        return Window(samples=window, start_s=start_s, end_s=self.seconds)
+        return AudioWindow(samples=window, start_s=start_s, end_s=self.seconds)
 
     def _piece(self) -> Samples:
         try:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.server.logs import place_of
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- input, cut for the parser ---------------------------------------------------------------------
 
 # What comes in, cut so that the parser of HTTP never holds the event loop for long.
 #
@@ -178,7 +178,7 @@ class LoopErrors:
 
 
 @dataclass(slots=True)
-class Patience:
+class StallTimer:
     """How long something has stood still."""
 
     timeout_s: float
@@ -207,7 +207,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *, read_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
-        self._sending, self._taking = Patience(read_timeout_s), Patience(send_timeout_s)
+        self._sending, self._taking = StallTimer(read_timeout_s), StallTimer(send_timeout_s)
         self._between_looks_s = min(read_timeout_s, send_timeout_s) / _LOOKS
         self._num_received_bytes = self._num_resumed = 0
         self._next_look: asyncio.TimerHandle | None = None

@@ -20,7 +20,7 @@ _OPEN_FILES = 65_536
 
 
 @dataclass(slots=True)
-class Doors:
+class Listeners:
     """Bound sockets. No client is let in before the server listens at them."""
 
     config: ServerConfig
@@ -46,12 +46,12 @@ class Doors:
         self.sockets = []
 
 
-def open_doors(config: ServerConfig) -> Doors:
+def open_doors(config: ServerConfig) -> Listeners:
     """Sockets for a config. Raises: ConfigError naming the option to change."""
     _check_certificate(config)
     if config.uds is not None:
-        return Doors(config, [_unix_socket(config.uds, int(config.uds_mode, 8))])
-    return Doors(config, _tcp_sockets(config.host, config.port))
+        return Listeners(config, [_unix_socket(config.uds, int(config.uds_mode, 8))])
+    return Listeners(config, _tcp_sockets(config.host, config.port))
 
 
 def allow_open_files() -> None:

@@ -18,13 +18,13 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.app import make_app
 from quire.server.connections import UNIX_PEER, Connection, LoopErrors
-from quire.server.listen import Doors, refused
+from quire.server.listen import Listeners, refused
 from quire.server.service import Service
 from quire.server.startup import StartUp, start_up
 from quire.server.stop import StopSignals
 from quire.units import format_bytes
 
-# -- log stats -------------------------------------------------------------------------------------
+# -- the line of statistics ------------------------------------------------------------------------
 
 # A line in the log now and then of how the engine is doing: while it does something, and after.
 
@@ -81,7 +81,7 @@ class Progress:
         )
 
 
-# -- loop ------------------------------------------------------------------------------------------
+# -- the event loop --------------------------------------------------------------------------------
 
 
 _WATCH_S = 0.5  # between two looks at the engine
@@ -91,7 +91,7 @@ _FLUSH_S = 5  # for what is on its way to clients after the last request has end
 async def serve_in_loop(
     config: ServerConfig,
     llm: AsyncLLM,
-    doors: Doors,
+    doors: Listeners,
     signals: StopSignals,
     announce: Callable[[StartUp], None],
     last_words_s: float,
@@ -170,7 +170,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return own
 
 
-def _listening(doors: Doors) -> list[Any]:
+def _listening(doors: Listeners) -> list[Any]:
     """The sockets, with clients waiting at them. Raises: ConfigError."""
     for each in doors.sockets:
         try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.sequence import Request
-from quire.server.admission import Pass
+from quire.server.admission import Permit
 from quire.server.api_keys import Caller
 from quire.server.schemas.fields import Addressed, Upload
 from quire.server.service import Service
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 @dataclass(eq=False)
-class Exchange:
+class RequestContext:
     """``stack`` is left when the answer is sent, or its client has left: what is entered there
     lasts as long as the request does; what is entered at the ``door``, until it joins the queue."""
 
@@ -50,7 +50,7 @@ class Exchange:
         """Whole seconds since 1970."""
         return int(self.arrived_unix_s)
 
-    def apart(self, stack: ExitStack) -> "Exchange":
+    def apart(self, stack: ExitStack) -> "RequestContext":
         """The same request while no client waits for its answer: it lasts as long as ``stack``."""
         return replace(self, stack=stack)
 
@@ -140,7 +140,7 @@ class Exchange:
             )
         return self.service.shortened(prompt, asked.truncate_prompt_tokens, leaves=leaves)
 
-    def admit(self, requests: Sequence[Request]) -> list[Pass]:
+    def admit(self, requests: Sequence[Request]) -> list[Permit]:
         """Let the engine's requests into the queue until this ends. Raises: Refused."""
         self.door.close()
         sizes = [(request.params.n, len(request.prompt_token_ids)) for request in requests]

@@ -16,14 +16,14 @@ from typing import final
 from quire.server.logs import place_of
 from quire.server.wire.error_responses import Refused
 
-# -- store -----------------------------------------------------------------------------------------
+# -- stored responses ------------------------------------------------------------------------------
 
 
 _ENTRY_BYTES = 1024  # about what an entry takes besides its texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class StoredResponse:
     """One response, and what it answered."""
 
     response: bytes = field(repr=False)  # its JSON
@@ -45,7 +45,7 @@ class Store:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._by_caller: dict[int, OrderedDict[str, Kept]] = {}
+        self._by_caller: dict[int, OrderedDict[str, StoredResponse]] = {}
         self._num_bytes: dict[int, int] = {}
 
     @property
@@ -55,7 +55,7 @@ class Store:
     def __len__(self) -> int:
         return sum(map(len, self._by_caller.values()))
 
-    def put(self, caller: int, name: str, kept: Kept) -> None:
+    def put(self, caller: int, name: str, kept: StoredResponse) -> None:
         """Keep it as long as there is room; not at all, if it alone is too large."""
         self.drop(caller, name)
         if _cost(kept) > self._most_bytes:
@@ -66,7 +66,7 @@ class Store:
             largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
             self.drop(largest, next(iter(self._by_caller[largest])))
 
-    def get(self, caller: int, name: str) -> Kept | None:
+    def get(self, caller: int, name: str) -> StoredResponse | None:
         """It has been used now."""
         own = self._by_caller.get(caller)
         if own is None or name not in own:
@@ -85,11 +85,11 @@ class Store:
         return True
 
 
-def _cost(kept: Kept) -> int:
+def _cost(kept: StoredResponse) -> int:
     return _ENTRY_BYTES + kept.num_bytes
 
 
-# -- background ------------------------------------------------------------------------------------
+# -- background responses --------------------------------------------------------------------------
 
 # Answers that are made while no client waits for them, a bounded number of them.
 
@@ -98,7 +98,7 @@ log = logging.getLogger(__name__)
 
 
 @final
-class Run:
+class BackgroundRun:
     """One of them. Its events are taken as they come, and kept if ``keeps_events``.
 
     ``before`` is what it answers; ``now`` gives its JSON at any moment. When it is over
@@ -112,7 +112,7 @@ class Run:
         *,
         before: tuple[bytes, ...],
         now: Callable[[], bytes],
-        end: Callable[["Run"], None],
+        end: Callable[["BackgroundRun"], None],
         keeps_events: bool,
     ) -> None:
         self.before, self.now, self.keeps_events = before, now, keeps_events
@@ -177,7 +177,7 @@ class Background:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._runs: dict[tuple[int, str], Run] = {}
+        self._runs: dict[tuple[int, str], BackgroundRun] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -193,13 +193,13 @@ class Background:
                 retry_after_s=5,
             )
 
-    def start(self, caller: int, name: str, run: Run) -> None:
+    def start(self, caller: int, name: str, run: BackgroundRun) -> None:
         """Raises: Refused; then nothing has been started."""
         self.refuse_if_full()
         self._runs[caller, name] = run
         run.start()
 
-    def get(self, caller: int, name: str) -> Run | None:
+    def get(self, caller: int, name: str) -> BackgroundRun | None:
         return self._runs.get((caller, name))
 
     def forget(self, caller: int, name: str) -> None:

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.server.api_keys import UNKNOWN, Caller
 from quire.server.logs import place_of
 from quire.server.metrics.family import REJECTIONS
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.routes import Operation
 from quire.server.service import Service
 from quire.server.wire.error_responses import Dialect, Refused, refusal
@@ -31,7 +31,7 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @final
-class Entrance:
+class RouteHandler:
     """An operation as an ASGI app."""
 
     def __init__(self, service: Service, operation: Operation) -> None:
@@ -47,7 +47,7 @@ class Entrance:
         with ExitStack() as stack:
             try:
                 with ExitStack() as door:
-                    exchange = Exchange(
+                    exchange = RequestContext(
                         http, self._service, self._enter(http, door), stack, door, own, headers
                     )
                     body = () if self._takes is None else (await exchange.read(self._takes),)

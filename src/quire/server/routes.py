@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.schemas.fields import Upload
 from quire.server.wire.error_responses import Dialect
 from quire.server.wire.streams import EventStream
@@ -44,7 +44,9 @@ class Operation:
     def takes(self) -> type[msgspec.Struct] | None:
         """What the body is read as."""
         hints = get_type_hints(self.endpoint)
-        kinds = [kind for name, kind in hints.items() if name != "return" and kind is not Exchange]
+        kinds = [
+            kind for name, kind in hints.items() if name != "return" and kind is not RequestContext
+        ]
         return kinds[0] if kinds else None
 
     @property

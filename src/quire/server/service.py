@@ -16,7 +16,7 @@ from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
-from quire.server.admission import Bodies, Bounds, Gate, Pass, TextThreads
+from quire.server.admission import AdmissionControl, Bodies, Bounds, Permit, TextThreads
 from quire.server.api_keys import Caller, Keys, Origins
 from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
@@ -51,7 +51,7 @@ class Service:
             else None
         )
         self.request_log = RequestWriter(config.request_log) if config.request_log else None
-        self.gate = Gate(
+        self.gate = AdmissionControl(
             Bounds(
                 num_queued_reqs=config.max_num_queued_reqs,
                 num_queued_tokens=config.max_num_queued_tokens,
@@ -178,7 +178,7 @@ class Service:
     # -- running -----------------------------------------------------------------------------------
 
     async def run(
-        self, requests: Sequence[Request], passes: Sequence[Pass]
+        self, requests: Sequence[Request], passes: Sequence[Permit]
     ) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """What comes of these, as it comes: (which of them, piece). Leaving it ends them.
 
@@ -197,7 +197,7 @@ class Service:
             for pieces in several:
                 await pieces.aclose()
 
-    async def _pieces(self, request: Request, own: Pass) -> AsyncGenerator[TextDelta, None]:
+    async def _pieces(self, request: Request, own: Permit) -> AsyncGenerator[TextDelta, None]:
         noted = self.request_log.begin(request) if self.request_log is not None else None
         try:
             async for delta in self.llm.generate(request):

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError, ModelNotLoadable
-from quire.spec.families import FAMILIES, Family
+from quire.spec.families import FAMILIES, ModelFamily
 from quire.spec.fields import Fields
 from quire.spec.layers import (
     AttentionSpec,
@@ -62,7 +62,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ConfigReading:
     """What a config.json says about memory."""
 
     model_type: str
@@ -88,14 +88,14 @@ def load(path: str | Path) -> tuple[Mapping[str, Any], str]:
     return config, str(file)
 
 
-def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
+def read(config: Mapping[str, Any], source: str = "config.json") -> ConfigReading:
     """The layers of the text part. Raises: ConfigError, UnsupportedModel."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source} holds a {type(config).__name__}, not a JSON object")
     outer = Fields(section=config, source=source).text("model_type") or ""
     section, source = text_section(config, source)
     model_type = Fields(section=section, source=source).text("model_type") or outer
-    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text", Family())
+    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text", ModelFamily())
     nested = section is not config
     defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
     fields = Fields(section=section, source=source, defaults=defaults)
@@ -105,7 +105,7 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> Reading:
     fields = of_decoder(fields) if source_tokens else fields
     kinds = stated(fields) or family.pattern(fields)
     layers = _layers(fields, family, kinds)
-    return Reading(
+    return ConfigReading(
         model_type=model_type,
         layers=with_source(layers, source_tokens) if source_tokens else layers,
         max_model_len=fields.integer("max_position_embeddings"),
@@ -127,7 +127,7 @@ def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, A
         section, source = section[inner[0]], f"{source}, {inner[0]}"
 
 
-def _refuse(fields: Fields, family: Family) -> None:
+def _refuse(fields: Fields, family: ModelFamily) -> None:
     """Raise UnsupportedModel for what would otherwise be read, and read wrongly."""
     if family.refused and not (family.unless and fields.flag(family.unless)):
         raise fields.unsupported(family.refused)
@@ -141,14 +141,14 @@ def _refuse(fields: Fields, family: Family) -> None:
         if fields.has(name):
             raise fields.unsupported(reason)
     unread = [name for name in RULES if fields.has(name)]
-    if family == Family() and unread and not fields.has("layer_types"):
+    if family == ModelFamily() and unread and not fields.has("layer_types"):
         raise fields.unsupported(
             f"{', '.join(unread)} make its layers differ in a way that is not known here: "
             "list 'layer_types', or add a row for its model_type to quire.spec.families"
         )
 
 
-def _layers(fields: Fields, family: Family, kinds: Sequence[str]) -> tuple[Layer, ...]:
+def _layers(fields: Fields, family: ModelFamily, kinds: Sequence[str]) -> tuple[Layer, ...]:
     """Each layer's specs, or the layer whose keys and values it shares."""
     num_sharing = fields.integer("num_kv_shared_layers", 0, least=0)
     if num_sharing >= len(kinds):
@@ -169,7 +169,7 @@ def _layers(fields: Fields, family: Family, kinds: Sequence[str]) -> tuple[Layer
     return tuple(layers)
 
 
-def _of_layer(fields: Fields, family: Family, layer: int, kind: str) -> Fields:
+def _of_layer(fields: Fields, family: ModelFamily, layer: int, kind: str) -> Fields:
     """The fields as one layer reads them: its kind's and its own above the common ones."""
     fields = fields.of_layer(layer)
     own: dict[str, Any] = {
@@ -185,7 +185,7 @@ def _of_layer(fields: Fields, family: Family, layer: int, kind: str) -> Fields:
     return fields.with_values(own)
 
 
-def _specs(fields: Fields, family: Family, kind: str) -> tuple[LayerSpec, ...]:
+def _specs(fields: Fields, family: ModelFamily, kind: str) -> tuple[LayerSpec, ...]:
     """What a layer of this kind remembers: nothing, one part, or two side by side."""
     return tuple(
         family.recurrent(fields) if part == RECURRENT else _attention(fields, family, part)
@@ -193,7 +193,7 @@ def _specs(fields: Fields, family: Family, kind: str) -> tuple[LayerSpec, ...]:
     )
 
 
-def _attention(fields: Fields, family: Family, kind: str) -> AttentionSpec:
+def _attention(fields: Fields, family: ModelFamily, kind: str) -> AttentionSpec:
     """Keys and values of a full, sliding or chunked layer; the latent where one is declared."""
     dtype = fields.dtype()
     latent_dim = fields.optional_integer("kv_lora_rank", least=0)

@@ -43,7 +43,7 @@ _Values: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """How the files of one ``model_type`` are read."""
 
     pattern: Pattern = uniform  # kinds of layers, where ``layer_types`` does not list them
@@ -80,10 +80,10 @@ _MAMBA2_HEADS = MappingProxyType(
 )
 _WIDE_HEADS = MappingProxyType({"head_dim": 256})
 
-_EXAONE4 = Family(
+_EXAONE4 = ModelFamily(
     pattern=every(4, named="sliding_window_pattern"), defaults={"sliding_window": 4096}
 )
-_GEMMA4 = Family(
+_GEMMA4 = ModelFamily(
     pattern=every(6),
     defaults={**_WIDE_HEADS, "sliding_window": 512, "global_head_dim": 512},
     nested_defaults=_sizes(30, 8, 4, 2304, 131_072),
@@ -91,7 +91,7 @@ _GEMMA4 = Family(
         FULL: {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     },
 )
-_INKLING2 = Family(
+_INKLING2 = ModelFamily(
     pattern=every(6, kind=HYBRID, rest=HYBRID_SLIDING),
     recurrent=recurrent.four_convolutions,
     defaults={
@@ -111,24 +111,24 @@ _INKLING2 = Family(
         }
     },
 )
-_LFM2 = Family(
+_LFM2 = ModelFamily(
     pattern=at_indices("full_attn_idxs", rest=CONV),
     recurrent=recurrent.short_convolution,
     defaults={"conv_L_cache": 3},
 )
-_MAMBA = Family(
+_MAMBA = ModelFamily(
     pattern=only(RECURRENT),
     recurrent=recurrent.mamba,
     defaults=_ENDLESS,
     own_fields={RECURRENT: {"mamba_d_ssm": "intermediate_size"}},
 )
-_QWEN2 = Family(
+_QWEN2 = ModelFamily(
     pattern=from_layer("max_window_layers"),
     defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
     nested_defaults=_sizes(32, 32, 32, 4096, 32_768),
 )
 _QWEN2_VL = replace(_QWEN2, nested_defaults=_sizes(80, 64, 8, 8192, 32_768))
-_QWEN3_HYBRID = Family(
+_QWEN3_HYBRID = ModelFamily(
     pattern=every(4, named="full_attention_interval", rest=RECURRENT),
     recurrent=recurrent.gated_delta,
     defaults={
@@ -140,15 +140,15 @@ _QWEN3_HYBRID = Family(
     },
 )
 # No position is learnt; the length is that of their training.
-_T5 = Family(
+_T5 = ModelFamily(
     head_dim=heads.key_width,
     source_tokens=sources.as_long_as_the_text,
     defaults={"d_kv": 64, "max_position_embeddings": 512},
 )
-_BART = Family(
+_BART = ModelFamily(
     source_tokens=sources.as_long_as_the_text, defaults={"max_position_embeddings": 1024}
 )
-_SWA = Family(pattern=every(4, at=0), defaults={"sliding_window": 128})
+_SWA = ModelFamily(pattern=every(4, at=0), defaults={"sliding_window": 128})
 
 # Encoders, unless they were made to write.
 _ENCODERS = (
@@ -177,7 +177,7 @@ _REFUSED = MappingProxyType(
     }
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         **dict.fromkeys(("longt5", "mt5", "t5", "umt5"), _T5),
         **dict.fromkeys(("bart", "m2m_100", "marian", "mbart"), _BART),
@@ -185,59 +185,59 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bigbird_pegasus": replace(_BART, defaults={"max_position_embeddings": 4096}),
         "blenderbot": replace(_BART, defaults={"max_position_embeddings": 128}),
         "blenderbot-small": replace(_BART, defaults={"max_position_embeddings": 512}),
-        "led": Family(
+        "led": ModelFamily(
             source_tokens=sources.stated("max_encoder_position_embeddings", 16_384),
             defaults={"max_decoder_position_embeddings": 1024},
         ),
         "pegasus_x": replace(_BART, defaults={"max_position_embeddings": 16_384}),
-        "whisper": Family(
+        "whisper": ModelFamily(
             source_tokens=sources.stated("max_source_positions", 1500),
             defaults={"max_target_positions": 448},
         ),
-        "afmoe": Family(
+        "afmoe": ModelFamily(
             pattern=every(4, named="global_attn_every_n_layers"), defaults={"sliding_window": 1024}
         ),
-        "bailing_hybrid": Family(
+        "bailing_hybrid": ModelFamily(
             pattern=every(6, named="layer_group_size", rest=RECURRENT),
             recurrent=recurrent.delta_attention_of_attention,
             defaults={"head_dim": 128},
         ),
-        "bamba": Family(
+        "bamba": ModelFamily(
             pattern=at_indices("attn_layer_indices", rest=RECURRENT, absent=RECURRENT),
             recurrent=recurrent.mamba2,
             defaults=_MAMBA2_HEADS,
         ),
-        "beam": Family(pattern=listed, defaults={"sliding_window": 512}),
-        "bloom": Family(defaults={"max_position_embeddings": 2048}),
+        "beam": ModelFamily(pattern=listed, defaults={"sliding_window": 512}),
+        "bloom": ModelFamily(defaults={"max_position_embeddings": 2048}),
         "cohere2": _EXAONE4,
         "cohere2_moe": _EXAONE4,
-        "cohere_compass_text": Family(pattern=only(FULL)),
-        "cwm": Family(pattern=every(4, at=0), defaults={"sliding_window": 8192}),
-        "dots1": Family(
+        "cohere_compass_text": ModelFamily(pattern=only(FULL)),
+        "cwm": ModelFamily(pattern=every(4, at=0), defaults={"sliding_window": 8192}),
+        "dots1": ModelFamily(
             pattern=from_layer("max_window_layers"),
             defaults={"sliding_window": 4096, "max_window_layers": 62},
         ),
         "exaone4": _EXAONE4,
         "exaone_moe": _EXAONE4,
-        "falcon": Family(
+        "falcon": ModelFamily(
             num_kv_heads=heads.falcon_kv_heads,
             defaults={"multi_query": True, "max_position_embeddings": 2048},
         ),
-        "falcon_h1": Family(
+        "falcon_h1": ModelFamily(
             pattern=only(HYBRID),
             recurrent=recurrent.mamba2,
             defaults={**_MAMBA2_HEADS, "mamba_d_ssm": 1024},
         ),
         "falcon_mamba": _MAMBA,
-        "flint": Family(pattern=listed, defaults={"sliding_window": 513}),
-        "gemma": Family(defaults=_WIDE_HEADS),
-        "gemma2": Family(pattern=every(2), defaults={**_WIDE_HEADS, "sliding_window": 4096}),
-        "gemma3_text": Family(
+        "flint": ModelFamily(pattern=listed, defaults={"sliding_window": 513}),
+        "gemma": ModelFamily(defaults=_WIDE_HEADS),
+        "gemma2": ModelFamily(pattern=every(2), defaults={**_WIDE_HEADS, "sliding_window": 4096}),
+        "gemma3_text": ModelFamily(
             pattern=every(6, named="sliding_window_pattern"),
             defaults={**_WIDE_HEADS, "sliding_window": 4096},
             nested_defaults=_sizes(26, 8, 4, 2304, 131_072),
         ),
-        "gemma3n_text": Family(
+        "gemma3n_text": ModelFamily(
             pattern=every(5),
             defaults={**_WIDE_HEADS, "sliding_window": 512, "num_kv_shared_layers": 15},
             nested_defaults=_sizes(35, 8, 2, 2048, 32_768),
@@ -248,18 +248,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults={**_GEMMA4.defaults, "sliding_window": 1024},
             nested_defaults=_sizes(30, 8, 4, 2304, 262_144),
         ),
-        "glm": Family(defaults={"head_dim": 128}),
-        "glm4": Family(defaults={"head_dim": 128}),
-        "gpt_bigcode": Family(num_kv_heads=heads.bigcode_kv_heads, defaults={"multi_query": True}),
+        "glm": ModelFamily(defaults={"head_dim": 128}),
+        "glm4": ModelFamily(defaults={"head_dim": 128}),
+        "gpt_bigcode": ModelFamily(
+            num_kv_heads=heads.bigcode_kv_heads, defaults={"multi_query": True}
+        ),
         # Its local layers cut their windows out of a mask over all tokens: all are kept.
-        "gpt_neo": Family(pattern=only(FULL)),
-        "gpt_oss": Family(pattern=every(2), defaults={"head_dim": 64, "sliding_window": 128}),
+        "gpt_neo": ModelFamily(pattern=only(FULL)),
+        "gpt_oss": ModelFamily(pattern=every(2), defaults={"head_dim": 64, "sliding_window": 128}),
         "granite_swa": _SWA,
         "granitemoe_swa": _SWA,
-        "granitemoehybrid": Family(
+        "granitemoehybrid": ModelFamily(
             pattern=only(RECURRENT), recurrent=recurrent.mamba2, defaults=_MAMBA2_HEADS
         ),
-        "helium": Family(defaults={"head_dim": 128}),
+        "helium": ModelFamily(defaults={"head_dim": 128}),
         "inkling2_text": _INKLING2,
         "inkling_text": replace(
             _INKLING2,
@@ -273,55 +275,57 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window_size": 512,
             },
         ),
-        "jamba": Family(
+        "jamba": ModelFamily(
             pattern=every(
                 8, named="attn_layer_period", at=4, at_named="attn_layer_offset", rest=RECURRENT
             ),
             recurrent=recurrent.mamba,
         ),
-        "kimi_linear": Family(
+        "kimi_linear": ModelFamily(
             pattern=kimi_linear,
             recurrent=recurrent.delta_attention,
             defaults={"linear_num_heads": 32, "linear_head_dim": 128},
         ),
-        "kolibri1": Family(pattern=every(5), defaults={"sliding_window": 513}),
-        "laguna": Family(pattern=only(FULL)),
+        "kolibri1": ModelFamily(pattern=every(5), defaults={"sliding_window": 513}),
+        "laguna": ModelFamily(pattern=only(FULL)),
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
-        "lfm3": Family(
+        "lfm3": ModelFamily(
             pattern=listed, recurrent=recurrent.short_convolution, defaults={"head_dim": 128}
         ),
-        "llama": Family(nested_defaults=_sizes(32, 32, 32, 4096, 2048)),
-        "llama4_text": Family(
+        "llama": ModelFamily(nested_defaults=_sizes(32, 32, 32, 4096, 2048)),
+        "llama4_text": ModelFamily(
             pattern=where_rope,
             defaults={"head_dim": 128, "attention_chunk_size": 8192},
             nested_defaults=_sizes(48, 40, 8, 5120, 131_072),
         ),
-        "longcat_flash": Family(pattern=only(FULL, times=2)),  # two attentions in one layer
+        "longcat_flash": ModelFamily(pattern=only(FULL, times=2)),  # two attentions in one layer
         "mamba": _MAMBA,
-        "mamba2": Family(
+        "mamba2": ModelFamily(
             pattern=only(RECURRENT),
             recurrent=recurrent.mamba2,
             defaults={**_ENDLESS, "num_heads": 128, "state_size": 128, "n_groups": 8},
         ),
-        "mellum": Family(pattern=only(FULL)),
-        "mimo_v2_flash": Family(
+        "mellum": ModelFamily(pattern=only(FULL)),
+        "mimo_v2_flash": ModelFamily(
             pattern=first_too(every(6)),
             window=heads.window_before,
             heads_in_windows=2,
             defaults={"head_dim": 192, "v_head_dim": 128, "sliding_window": 129},
         ),
-        "minimax": Family(pattern=every(2, at=0, rest=RECURRENT), recurrent=recurrent.lightning),
-        "ministral": Family(defaults={"sliding_window": 4096}),
-        "mistral": Family(
+        "minimax": ModelFamily(
+            pattern=every(2, at=0, rest=RECURRENT), recurrent=recurrent.lightning
+        ),
+        "ministral": ModelFamily(defaults={"sliding_window": 4096}),
+        "mistral": ModelFamily(
             defaults={"sliding_window": 4096}, nested_defaults=_sizes(32, 32, 8, 4096, 131_072)
         ),
         # Layers that look at an image keep nothing of a text.
-        "mllama_text_model": Family(
+        "mllama_text_model": ModelFamily(
             pattern=chosen("cross_attention_layers", NOTHING, rest=FULL, absent=only(FULL))
         ),
-        "nemotron-nas": Family(pattern=no_op_blocks, num_kv_heads=heads.searched_kv_heads),
-        "nemotron_h": Family(
+        "nemotron-nas": ModelFamily(pattern=no_op_blocks, num_kv_heads=heads.searched_kv_heads),
+        "nemotron_h": ModelFamily(
             pattern=letters(
                 "hybrid_override_pattern", {"M": RECURRENT, "*": FULL, "-": NOTHING, "E": NOTHING}
             ),
@@ -334,14 +338,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ssm_state_size": 128,
             },
         ),
-        "olmo3": Family(pattern=every(4), defaults={"sliding_window": 4096}),
-        "olmo_hybrid": Family(
+        "olmo3": ModelFamily(pattern=every(4), defaults={"sliding_window": 4096}),
+        "olmo_hybrid": ModelFamily(
             pattern=every(4, rest=RECURRENT), recurrent=recurrent.gated_delta_of_attention
         ),
         "qwen2": _QWEN2,
         "qwen2_vl_text": _QWEN2_VL,
         "qwen2_5_vl_text": _QWEN2_VL,
-        "qwen3": Family(
+        "qwen3": ModelFamily(
             pattern=from_layer("max_window_layers"),
             defaults={**_QWEN2.defaults, "head_dim": 128},
             nested_defaults=_QWEN2.nested_defaults,
@@ -349,7 +353,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_text": _QWEN3_HYBRID,
         "qwen3_5_moe_text": _QWEN3_HYBRID,
         "qwen3_next": _QWEN3_HYBRID,
-        "recurrent_gemma": Family(
+        "recurrent_gemma": ModelFamily(
             pattern=cycle("block_types", {"recurrent": RECURRENT, "attention": SLIDING}),
             recurrent=recurrent.linear_recurrent_unit,
             defaults={
@@ -358,30 +362,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "block_types": ["recurrent", "recurrent", "attention"],
             },
         ),
-        "vaultgemma": Family(pattern=every(2), defaults={**_WIDE_HEADS, "sliding_window": 4096}),
-        "zamba": Family(
+        "vaultgemma": ModelFamily(
+            pattern=every(2), defaults={**_WIDE_HEADS, "sliding_window": 4096}
+        ),
+        "zamba": ModelFamily(
             pattern=zamba,
             recurrent=recurrent.mamba_heads,
             head_dim=heads.doubled_head_dim,
             defaults={"mamba_num_heads": 2, "state_size": 16},
         ),
-        "zamba2": Family(
+        "zamba2": ModelFamily(
             pattern=listed,
             recurrent=recurrent.mamba2,
             head_dim=heads.doubled_head_dim,
             defaults={"mamba_num_heads": 8, "state_size": 64},
         ),
-        "zaya": Family(
+        "zaya": ModelFamily(
             pattern=only(HYBRID),
             recurrent=recurrent.convolved_heads,
             defaults={"head_dim": 128, "num_key_value_heads": 2},
         ),
         **dict.fromkeys(
             _ENCODERS,
-            Family(
+            ModelFamily(
                 refused="an encoder reads its text once and keeps no cache", unless="is_decoder"
             ),
         ),
-        **{name: Family(refused=reason) for name, reason in _REFUSED.items()},
+        **{name: ModelFamily(refused=reason) for name, reason in _REFUSED.items()},
     }
 )

@@ -24,7 +24,7 @@ from quire.traces.request_log import LogHead, LogRow
 from quire.traces.servegen import ServeGenClients, has_clients
 from quire.traces.trace import BadRow, Found, Trace, TraceRequest
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- one request a line ----------------------------------------------------------------------------
 
 # Forms of one request a line: comma-separated with a header, or a JSON object.
 #
@@ -271,7 +271,7 @@ def row_forms() -> Mapping[str, RowForm]:
     return MappingProxyType({form.name: form for form in forms})
 
 
-# -- opening ---------------------------------------------------------------------------------------
+# -- which form a file has -------------------------------------------------------------------------
 
 
 CONVERSATIONS, SERVEGEN = "kv-cache-tester", "servegen"

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, PreTrainedModel
 
 from quire.engine.llm import LLM
 from quire.engine.parallel.model_part import load_parts
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 from quire.kv import STRATEGIES, Usage
 from quire.models.loader import LoadedModel
 from quire.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ def make(name: str) -> PreTrainedModel:
 class Folder:
     """Saved models, and their parts in the ranks of one crew; each is made once."""
 
-    def __init__(self, path: Path, crew: Crew | None) -> None:
+    def __init__(self, path: Path, crew: WorkerGroup | None) -> None:
         self.path, self.crew = path, crew
         self._parts: dict[str, LoadedModel] = {}
 

@@ -30,14 +30,14 @@ from quire.engine.parallel.messages import (
     Done,
     Expect,
     Failed,
-    Load,
+    LoadSaved,
     Look,
     Message,
     Prefault,
     Unload,
 )
 from quire.engine.parallel.model_part import PartedModel, load_parts
-from quire.engine.parallel.worker_group import Crew, _Member
+from quire.engine.parallel.worker_group import WorkerGroup, _Member
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, RankLost, RequestError
 from quire.memory.cuda.driver import DriverError
 from quire.memory.machine import DeviceMemory, read_machine
@@ -161,12 +161,12 @@ def test_what_one_rank_refuses_is_held_by_none(folder: Folder) -> None:
     assert type(crew.messages[-1]) is Disassemble
     assert [type(each) for each in crew.messages].count(CloseStorage) == 1
 
-    crew = RefusingCrew(Load)
+    crew = RefusingCrew(LoadSaved)
     crew.all_of = lambda message, _: (crew.messages.append(message), [Failed(OSError("gone"))])
     with pytest.raises(OSError, match="gone"):
         load_parts(folder.of("llama"), 2, crew=crew)
     asked, undone = crew.messages
-    assert isinstance(asked, Load)
+    assert isinstance(asked, LoadSaved)
     assert undone == Unload(model=asked.model)
 
 
@@ -210,7 +210,7 @@ def test_after_an_interrupt_no_answer_is_taken_for_the_next_ones(where: str) -> 
     channel = SimpleNamespace(**{name: lambda *_, name=name: call(name) for name in names})
     killed: list[bool] = []
     process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
-    crew = Crew(2)
+    crew = WorkerGroup(2)
     crew._members.append(_Member(1, process, channel))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         crew.required(Look(model=1), lambda: call("own"))
@@ -230,7 +230,7 @@ def test_who_exchanges_nothing_is_waited_for_however_long_it_takes(
         poll=lambda timeout_s: waited.append(timeout_s) or True,
         recv_bytes=lambda: pickle.dumps(Done()),
     )
-    crew = Crew(2, grace_s=7.0)
+    crew = WorkerGroup(2, grace_s=7.0)
     crew._members.append(_Member(1, SimpleNamespace(pid=7), channel))  # type: ignore[arg-type]
 
     def fail() -> None:
@@ -295,7 +295,7 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     def fail() -> None:
         raise ValueError("only here")
 
-    crew = Crew(2, grace_s=1.0).start()
+    crew = WorkerGroup(2, grace_s=1.0).start()
     folder.crew, pids = crew, crew.pids
     try:
         with folder.ranked("llama") as llm:
@@ -308,7 +308,7 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
         crew.close()
     assert gone(pids)
 
-    crew = Crew(2, grace_s=1.0).start()
+    crew = WorkerGroup(2, grace_s=1.0).start()
     try:
         unknown = Expect(engine=10**6, max_tokens=16)
         with pytest.raises(RankLost, match=r"it had failed: rank 1: KeyError\(1000000\)"):
@@ -360,7 +360,7 @@ def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPat
     assert "hide them (CUDA_VISIBLE_DEVICES=)" in refused(llama, device="cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="more than the 1 CUDA devices here"):
-        Crew(2, "cuda").start()
+        WorkerGroup(2, "cuda").start()
 
 
 def test_states_and_sources_run_in_one_process(folder: Folder) -> None:

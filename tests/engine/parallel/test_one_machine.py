@@ -20,7 +20,7 @@ from quire.engine.parallel import worker as follower
 from quire.engine.parallel import worker_group as crews
 from quire.engine.parallel.messages import Join
 from quire.engine.parallel.process_group import share_of_threads
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(
     try:
         monkeypatch.setenv("OMP_NUM_THREADS", "")
         torch.set_num_threads(8)
-        crew = Crew(2).start()
+        crew = WorkerGroup(2).start()
         assert torch.get_num_threads() == 4
         crew.close()
         assert torch.get_num_threads() == 8
@@ -129,9 +129,9 @@ def test_a_rank_computes_with_as_many_threads_as_it_is_told(
     store = Path("nowhere")
     sizes: dict[str, Any] = dict(rank=1, num_ranks=2, store=store, device_type="cpu", timeout_s=1.0)
     try:
-        follower.Follower().do(Join(**sizes, num_threads=3))
+        follower.Worker().do(Join(**sizes, num_threads=3))
         assert torch.get_num_threads() == 3
-        follower.Follower().do(Join(**sizes, num_threads=None))
+        follower.Worker().do(Join(**sizes, num_threads=None))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(found)

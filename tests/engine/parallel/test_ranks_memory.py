@@ -14,7 +14,7 @@ from memory.cuda.emulator import EmulatedDriver
 from quire.engine.parallel.leader import RankedGauge
 from quire.engine.parallel.messages import Answer, Done, Failed, Message, Read
 from quire.engine.parallel.worker import _Engine
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import MemoryUnavailable, RankLost
 from quire.kv import Usage
 from quire.memory.machine.readings import HostGauge, MemoryReading
@@ -36,7 +36,7 @@ def driver() -> Iterator[EmulatedDriver]:
 
 @pytest.fixture(scope="module")
 def folder(driver: EmulatedDriver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    crew = Crew(2).start()
+    crew = WorkerGroup(2).start()
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
 

@@ -25,7 +25,7 @@ from engine.parallel.ranks import (
 from engine.parallel.ranks import PROMPTS as ALL_PROMPTS
 from pretend import Gpu, ranks
 from quire.engine.llm import LLM
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 from quire.kv import Usage
 from quire.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ def gpu() -> Iterator[Gpu]:
 
 @pytest.fixture(scope="module")
 def folder(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    crew = Crew(2, "cuda").start()
+    crew = WorkerGroup(2, "cuda").start()
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.parallel.ranks import CACHES, GREEDY, PROMPTS, Folder, generated, texts
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ ROOM: dict[str, Any] = dict(kv_cache_memory_bytes="256MiB")  # pages are large t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
-    crew = Crew(2, "cuda").start()
+    crew = WorkerGroup(2, "cuda").start()
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
 

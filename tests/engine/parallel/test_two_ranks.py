@@ -25,11 +25,11 @@ from engine.parallel.ranks import (
 )
 from planner.places import host
 from quire.config import EngineConfig
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Usage
 from quire.planner.plan import plan
-from quire.planner.sequence_memory import Request
+from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from quire.sampling_params import SamplingParams
 
@@ -43,7 +43,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     before = dict(os.environ)
-    crew = Crew(2).start()
+    crew = WorkerGroup(2).start()
     assert dict(os.environ) == before, "the environment says how ranks find each other"
     yield Folder(tmp_path_factory.mktemp("models"), crew)
     crew.close()
@@ -145,7 +145,7 @@ def test_what_begins_alike_is_computed_once_and_what_ends_early_is_given_back(
 @pytest.mark.parametrize("cache", sorted(STRATEGIES))
 def test_a_rank_commits_what_the_plan_of_its_files_says(folder: Folder, cache: str) -> None:
     options = dict(OPTIONS, cache=cache, attention_backend="reference", enable_prefix_caching=False)
-    asked = Request(input_tokens=26, output_tokens=14)
+    asked = PlannedLengths(input_tokens=26, output_tokens=14)
     subject = find_subject(str(folder.of("llama")))
     config = EngineConfig.from_options(**options)
     course = plan(subject, config, host(), num_ranks=2, request=asked, compare=False).cell.course
@@ -195,4 +195,4 @@ def test_keys_that_are_not_divided_are_said_to_be_kept_by_all(
 
 def test_one_crew_at_a_time(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="in a process group"):
-        Crew(2).start()
+        WorkerGroup(2).start()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.sampling.slow import Row
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import LogitsSampler
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Draw, Sampled, StepPlan
 from quire.sampling_params import SamplingParams
@@ -133,7 +133,7 @@ def assert_follows(counts: Any, expected: Any) -> None:
 class Moved:
     """A sampler whose logits come from a GPU."""
 
-    def __init__(self, own: Sampler) -> None:
+    def __init__(self, own: LogitsSampler) -> None:
         self._own = own
 
     def sample(self, logits: Tensor, plan: StepPlan) -> list[Sampled]:
@@ -149,10 +149,10 @@ class Ways:
     def __init__(self) -> None:
         self.way = "host"
 
-    def __call__(self, seed: int = 0, eos: frozenset[int] = frozenset()) -> Sampler | Moved:
+    def __call__(self, seed: int = 0, eos: frozenset[int] = frozenset()) -> LogitsSampler | Moved:
         if self.way == "cuda":
-            return Moved(Sampler(seed, eos))
-        return Sampler(seed, eos, as_on_device=self.way == "device")
+            return Moved(LogitsSampler(seed, eos))
+        return LogitsSampler(seed, eos, as_on_device=self.way == "device")
 
     @contextmanager
     def taken(self, way: str) -> Iterator[None]:

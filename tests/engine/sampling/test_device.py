@@ -27,7 +27,7 @@ from engine.sampling.cases import (
 )
 from quire import devices as results
 from quire.devices import Results, to_device
-from quire.engine.sampling import DEAREST, Sampler
+from quire.engine.sampling import DEAREST, LogitsSampler
 from quire.engine.sampling import device as choices
 from quire.engine.sampling import host as filters
 from quire.engine.sampling import rng as draws
@@ -44,7 +44,7 @@ from quire.engine.sampling.device import (
     uniforms,
     weights_of,
 )
-from quire.engine.sampling.logits_processors import Edits, Tally
+from quire.engine.sampling.logits_processors import Edits, TokenCounts
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import PromptRows, Sampled, StepPlan
 from quire.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def any_edits(draw: st.DrawFn) -> tuple[Edits, Tensor]:
                 frequency_penalty=draw(st.floats(-2, 2)),
                 presence_penalty=draw(st.floats(-2, 2)),
             )
-            tally = Tally(sequence(draw(tokens)), with_prompt=draw(st.booleans()))
+            tally = TokenCounts(sequence(draw(tokens)), with_prompt=draw(st.booleans()))
             for token_id in draw(tokens):
                 tally.add(token_id)
             edits.penalise(row, tally, params)
@@ -211,9 +211,9 @@ def test_a_mixed_batch_of_real_logits_gives_the_hosts_tokens(seed: int) -> None:
     batch, drafts, _ = mixed_batch()
     plan = plan_of(batch, drafts)
     logits = rows(16, 1000, seed=seed, spread=3.0)
-    found = Sampler(0, EOS, as_on_device=True).sample(logits, plan)
+    found = LogitsSampler(0, EOS, as_on_device=True).sample(logits, plan)
     for draw, device, host in zip(
-        plan.draws, found, Sampler(0, EOS).sample(logits, plan), strict=True
+        plan.draws, found, LogitsSampler(0, EOS).sample(logits, plan), strict=True
     ):
         if device.token_ids != host.token_ids:
             row = row_of(draw.sequence, logits[draw.row])
@@ -233,7 +233,9 @@ def test_draws_follow_the_weights_of_a_larger_vocabulary(kind: dict[str, Any]) -
     num_draws, logits = 4000, rows(1, vocab=400, seed=3, spread=0.7)
     kept = row_of(sequence(**kind), logits[0]).kept()
     batch = [sequence(seq_id=i, **kind) for i in range(num_draws)]
-    results = Sampler(1, as_on_device=True).sample(logits.expand(num_draws, -1), plan_of(batch))
+    results = LogitsSampler(1, as_on_device=True).sample(
+        logits.expand(num_draws, -1), plan_of(batch)
+    )
     counts = np.bincount([result.token_ids[0] for result in results], minlength=400)
     weights = np.array([kept.get(token, 0.0) for token in range(400)])
     groups = np.arange(400) * 40 // 400
@@ -254,7 +256,7 @@ def test_pieces_are_the_whole(most: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def sampled() -> tuple[list[Sampled], Any]:
         for own in batch:
             own.prompt_logprobs = []
-        found = Sampler(0, EOS, as_on_device=True).sample(logits, plan)
+        found = LogitsSampler(0, EOS, as_on_device=True).sample(logits, plan)
         return found, [own.prompt_logprobs for own in batch]
 
     want = sampled()
@@ -282,16 +284,16 @@ def test_no_row_takes_more_memory_than_the_dearest() -> None:
     for kind in [*MIXED, {"top_p": 0.9, "logprobs": 20}]:
         if kind.get("logprobs") != -1:
             batch = [sequence(seq_id=i, **kind) for i in range(num_rows)]
-            plan, sampler = plan_of(batch), Sampler(as_on_device=True)
+            plan, sampler = plan_of(batch), LogitsSampler(as_on_device=True)
             held.append(peak_bytes(lambda: sampler.sample(logits, plan)))  # noqa: B023
     requests = [Request(request_id=i, prompt_token_ids=(1,), params=DEAREST) for i in range(8)]
     plan = plan_of([Sequence(request, seq_id=request.request_id) for request in requests])
-    dearest = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+    dearest = peak_bytes(lambda: LogitsSampler(as_on_device=True).sample(logits, plan))
     assert max(held) <= dearest * 1.01
     assert dearest <= 25 * num_rows * vocab
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices, "_AT_ONCE", vocab)  # a row at once: all that grows are edited logits
-        in_pieces = peak_bytes(lambda: Sampler(as_on_device=True).sample(logits, plan))
+        in_pieces = peak_bytes(lambda: LogitsSampler(as_on_device=True).sample(logits, plan))
     assert in_pieces <= 4 * num_rows * vocab + 25 * vocab + 2**16
 
 
@@ -323,7 +325,7 @@ def test_nothing_is_waited_for_before_all_is_under_way(batch: Any) -> None:
         patch.setattr(choices, "to_device", counted(to_device, "there", copies))
         patch.setattr(Results, "_send", counted(Results._send, "back", copies))
         with NothingRead():
-            Sampler(0, EOS, as_on_device=True).sample(logits, plan_of(sequences, drafts))
+            LogitsSampler(0, EOS, as_on_device=True).sample(logits, plan_of(sequences, drafts))
     assert copies in (["there", "back"], ["back"])
 
 
@@ -335,7 +337,7 @@ def test_of_plain_rows_nothing_goes_over(monkeypatch: pytest.MonkeyPatch) -> Non
         return to_device(arrays, device)
 
     monkeypatch.setattr(choices, "to_device", spied)
-    sampler = Sampler(as_on_device=True)
+    sampler = LogitsSampler(as_on_device=True)
     sampler.sample(rows(4), plan_of([sequence(seq_id=i, temperature=0.0) for i in range(4)]))
     assert num_bytes == []
     for vocab in (50, 5000):  # what goes over does not grow with the vocabulary

@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from engine.sampling.cases import VOCAB, assert_follows, rows, sequence
 from engine.sampling.slow import number_of
 from quire.engine.sampling.host import cut
-from quire.engine.sampling.logits_processors import Edits, Tally
+from quire.engine.sampling.logits_processors import Edits, TokenCounts
 from quire.engine.sampling.rng import (
     drawn,
     key_of_seed,
@@ -108,7 +108,7 @@ def test_filters_by_hand() -> None:
 
 def test_the_repetition_penalty_is_transformers() -> None:
     own, logits = sequence([1, 4, 4], [7], repetition_penalty=1.7), rows(1, spread=0.7)
-    tally, edits, found = Tally(own, with_prompt=True), Edits(VOCAB), logits.clone().numpy()
+    tally, edits, found = TokenCounts(own, with_prompt=True), Edits(VOCAB), logits.clone().numpy()
     tally.add(7)
     edits.penalise(0, tally, own.request.params)
     edits.make(found)

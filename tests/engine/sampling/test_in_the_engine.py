@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import build
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import LogitsSampler
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel, load
 from quire.sampling_params import StructuredOutputsParams
@@ -32,7 +32,7 @@ def demo() -> LoadedModel:
 def same_both_ways(say: Callable[[], Any]) -> None:
     on_host = say()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "Sampler", partial(Sampler, as_on_device=True))
+        patch.setattr(build, "LogitsSampler", partial(LogitsSampler, as_on_device=True))
         assert say() == on_host
 
 

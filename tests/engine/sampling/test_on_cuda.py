@@ -14,7 +14,7 @@ from engine.sampling.cases import plan_of, rows, sequence
 from engine.sampling.test_device import EOS, mixed_batch
 from quire import LLM, SamplingParams
 from quire.engine import assembly
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import LogitsSampler
 from quire.engine.step_plan import Chunk, StepPlan
 from tiny import tiny_model, tokens
 
@@ -28,10 +28,10 @@ def gpu() -> Iterator[Any]:
 def test_a_mixed_batch_is_what_it_is_on_the_host(gpu: Any) -> None:
     batch, drafts, logits = mixed_batch()
     plan = plan_of(batch, drafts)
-    want = Sampler(0, EOS, as_on_device=True).sample(logits, plan)
+    want = LogitsSampler(0, EOS, as_on_device=True).sample(logits, plan)
     there = logits.to("cuda")
     gpu.reset()
-    assert Sampler(0, EOS).sample(there, plan) == want
+    assert LogitsSampler(0, EOS).sample(there, plan) == want
     assert gpu.waits == ["stream"]
     assert (gpu.num_uploads, gpu.num_downloads) == (1, 1)
 
@@ -45,7 +45,7 @@ def test_a_step_of_decoding_is_waited_for_once(
 ) -> None:
     batch = [sequence(seq_id=i, **kind) for i in range(6)]
     logits = rows(8, 300).bfloat16().to("cuda")  # padded, as a recorded step has them
-    sampler = Sampler()
+    sampler = LogitsSampler()
     launches = []
     for num_rows in (2, 6):
         gpu.reset()
@@ -60,10 +60,10 @@ def test_prompt_logprobs_come_with_the_tokens(gpu: Any) -> None:
     own = sequence(list(range(20)), prompt_logprobs=2, logprobs=1)
     plan = StepPlan.of([Chunk(sequence=own, start=0, stop=20, samples=True)])
     logits = rows(20)
-    (want,) = Sampler(as_on_device=True).sample(logits, plan)
+    (want,) = LogitsSampler(as_on_device=True).sample(logits, plan)
     told, own.prompt_logprobs = own.prompt_logprobs, []
     gpu.reset()
-    assert Sampler().sample(logits.to("cuda"), plan) == [want]
+    assert LogitsSampler().sample(logits.to("cuda"), plan) == [want]
     assert own.prompt_logprobs == told
     assert gpu.waits == ["upload", "stream"], "the first is the test's own"
 
@@ -73,7 +73,7 @@ def test_of_a_step_without_draws_nothing_comes_back(gpu: Any) -> None:
     own = sequence([1, 2, 3])
     plan = StepPlan.of([Chunk(sequence=own, start=0, stop=2, samples=False)])
     gpu.reset()
-    assert Sampler().sample(torch.empty(0, 50, device="cuda"), plan) == []
+    assert LogitsSampler().sample(torch.empty(0, 50, device="cuda"), plan) == []
     assert gpu.waits == ["stream"]
     assert (gpu.num_uploads, gpu.num_downloads) == (0, 0)
 

@@ -17,8 +17,8 @@ from quire.memory.cuda import CudaMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.loader import adopt
-from quire.planner.plan import Place
-from quire.planner.sequence_memory import Request
+from quire.planner.plan import PlanTarget
+from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from readers import tiny_reader
 from tiny import tiny_model as tiny
@@ -36,12 +36,12 @@ OPTIONS: dict[str, Any] = dict(
     max_num_batched_tokens=13,
     attention_backend="reference",
 )
-ASKED = Request(input_tokens=26, output_tokens=14)
+ASKED = PlannedLengths(input_tokens=26, output_tokens=14)
 
 
-def here() -> Place:
+def here() -> PlanTarget:
     memory = HostMemory()
-    return Place(
+    return PlanTarget(
         machine=read_machine(),
         page_bytes=memory.page_bytes,
         can_share=memory.cannot_share is None,

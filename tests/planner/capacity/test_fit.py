@@ -6,10 +6,10 @@ import pytest
 
 from planner.places import GIB, card, host, planned
 from quire.planner.fit import changes, longest, most_sequences
-from quire.planner.plan import Plan
+from quire.planner.plan import CapacityPlan
 
 
-def again(found: Plan, **options: object) -> Plan:
+def again(found: CapacityPlan, **options: object) -> CapacityPlan:
     said = {"max_num_seqs": found.config.max_num_seqs, "budget": found.config.budget}
     return planned(found.subject, found.place, request=found.request, **{**said, **options})
 

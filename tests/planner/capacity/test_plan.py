@@ -14,8 +14,8 @@ from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.memory.budget import BUDGETS
-from quire.planner.plan import Plan, sizes_of, typical
-from quire.planner.sequence_memory import Request, lengths, moments
+from quire.planner.plan import CapacityPlan, sizes_of, typical
+from quire.planner.sequence_memory import PlannedLengths, lengths, moments
 from quire.planner.subject import find_subject
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def test_golden_growing_by_4096_tokens() -> None:
         host(),
         cache="growing",
         growth_tokens=4096,
-        request=Request(input_tokens=4096, output_tokens=2),
+        request=PlannedLengths(input_tokens=4096, output_tokens=2),
     )
     each_layer = 16 * MIB
     course = found.cell.course
@@ -47,7 +47,7 @@ def test_golden_growing_by_4096_tokens() -> None:
 
 def test_golden_blocks_of_38_tokens() -> None:
     """16 + 16 + 6 tokens: three blocks, ten places of the last one empty."""
-    found = planned("Qwen3-4B", host(), request=Request(input_tokens=20, output_tokens=19))
+    found = planned("Qwen3-4B", host(), request=PlannedLengths(input_tokens=20, output_tokens=19))
     end = found.cell.course.end
     assert end.num_tokens == 38
     assert end.committed_bytes == 3 * 16 * 147_456
@@ -97,7 +97,7 @@ def test_reserving_the_longest_wastes_and_blocks_do_not() -> None:
     assert cells["paged"].num_fitting > 6 * cells["contiguous"].num_fitting
 
 
-def driven(found: Plan, most: int) -> int:
+def driven(found: CapacityPlan, most: int) -> int:
     """How many typical sequences the accounting takes, one after the other, to their ends."""
     strategy, request = found.config.cache, found.request
     spec = stored_spec(found.config, found.subject.spec)
@@ -138,7 +138,7 @@ def test_so_many_sequences_really_fit(
     found = planned(
         model,
         replace(host(), page_bytes=page_bytes),
-        request=Request(input_tokens=input_tokens, output_tokens=output_tokens),
+        request=PlannedLengths(input_tokens=input_tokens, output_tokens=output_tokens),
         cache=strategy,
         max_model_len=1024,
         block_size=block_size,
@@ -164,7 +164,7 @@ def test_a_sequence_never_holds_less_than_its_tokens_nor_more_than_it_counts(
     found = planned(
         "gemma-3-1b-it",
         host(),
-        request=Request(input_tokens=input_tokens, output_tokens=output_tokens),
+        request=PlannedLengths(input_tokens=input_tokens, output_tokens=output_tokens),
         cache=strategy,
         max_model_len=1024,
     )
@@ -203,9 +203,9 @@ def test_neighbours_share_a_granule_of_large_pages() -> None:
 
 
 def test_steps_of_a_prompt_and_then_of_its_answer() -> None:
-    assert list(lengths(Request(input_tokens=10, output_tokens=3), 4)) == [4, 8, 10, 11, 12]
-    assert list(lengths(Request(input_tokens=8, output_tokens=1), 4)) == [4, 8]
-    assert list(lengths(Request(input_tokens=1, output_tokens=1), 4)) == [1]
+    assert list(lengths(PlannedLengths(input_tokens=10, output_tokens=3), 4)) == [4, 8, 10, 11, 12]
+    assert list(lengths(PlannedLengths(input_tokens=8, output_tokens=1), 4)) == [4, 8]
+    assert list(lengths(PlannedLengths(input_tokens=1, output_tokens=1), 4)) == [1]
 
 
 def test_a_cache_that_is_too_small_says_so() -> None:

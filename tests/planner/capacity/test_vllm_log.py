@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.cli.plan_report import StartUp, start_up
+from quire.cli.plan_report import VllmStartUp, start_up
 from quire.planner.subject import find_subject
 from quire.spec import ModelSpec
 from quire.spec.tensor_parallel import rank_spec
@@ -102,7 +102,7 @@ def test_the_size_that_was_posted_is_what_that_memory_gives(posted: Posted) -> N
     assert high.num_tokens - low.num_tokens < 0.02 * posted.num_tokens
     if posted.concurrency is not None:
         max_model_len, said = posted.concurrency
-        exact = StartUp(
+        exact = VllmStartUp(
             num_blocks=posted.num_tokens // 16, block_size=16, max_model_len=max_model_len
         )
         assert f"{exact.concurrency:.2f}" == said
@@ -120,7 +120,7 @@ def test_the_size_that_was_posted_is_what_that_memory_gives(posted: Posted) -> N
 def test_tokens_and_concurrency_follow_from_the_blocks(
     num_blocks: int, max_model_len: int, tokens: str, concurrency: str
 ) -> None:
-    said = StartUp(num_blocks=num_blocks, block_size=16, max_model_len=max_model_len).text
+    said = VllmStartUp(num_blocks=num_blocks, block_size=16, max_model_len=max_model_len).text
     assert f"GPU KV cache size: {tokens} tokens" in said
     assert said.endswith(concurrency)
 

@@ -10,7 +10,7 @@ import pytest
 from planner.reports import HOSTILE, STRATEGIES, report
 from quire.planner.report import Report, render
 from quire.planner.report.number_format import count, duration, rate, share, size
-from quire.planner.simulation.timeline import Point
+from quire.planner.simulation.timeline import TimelinePoint
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 LEAVES_OPEN = {"path", "rect", "circle"}
@@ -179,7 +179,7 @@ def variants_of(made: Report) -> Iterator[Report]:
     one = made.variants[:1]
     yield replace(made, variants=one)
     yield replace(made, one=(), batch=(), hit_rates=(), bytes_per_token=0)
-    point = Point(0.0, 1.0, (1.0, 2.0, 0.0, 1.0, 0.0), 2)
+    point = TimelinePoint(0.0, 1.0, (1.0, 2.0, 0.0, 1.0, 0.0), 2)
     yield replace(
         made,
         variants=tuple(
@@ -198,7 +198,9 @@ def variants_of(made: Report) -> Iterator[Report]:
                     committed_bytes=2.0**69,
                     num_requests=10**18,
                     duration_s=1e12,
-                    timelines=((Point(0.0, 1e12, (2.0**69, 2.0**69, 0, 1e9, 1e12), 2**69),),),
+                    timelines=(
+                        (TimelinePoint(0.0, 1e12, (2.0**69, 2.0**69, 0, 1e9, 1e12), 2**69),),
+                    ),
                     latencies={
                         name: dict.fromkeys(figures, 1e11)
                         for name, figures in v.result.latencies.items()

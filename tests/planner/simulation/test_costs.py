@@ -14,7 +14,7 @@ from quire.planner.simulation.cost_model import (
     COEFFICIENTS,
     FittedCosts,
     RooflineCosts,
-    Work,
+    StepWork,
     features,
     fit,
     nonnegative_least_squares,
@@ -37,7 +37,7 @@ TRUTH = FittedCosts(
 )
 
 
-def works(rng: np.random.Generator, count: int = 400) -> list[Work]:
+def works(rng: np.random.Generator, count: int = 400) -> list[StepWork]:
     made = []
     for _ in range(count):
         sequences = int(rng.integers(1, 33))
@@ -46,7 +46,7 @@ def works(rng: np.random.Generator, count: int = 400) -> list[Work]:
         sampled = int(rng.integers(0, sequences + 1))
         prompts = int(rng.integers(0, sequences + 1))
         read, attended = sequences * context, tokens * context
-        made.append(Work(tokens, sequences, sampled, read, attended, prompts))
+        made.append(StepWork(tokens, sequences, sampled, read, attended, prompts))
     return made
 
 
@@ -73,7 +73,7 @@ def test_a_fit_is_not_led_astray_by_what_disturbed_some_steps() -> None:
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(RequestError, match="too few"):
-        fit([(Work(1, 1, 1, 1.0, 1.0), 0.01)] * 3)
+        fit([(StepWork(1, 1, 1, 1.0, 1.0), 0.01)] * 3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -129,8 +129,10 @@ def test_a_roofline_is_the_longer_of_two_times() -> None:
         flops_per_pair=0.0,
         entry_bytes=1000,
     )
-    assert costs.seconds(Work(1, 1, 1, 0.0, 0.0)) == pytest.approx(0.01, rel=1e-4)  # the weights
-    assert costs.seconds(Work(1000, 1, 1, 0.0, 0.0)) == pytest.approx(1.0)  # the products
+    assert costs.seconds(StepWork(1, 1, 1, 0.0, 0.0)) == pytest.approx(
+        0.01, rel=1e-4
+    )  # the weights
+    assert costs.seconds(StepWork(1000, 1, 1, 0.0, 0.0)) == pytest.approx(1.0)  # the products
 
 
 def test_a_device_without_a_known_speed_is_refused_with_the_way_out() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.test_llm import demo
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.chat.conversation import Chat, ChatRequest
-from quire.chat.output_events import Call, Reply, reply
+from quire.chat.conversation import Chat, ChatInput
+from quire.chat.output_events import OpenCall, Reply, reply
 from quire.chat.reasoning_parsers import REASONING
 from quire.chat.tools.choice import ToolChoice, forced_form
 from quire.chat.tools.declared import checked_tools
@@ -31,17 +31,17 @@ def chat(template: str = CHATML, special: tuple[str, ...] = (), **options: Any) 
 
 
 def test_the_beginning_of_sequence_is_not_doubled() -> None:
-    prompt = chat(LLAMA3).prompt(ChatRequest(messages=HELLO))
+    prompt = chat(LLAMA3).prompt(ChatInput(messages=HELLO))
     assert prompt.text.startswith("<s>")
     assert prompt.token_ids[0] == 1
     assert 1 not in prompt.token_ids[1:]
-    doubled = chat(LLAMA3).prompt(ChatRequest(messages=HELLO, add_special_tokens=True))
+    doubled = chat(LLAMA3).prompt(ChatInput(messages=HELLO, add_special_tokens=True))
     assert doubled.token_ids[:2] == (1, 1)
 
 
 def test_text_that_is_none_is_refused() -> None:
     with pytest.raises(RequestError, match="not valid Unicode"):
-        chat().prompt(ChatRequest(messages=[{"role": "user", "content": "\ud800"}]))
+        chat().prompt(ChatInput(messages=[{"role": "user", "content": "\ud800"}]))
 
 
 # -- reasoning -------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_text_that_is_none_is_refused() -> None:
 )
 def test_reasoning_ends_where_it_ends(parser: str, prompt: str, text: str, found: Reply) -> None:
     made = chat(prompt or "x", reasoning_parser=parser)
-    prepared = made.prompt(ChatRequest(messages=HELLO))
+    prepared = made.prompt(ChatInput(messages=HELLO))
     assert made.reader(prepared).read(text) == found
     one_by_one = made.reader(prepared)
     assert (
@@ -105,7 +105,7 @@ def test_what_is_reasoning_does_not_depend_on_the_cuts(
     parser: str, template: str, parts: list[str], cuts: list[int]
 ) -> None:
     made = chat(template, reasoning_parser=parser, tool_call_parser="hermes")
-    prepared = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+    prepared = made.prompt(ChatInput(messages=HELLO, tools=TOOLS))
     text = "".join(parts)
     reader = made.reader(prepared)
     found = [e for piece in pieces(text, cuts) for e in reader.feed(piece)] + reader.finish()
@@ -116,7 +116,7 @@ def test_what_is_reasoning_does_not_depend_on_the_cuts(
 
 def test_calls_follow_reasoning() -> None:
     made = chat(reasoning_parser="auto", tool_call_parser="hermes")
-    prepared = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+    prepared = made.prompt(ChatInput(messages=HELLO, tools=TOOLS))
     text = f"<think>\n<tool_call> or not?\n</think>\n\n{hermes([('search', {'path': 'x'})])}"
     found = made.reader(prepared).read(text)
     assert found.reasoning == "<tool_call> or not?"
@@ -280,9 +280,9 @@ def test_what_a_template_writes_of_calls_is_read_as_them(family: str, ends: str,
     made = chat(FAMILIES[family])
     for several in ([given[0]], [given[1]], given)[: 1 + most]:
         calls = [{"function": {"name": name, "arguments": a}} for name, a in several]
-        prompt = made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
+        prompt = made.prompt(ChatInput(messages=HELLO, tools=TOOLS))
         turns = [*HELLO, {"role": "assistant", "tool_calls": calls}]
-        told = made.prompt(ChatRequest(messages=turns, tools=TOOLS, add_generation_prompt=False))
+        told = made.prompt(ChatInput(messages=turns, tools=TOOLS, add_generation_prompt=False))
         said = told.text.removeprefix(prompt.text).removesuffix(ends)
         assert len(said) + len(prompt.text) + len(ends) == len(told.text)
         found = made.reader(prompt).read(said)
@@ -293,8 +293,8 @@ def test_what_a_template_writes_of_calls_is_read_as_them(family: str, ends: str,
 def test_without_a_format_calls_cannot_be_read() -> None:
     made = chat("just text")
     with pytest.raises(RequestError, match="--tool-call-parser, one of hermes, granite4, "):
-        made.prompt(ChatRequest(messages=HELLO, tools=TOOLS))
-    assert made.prompt(ChatRequest(messages=HELLO, tools=TOOLS, tool_choice="none")).tools == {}
+        made.prompt(ChatInput(messages=HELLO, tools=TOOLS))
+    assert made.prompt(ChatInput(messages=HELLO, tools=TOOLS, tool_choice="none")).tools == {}
 
 
 @pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
@@ -304,11 +304,11 @@ def test_an_unknown_parser_is_refused(option: str) -> None:
 
 
 def test_marks_that_are_special_tokens_are_asked_for() -> None:
-    asked = ChatRequest(messages=HELLO, tools=TOOLS)
+    asked = ChatInput(messages=HELLO, tools=TOOLS)
     assert chat(MISTRAL).prompt(asked).skip_special_tokens
     special = chat(MISTRAL, special=("[TOOL_CALLS]",))
     assert not special.prompt(asked).skip_special_tokens
-    assert special.prompt(ChatRequest(messages=HELLO)).skip_special_tokens
+    assert special.prompt(ChatInput(messages=HELLO)).skip_special_tokens
 
 
 def test_special_tokens_without_a_role_are_asked_for() -> None:
@@ -317,7 +317,7 @@ def test_special_tokens_without_a_role_are_asked_for() -> None:
     own.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]"])
     mark = own.convert_tokens_to_ids("[TOOL_CALLS]")
     assert own.decode([mark], skip_special_tokens=True) == ""
-    assert not Chat(own).prompt(ChatRequest(messages=HELLO, tools=TOOLS)).skip_special_tokens
+    assert not Chat(own).prompt(ChatInput(messages=HELLO, tools=TOOLS)).skip_special_tokens
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def function(**changes: Any) -> dict[str, Any]:
 )
 def test_tools_that_cannot_be(tools: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        chat().prompt(ChatRequest(messages=HELLO, tools=tools))
+        chat().prompt(ChatInput(messages=HELLO, tools=tools))
 
 
 @pytest.mark.parametrize(
@@ -357,15 +357,15 @@ def test_tools_that_cannot_be(tools: Any, message: str) -> None:
 )
 def test_choices_that_cannot_be(choice: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        chat().prompt(ChatRequest(messages=HELLO, tools=[function()], tool_choice=choice))
+        chat().prompt(ChatInput(messages=HELLO, tools=[function()], tool_choice=choice))
     with pytest.raises(RequestError, match="needs tools"):
-        chat().prompt(ChatRequest(messages=HELLO, tool_choice="required"))
+        chat().prompt(ChatInput(messages=HELLO, tool_choice="required"))
 
 
 def test_a_named_tool_gets_its_own_schema() -> None:
     made = chat(reasoning_parser="qwen3")
     prepared = made.prompt(
-        ChatRequest(
+        ChatInput(
             messages=HELLO,
             tools=TOOLS,
             tool_choice={"type": "function", "function": {"name": "search"}},
@@ -401,7 +401,7 @@ def test_required_calls_are_what_a_grammar_allows(parallel: bool) -> None:
     assert ended
     made = chat()
     prepared = made.prompt(
-        ChatRequest(
+        ChatInput(
             messages=HELLO,
             tools=[tool.declaration for tool in tools],
             tool_choice="required",
@@ -429,7 +429,7 @@ def test_the_demo_model_talks_in_python() -> None:
         {"role": "system", "content": "Two\nlines."},
         {"role": "user", "content": "def first(items):"},
     ]
-    prepared = made.prompt(ChatRequest(messages=messages))
+    prepared = made.prompt(ChatInput(messages=messages))
     assert prepared.text == "# Two\n# lines.\n\ndef first(items):"
     assert prepared.token_ids == tuple(llm.tokenizer(prepared.text)["input_ids"])
     assert prepared.stop == ("\n\n\n", "\nclass ", "\ndef ")
@@ -446,10 +446,10 @@ def test_the_demo_model_talks_in_python() -> None:
         {"role": "assistant", "content": "\n    return items[0]"},
         {"role": "user", "content": "def last("},
     ]
-    longer = made.prompt(ChatRequest(messages=messages)).text
+    longer = made.prompt(ChatInput(messages=messages)).text
     assert longer == f"{prepared.text}\n    return items[0]\n\n\ndef last("
     with pytest.raises(RequestError, match="not robot"):
-        made.prompt(ChatRequest(messages=[{"role": "robot", "content": "x"}]))
+        made.prompt(ChatInput(messages=[{"role": "robot", "content": "x"}]))
 
 
 def test_the_demo_model_has_a_tool_parser() -> None:
@@ -460,7 +460,7 @@ def test_the_demo_model_has_a_tool_parser() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "one\ntwo"},
     ]
-    prepared = made.prompt(ChatRequest(messages=messages, tools=TOOLS[1:]))
+    prepared = made.prompt(ChatInput(messages=messages, tools=TOOLS[1:]))
     written = '<tool_call>{"name": "search", "arguments": {"path": "x"}}</tool_call>'
     declared, _, rest = prepared.text.partition("\n\n")
     assert json.loads(declared.removeprefix("# ")) == TOOLS[1]
@@ -477,9 +477,9 @@ def test_the_demo_models_template_is_a_file_that_transformers_finds() -> None:
 
 def test_a_whole_turn_with_calls() -> None:
     made = chat()
-    asked = ChatRequest(messages=HELLO, tools=TOOLS)
+    asked = ChatInput(messages=HELLO, tools=TOOLS)
     (call,) = made.reader(made.prompt(asked)).read(hermes([("search", {"path": "x"})])).calls
-    assert call == Call(id=call.id, name="search", arguments='{"path": "x"}')
+    assert call == OpenCall(id=call.id, name="search", arguments='{"path": "x"}')
     assert call.id.startswith("call_")
     again = {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
     answered = [
@@ -487,7 +487,7 @@ def test_a_whole_turn_with_calls() -> None:
         {"role": "assistant", "content": None, "tool_calls": [again]},
         {"role": "tool", "tool_call_id": call.id, "content": "found"},
     ]
-    text = made.prompt(ChatRequest(messages=answered, tools=TOOLS)).text
+    text = made.prompt(ChatInput(messages=answered, tools=TOOLS)).text
     assert hermes([("search", {"path": "x"})]) in text
     assert "<tool_response>\nfound\n" in text
 
@@ -502,7 +502,7 @@ def test_a_whole_turn_with_calls() -> None:
 def test_an_answer_is_continued_within_its_reasoning(begun: str, found: Reply) -> None:
     made = chat(LLAMA3, reasoning_parser="deepseek_r1")
     prepared = made.prompt(
-        ChatRequest(
+        ChatInput(
             messages=[*HELLO, {"role": "assistant", "content": begun}],
             add_generation_prompt=False,
             continue_final_message=True,
@@ -513,7 +513,7 @@ def test_an_answer_is_continued_within_its_reasoning(begun: str, found: Reply) -
 
 def test_deepseek_opens_its_reasoning() -> None:
     made = chat(DEEPSEEK, reasoning_parser="auto")
-    prepared = made.prompt(ChatRequest(messages=HELLO))
+    prepared = made.prompt(ChatInput(messages=HELLO))
     assert prepared.begun == "<think>"
     assert made.reader(prepared).read("Hm.</think>Yes.") == Reply(reasoning="Hm.", content="Yes.")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.chat.conversation import Chat, ChatPrompt, ChatRequest
+from quire.chat.conversation import Chat, ChatInput, ChatPrompt
 from quire.chat.harmony import HARMONY
 from quire.chat.output_events import Reply, reply
 from quire.errors import ConfigError
@@ -29,7 +29,7 @@ def chat(**options: Any) -> Chat:
 
 def asked(kind: Any = None, **fields: Any) -> ChatPrompt:
     tools = None if kind is None else TOOLS
-    request = ChatRequest(messages=HELLO, tools=tools, tool_choice=kind, **fields)
+    request = ChatInput(messages=HELLO, tools=tools, tool_choice=kind, **fields)
     return chat().prompt(request)
 
 
@@ -171,7 +171,7 @@ def test_a_turn_with_reasoning_and_a_preamble_can_be_sent_back() -> None:
     turn = {"role": "assistant", "content": "So:", "reasoning": "Hm.", "tool_calls": [
         {"id": "call_0", "type": "function", "function": function}]}  # fmt: skip
     result = {"role": "tool", "tool_call_id": "call_0", "name": "search", "content": "found"}
-    prompt = chat().prompt(ChatRequest(messages=[*HELLO, turn, result], tools=TOOLS))
+    prompt = chat().prompt(ChatInput(messages=[*HELLO, turn, result], tools=TOOLS))
     header = " to=functions.search<|channel|>commentary json<|message|>"
     assert f"{FINAL}So:{NEXT}{ANALYSIS}Hm.{NEXT}{header}{ARGUMENTS}<|call|>" in prompt.text
 
@@ -184,12 +184,12 @@ def test_what_the_prompt_has_begun_is_not_said_again() -> None:
     fields: Any = {"add_generation_prompt": False, "continue_final_message": True}
     for content in ("So", "So <|channel|> or"):
         begun[-1]["content"] = content
-        prompt = chat().prompt(ChatRequest(messages=begun, **fields))
+        prompt = chat().prompt(ChatInput(messages=begun, **fields))
         assert prompt.text.endswith(f"{FINAL}{content}")
         assert read(" be it.", prompt) == Reply(content=" be it.")
         assert prompt.reasoning is None
     opened = Chat(tokenizer(GPT_OSS + ANALYSIS, HARMONY.marks))
-    prompt = opened.prompt(ChatRequest(messages=HELLO))
+    prompt = opened.prompt(ChatInput(messages=HELLO))
     assert read(f"Hm.{NEXT}{FINAL}Yes.", prompt) == Reply(reasoning="Hm.", content="Yes.")
     assert prompt.reasoning is not None
     assert prompt.reasoning.is_open
@@ -226,7 +226,7 @@ def test_one_of_the_two_names_is_enough() -> None:
         {"model_type": "gpt_oss"},
     ):
         made = Chat(tokenizer("Hello"), **options)  # type: ignore[arg-type]
-        prompt = made.prompt(ChatRequest(messages=HELLO))
+        prompt = made.prompt(ChatInput(messages=HELLO))
         reader = made.reader(prompt)
         assert reader.reads_reasoning
         assert reader.read(text) == Reply(reasoning="Hm.", content="Yes.")

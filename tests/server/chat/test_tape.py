@@ -7,15 +7,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from server.chat.answers import pieces
 
 cuts = st.lists(st.integers(0, 10**6), max_size=12)
 
 
-def read(text: str, at: list[int], reader: Callable[[Tape], Reading[Any]]) -> Any:
+def read(text: str, at: list[int], reader: Callable[[IncrementalLexer], Reading[Any]]) -> Any:
     """What a reader gives for a text that is cut at these places; Broken as a value."""
-    tape = Tape()
+    tape = IncrementalLexer()
     reading = reader(tape)
     try:
         for piece in pieces(text, at):
@@ -77,7 +77,7 @@ def of_json(text: str) -> Any:
         return Broken
 
 
-def value_of(tape: Tape) -> Reading[Any]:
+def value_of(tape: IncrementalLexer) -> Reading[Any]:
     """As the tape reads it, with blanks after it and nothing more."""
     text = yield from tape.text_value()
     yield from tape.blanks()
@@ -91,7 +91,7 @@ def test_json_is_read_as_it_is(
     value: Any, indent: int | None, is_ascii: bool, at: list[int]
 ) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
-    assert read(text, at, Tape.text_value) == text
+    assert read(text, at, IncrementalLexer.text_value) == text
 
 
 @given(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jinja2 import Environment, TemplateSyntaxError
 
-from quire.chat.template_sandbox import Limits, Sandbox
+from quire.chat.template_sandbox import Sandbox, TemplateLimits
 from quire.chat.templates import ChatTemplate
 from quire.errors import ConfigError, RequestError
 from server.chat.families import CHATML, DEEPSEEK, FAMILIES, PARTS, tokenizer
@@ -239,7 +239,7 @@ def test_a_template_that_cannot_be_is_refused_at_once(template: str, message: st
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_is_stopped_here_too(name: str) -> None:
     template = ChatTemplate(
-        tokenizer(), HOSTILE[name], limits=Limits(seconds=0.05, max_chars=100_000)
+        tokenizer(), HOSTILE[name], limits=TemplateLimits(seconds=0.05, max_chars=100_000)
     )
     tracemalloc.start()
     try:
@@ -282,7 +282,7 @@ def test_what_templates_do_with_texts_is_what_jinja_does() -> None:
 
 
 def test_one_rendering_knows_nothing_of_another() -> None:
-    sandbox = Sandbox(Limits())
+    sandbox = Sandbox(TemplateLimits())
     template = sandbox.from_string("{{ x }}")
     assert sandbox.render(template, {"x": 1}) == "1"
     assert sandbox.render(template, {}) == ""

@@ -30,12 +30,12 @@ from quire.kernels.formats import kind_factor
 from quire.kernels.isa import Isa
 from quire.kernels.language import LANES, LOG2_E
 from quire.kernels.tensors import KINDS, with_dense_rows, words
-from quire.kernels.threads import Call, Scratch, Threads
+from quire.kernels.threads import KernelCall, Scratch, Threads
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention
 from quire.units import align_up, ceil_div
 
-# -- plan ------------------------------------------------------------------------------------------
+# -- items for threads -----------------------------------------------------------------------------
 
 # A step's work, cut into items for threads: made once, used by every layer of a group.
 #
@@ -57,7 +57,7 @@ Records = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkPlan:
     """What a frame says about the step. It keeps the arrays alive whose addresses it gives away."""
 
     words: tuple[int, ...]  # of a frame, from "items" to "block_size"
@@ -67,7 +67,7 @@ class Plan:
 
 def make_plan(
     batch: AttentionBatch, spec: AttentionSpec, shape: AttendShape, layout: Layout, threads: int
-) -> Plan:
+) -> WorkPlan:
     """A step's items for layers of one shape. Raises: ValueError for tables of another kind."""
     if batch.tables.dtype != torch.int64 or batch.tables.stride(1) != 1:
         raise ValueError(f"block tables must be rows of int64, not {batch.tables.dtype}")
@@ -91,7 +91,7 @@ def make_plan(
         batch.tables.data_ptr(), batch.tables.stride(0) * WORD_BYTES, batch.block_size,
     )  # fmt: skip
     kept = (items, groups, areas, lows, positions, batch.tables)
-    return Plan(words, num_threads, kept)
+    return WorkPlan(words, num_threads, kept)
 
 
 def _counted(lengths: Numbers) -> Numbers:
@@ -183,7 +183,7 @@ def _with_areas(items: Records, shape: AttendShape, layout: Layout) -> tuple[Rec
     return items[order], groups, max(1, int(area_bytes.sum()))
 
 
-# -- call ------------------------------------------------------------------------------------------
+# -- one call --------------------------------------------------------------------------------------
 
 # One call of the attention kernel: which one, and what its frame says.
 
@@ -240,7 +240,7 @@ def shape_of(
     )
 
 
-# -- played ----------------------------------------------------------------------------------------
+# -- recorded calls --------------------------------------------------------------------------------
 
 # Writing and attending as calls that stay the same from step to step but for a few words.
 
@@ -294,7 +294,7 @@ class CpuPlays:
         )
         find = self._finds.setdefault((shape, id(spec)), self._planned(spec, shape, layout))
         return VaryingCall(
-            call=Call(work, frame, 1), words=PLANNED, find=find, kept=(q, out, view, sinks)
+            call=KernelCall(work, frame, 1), words=PLANNED, find=find, kept=(q, out, view, sinks)
         )
 
     def _planned(self, spec: AttentionSpec, shape: AttendShape, layout: Layout) -> FindWords:
@@ -329,7 +329,7 @@ class _Planned(NamedTuple):
     kept: object
 
 
-# -- backend ---------------------------------------------------------------------------------------
+# -- the backend -----------------------------------------------------------------------------------
 
 
 class CpuAttention:
@@ -436,7 +436,7 @@ class _Step:
 
     spec: AttentionSpec  # kept, so that its id stays its own
     work: int  # address of the compiled code
-    plan: Plan
+    plan: WorkPlan
     scratch_bytes: int  # of a thread
     kind: str  # of keys and values
     out_shape: tuple[int, int, int]

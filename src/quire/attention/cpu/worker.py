@@ -22,7 +22,7 @@ from quire.kernels.formats import KIND_BYTES, kind_factor, store_as
 from quire.kernels.isa import Isa
 from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, LOWEST, Code, Int
 
-# -- several ---------------------------------------------------------------------------------------
+# -- an item of several queries --------------------------------------------------------------------
 
 # An item of several queries: up to ``MAX_PANELS`` panels of one key-value head, tile by tile.
 #
@@ -197,7 +197,7 @@ def _end_panel(thread: Thread, p: Int, padded: Int) -> None:
     code.run("transpose", source, LINE_BYTES, target, thread.layout.row_bytes, columns, 1)
 
 
-# -- single ----------------------------------------------------------------------------------------
+# -- an item of one query --------------------------------------------------------------------------
 
 # An item of one query: all its heads, over a range of its sequence's tokens, block by block.
 #
@@ -292,7 +292,7 @@ def _tile(thread: Thread, entry: Int, head: Int, inside: Int, count: Int, ahead:
     code.each(shape.rounds, some_queries)
 
 
-# -- results ---------------------------------------------------------------------------------------
+# -- parts merged ----------------------------------------------------------------------------------
 
 # From areas to outputs: the parts of a sequence merged, a row divided by its sum.
 #
@@ -349,7 +349,7 @@ def write_merge(code: Code, shape: AttendShape) -> None:
     code.end()
 
 
-# -- worker ----------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 def write_worker(module: ir.Module, shape: AttendShape, isa: Isa) -> None:

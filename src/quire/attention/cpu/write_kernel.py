@@ -17,11 +17,11 @@ from quire.kernels.formats import KIND_BYTES, load_as, store_as
 from quire.kernels.isa import Isa
 from quire.kernels.language import F32, INTS, LANES, Code, Int
 from quire.kernels.tensors import KINDS, with_dense_rows, words
-from quire.kernels.threads import Call, Threads
+from quire.kernels.threads import KernelCall, Threads
 from quire.kv import LayerView
 from quire.units import ceil_div
 
-# -- tensors ---------------------------------------------------------------------------------------
+# -- views in the kernels' words -------------------------------------------------------------------
 
 # A layer's view in the kernels' words.
 
@@ -35,7 +35,7 @@ def view_words(view: LayerView) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-# -- write -----------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 _FRAME = (
@@ -187,7 +187,7 @@ class KernelWriter:
         worth_it = num_tokens * entry_bytes > _WORTH_THREADS
         return (num_tokens, slots.data_ptr()), threads if worth_it else 1
 
-    def call(self, k: Tensor, v: Tensor) -> Call | None:
+    def call(self, k: Tensor, v: Tensor) -> KernelCall | None:
         """For entries that always come from there; None if their rows do not lie side by side.
 
         Raises: ValueError as a call does.
@@ -197,7 +197,7 @@ class KernelWriter:
         work = self._work.get(k.dtype) or self._compile(k.dtype)
         self._check(len(k), torch.int64, k, v)
         frame = self._frame.pack(0, 0, 0, *words(k, 2), *words(v, 2), *self._place)
-        return Call(work, frame, 1)
+        return KernelCall(work, frame, 1)
 
     def _check(self, num_tokens: int, slots_dtype: torch.dtype, k: Tensor, v: Tensor) -> None:
         (_, heads, _, key_dim), value_dim = self._view.k.shape, self._view.v.shape[-1]

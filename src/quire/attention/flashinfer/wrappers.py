@@ -292,7 +292,7 @@ def _pair(found: Any) -> tuple[Tensor, Tensor | None]:
     return found if isinstance(found, tuple) else (found, None)
 
 
-# -- captured --------------------------------------------------------------------------------------
+# -- steps that are captured -----------------------------------------------------------------------
 
 # Decode steps that are captured as CUDA graphs: plans over memory that stays.
 #

@@ -20,7 +20,7 @@ from quire.attention.triton.kernels import attend, join
 from quire.attention.triton.launch import (
     MOST_SPLITS,
     MOST_WIDTH,
-    AttendShape,
+    AttendLaunch,
     Gpu,
     Tile,
     find_gpu,
@@ -59,7 +59,7 @@ class _Step:
     """What a group's layers have in common."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
-    shape: AttendShape
+    shape: AttendLaunch
     calls: list[_Call]
 
 
@@ -137,7 +137,7 @@ class TritonAttention:
         return gpu
 
     def _calls(
-        self, shape: AttendShape, placed: PlacedBatch, gpu: Gpu, num_tokens: int
+        self, shape: AttendLaunch, placed: PlacedBatch, gpu: Gpu, num_tokens: int
     ) -> list[_Call]:
         num_seqs = len(placed.context_lens)
         if not num_tokens or not num_seqs:
@@ -162,7 +162,7 @@ class TritonAttention:
 
     def _call(
         self,
-        shape: AttendShape,
+        shape: AttendLaunch,
         placed: PlacedBatch,
         gpu: Gpu,
         tile: Tile,
@@ -194,7 +194,7 @@ def _launch(  # noqa: PLR0913
     view: LayerView,
     placed: PlacedBatch,
     block_size: int,
-    shape: AttendShape,
+    shape: AttendLaunch,
     gpu: Gpu,
     call: _Call,
     *,

@@ -13,7 +13,7 @@ from quire.kv import LayerView
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention, SlidingWindow
 from quire.units import ceil_div
 
-# -- gpu -------------------------------------------------------------------------------------------
+# -- a GPU's facts ---------------------------------------------------------------------------------
 
 # What the kernels are made for: a GPU's facts, or the interpreter's in place of one.
 
@@ -77,7 +77,7 @@ def find_gpu(device: torch.device) -> Gpu | str:
     )
 
 
-# -- tiles -----------------------------------------------------------------------------------------
+# -- tile sizes ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def _fitting(tile: Tile, width: int, entry_bytes: int, gpu: Gpu) -> Tile:
         tile = replace(tile, tokens=tile.tokens // 2)
 
 
-# -- shape -----------------------------------------------------------------------------------------
+# -- what is compiled for --------------------------------------------------------------------------
 
 # What a layer's kernels are compiled for, beside the sizes that a step brings.
 
@@ -197,7 +197,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttendShape:
+class AttendLaunch:
     """One kind of layer and of queries."""
 
     kv_heads: int
@@ -220,7 +220,7 @@ class AttendShape:
         return self.kv_heads * self.sharing
 
 
-def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendShape:
+def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendLaunch:
     """Raises: ValueError where queries do not fit the view."""
     latent = isinstance(spec, LatentAttention)
     (_, kv_heads, _, key), value = view.k.shape, view.v.shape[-1]
@@ -237,7 +237,7 @@ def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendShape:
     elif isinstance(spec, ChunkedAttention):
         reads, reach = "chunked", spec.chunk
     kept = kept_as(view.k.dtype)
-    return AttendShape(
+    return AttendLaunch(
         kv_heads=kv_heads,
         sharing=q.shape[1] // kv_heads,
         key=key,

@@ -12,7 +12,7 @@ from quire.devices import on_device
 from quire.kv import LayerView
 from quire.units import ceil_div
 
-# -- writer ----------------------------------------------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------
 
 
 _ELEMENTS = 2048  # of a program: some heads of one token
@@ -82,7 +82,7 @@ class TritonWriter:
             )
 
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- recurrent states ------------------------------------------------------------------------------
 
 # Rows of recurrent states by their slots, of padding too, by the kernels of ``move``.
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events, call_id
 from quire.chat.tools.declared import Tool
 
-ReadCalls: TypeAlias = Callable[[Tape, Events, Mapping[str, Tool]], Reading[None]]
+ReadCalls: TypeAlias = Callable[[IncrementalLexer, Events, Mapping[str, Tool]], Reading[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ToolFormat:
     is_all: bool = False
     make_id: Callable[[], str] = call_id
 
-    def read(self, tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def read(self, tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         """All of the text: content and calls."""
         while not self.opens or (yield from tape.upto(*self.opens, put=out.content)):
             is_text = False

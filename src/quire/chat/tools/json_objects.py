@@ -3,7 +3,7 @@
 import json
 from collections.abc import Container, Mapping
 
-from quire.chat.lexer import Broken, Reading, Tape
+from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
 from quire.chat.tools.interface import ToolFormat
@@ -11,7 +11,9 @@ from quire.chat.tools.interface import ToolFormat
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def call_object(tape: Tape, out: Events, known: Container[str] | None = None) -> Reading[None]:
+def call_object(
+    tape: IncrementalLexer, out: Events, known: Container[str] | None = None
+) -> Reading[None]:
     """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
 
     It begins with its name, and from then on its arguments are streamed. Raises: Broken.
@@ -52,7 +54,9 @@ def call_object(tape: Tape, out: Events, known: Container[str] | None = None) ->
     out.end()
 
 
-def called(tape: Tape, out: Events, name: str, given_id: str | None = None) -> Reading[None]:
+def called(
+    tape: IncrementalLexer, out: Events, name: str, given_id: str | None = None
+) -> Reading[None]:
     """The arguments of a call by that name, and so the start of it. Raises: Broken."""
     if (yield from tape.peek()) not in ("{", '"', "n"):
         raise Broken
@@ -60,7 +64,7 @@ def called(tape: Tape, out: Events, name: str, given_id: str | None = None) -> R
     yield from _arguments(tape, out)
 
 
-def _arguments(tape: Tape, out: Events) -> Reading[None]:
+def _arguments(tape: IncrementalLexer, out: Events) -> Reading[None]:
     """Of a call that has begun. Raises: Broken."""
     if (yield from tape.peek()) == "{":
         yield from tape.value(out.arguments)
@@ -68,7 +72,7 @@ def _arguments(tape: Tape, out: Events) -> Reading[None]:
         out.arguments((yield from _arguments_text(tape)))
 
 
-def _arguments_text(tape: Tape) -> Reading[str]:
+def _arguments_text(tape: IncrementalLexer) -> Reading[str]:
     """A JSON object; some models write it into a string, or null for none. Raises: Broken."""
     first = yield from tape.peek()
     if first == "{":
@@ -80,7 +84,7 @@ def _arguments_text(tape: Tape) -> Reading[str]:
 
 
 def _within(text: str) -> str:
-    inner = Tape()
+    inner = IncrementalLexer()
     inner.add(text.strip())
     inner.end()
     pieces: list[str] = []
@@ -95,14 +99,14 @@ def _within(text: str) -> str:
     return found
 
 
-def _name(tape: Tape, known: Container[str] | None) -> Reading[str]:
+def _name(tape: IncrementalLexer, known: Container[str] | None) -> Reading[str]:
     name = yield from tape.string()
     if not name or (known is not None and name not in known):
         raise Broken
     return name
 
 
-def call_list(tape: Tape, out: Events) -> Reading[None]:
+def call_list(tape: IncrementalLexer, out: Events) -> Reading[None]:
     """A JSON array of them, maybe empty. Raises: Broken."""
     yield from tape.expect("[")
     if (yield from tape.comes("]")):
@@ -125,7 +129,7 @@ def marked(*opens: str, closes: str) -> ToolFormat:
     Source: the models' templates, vLLM's for Phi-4-mini, and that model's card.
     """
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         mark = (yield from tape.starts(*opens)) or opens[0]
         yield from tape.expect(mark.removesuffix("["))
         yield from tape.blanks()
@@ -139,7 +143,7 @@ def marked(*opens: str, closes: str) -> ToolFormat:
     return ToolFormat(opens=opens, calls=calls)
 
 
-def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def llama(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
 
     A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
@@ -154,7 +158,7 @@ def llama(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
             return
 
 
-def required(tape: Tape, out: Events) -> Reading[None]:
+def required(tape: IncrementalLexer, out: Events) -> Reading[None]:
     """A JSON array of calls, as the grammar for tool_choice "required" makes it: no content."""
     try:
         yield from tape.blanks()
@@ -163,7 +167,7 @@ def required(tape: Tape, out: Events) -> Reading[None]:
         out.cut()
 
 
-def arguments_of(name: str, tape: Tape, out: Events) -> Reading[None]:
+def arguments_of(name: str, tape: IncrementalLexer, out: Events) -> Reading[None]:
     """A JSON object: the arguments for a tool that the request has named; no content."""
     try:
         yield from tape.blanks()

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quire.chat.lexer import MAX_DEPTH, MAX_NUMBER, NUMBER, Broken, Put, Reading, Tape
+from quire.chat.lexer import MAX_DEPTH, MAX_NUMBER, NUMBER, Broken, IncrementalLexer, Put, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
 from quire.chat.tools.interface import ToolFormat
@@ -38,7 +38,7 @@ def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
     for them and for ToolACE; LFM2's card.
     """
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.comes(opens)
         yield from tape.blanks()
         yield from tape.expect("[")
@@ -53,7 +53,7 @@ def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
     return ToolFormat(opens=(opens,) if has_marks else (), calls=calls, marks=(opens, closes))
 
 
-def olmo3(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def olmo3(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``<function_calls>`` and a call in each line. Source: Olmo 3's template."""
     yield from tape.expect("<function_calls>")
     while True:
@@ -71,7 +71,7 @@ def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
     """
     literals = _Gemma(quote)
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.expect(opens)
         yield from tape.blanks()
         yield from tape.expect("call:")
@@ -92,7 +92,7 @@ def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
 
 
 def _call(
-    tape: Tape, out: Events, tools: Mapping[str, Tool], *, must_know: bool = False
+    tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool], *, must_know: bool = False
 ) -> Reading[None]:
     name = yield from tape.name("(")
     if must_know and name not in tools:
@@ -106,7 +106,7 @@ def _call(
     arguments.end()
 
 
-def _ends(tape: Tape, closing: str, *, is_first: bool) -> Reading[bool]:
+def _ends(tape: IncrementalLexer, closing: str, *, is_first: bool) -> Reading[bool]:
     """Whether a list ends here; otherwise an item comes. Behind the last may be a comma.
 
     Raises: Broken where neither comes.
@@ -122,18 +122,18 @@ class _Literals(ABC):
     """Lists, mappings, numbers and words are alike."""
 
     @abstractmethod
-    def text(self, tape: Tape, put: Put) -> Reading[bool]:
+    def text(self, tape: IncrementalLexer, put: Put) -> Reading[bool]:
         """Put a string as JSON if one comes; whether it did. Raises: Broken."""
 
     @abstractmethod
-    def key(self, tape: Tape) -> Reading[str]:
+    def key(self, tape: IncrementalLexer) -> Reading[str]:
         """What stands before a member's value, with the colon. Raises: Broken."""
 
     @abstractmethod
-    def word(self, tape: Tape) -> Reading[str]:
+    def word(self, tape: IncrementalLexer) -> Reading[str]:
         """What is neither text nor brackets, as JSON. Raises: Broken."""
 
-    def value(self, tape: Tape, put: Put, depth: int = MAX_DEPTH) -> Reading[None]:
+    def value(self, tape: IncrementalLexer, put: Put, depth: int = MAX_DEPTH) -> Reading[None]:
         """Put it as JSON. Raises: Broken."""
         yield from tape.blanks()
         first = yield from tape.peek()
@@ -155,7 +155,7 @@ class _Literals(ABC):
 
 
 class _Python(_Literals):
-    def text(self, tape: Tape, put: Put) -> Reading[bool]:
+    def text(self, tape: IncrementalLexer, put: Put) -> Reading[bool]:
         sign = yield from tape.peek()
         if sign not in ("'", '"'):
             return False
@@ -173,7 +173,7 @@ class _Python(_Literals):
                 return True
             put((yield from self._escaped(tape)))
 
-    def _escaped(self, tape: Tape) -> Reading[str]:
+    def _escaped(self, tape: IncrementalLexer) -> Reading[str]:
         """What a backslash makes of what comes, as part of a JSON string; maybe nothing."""
         sign = yield from tape.peek()
         tape.take(1)
@@ -188,7 +188,7 @@ class _Python(_Literals):
             return json.dumps(chr(int(digits, 16)))[1:-1]  # half a pair too, which UTF-8 lacks
         return quoted(f"\\{sign}")  # as in paths and expressions
 
-    def key(self, tape: Tape) -> Reading[str]:
+    def key(self, tape: IncrementalLexer) -> Reading[str]:
         pieces: list[str] = []
         if not (yield from self.text(tape, pieces.append)):
             raise Broken
@@ -196,7 +196,7 @@ class _Python(_Literals):
         yield from tape.expect(":")
         return str(json.loads("".join(pieces)))
 
-    def word(self, tape: Tape) -> Reading[str]:
+    def word(self, tape: IncrementalLexer) -> Reading[str]:
         word = ""
         while (yield from tape.peek()) in _OF_A_WORD and len(word) < MAX_NUMBER:
             word += tape.take(1)
@@ -210,7 +210,7 @@ class _Gemma(_Literals):
     def __init__(self, quote: str) -> None:
         self._quote = quote
 
-    def text(self, tape: Tape, put: Put) -> Reading[bool]:
+    def text(self, tape: IncrementalLexer, put: Put) -> Reading[bool]:
         if (yield from tape.peek()) == '"':  # which models write in spite of their marks
             yield from tape.value(put)
             return True
@@ -222,7 +222,7 @@ class _Gemma(_Literals):
         put('"')
         return True
 
-    def key(self, tape: Tape) -> Reading[str]:
+    def key(self, tape: IncrementalLexer) -> Reading[str]:
         pieces: list[str] = []
         if (yield from self.text(tape, pieces.append)):
             key = str(json.loads("".join(pieces)))
@@ -234,7 +234,7 @@ class _Gemma(_Literals):
         yield from tape.expect(":")
         return key
 
-    def word(self, tape: Tape) -> Reading[str]:
+    def word(self, tape: IncrementalLexer) -> Reading[str]:
         text = (yield from tape.text_upto(",", "}", "]")).strip()
         found = _json_of(text)
         return json.dumps(text, ensure_ascii=False) if found is None else found

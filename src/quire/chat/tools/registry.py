@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from quire.chat.harmony import HARMONY
-from quire.chat.lexer import Reading, Tape
+from quire.chat.lexer import IncrementalLexer, Reading
 from quire.chat.output_events import Events, short_call_id
 from quire.chat.tools.declared import Tool
 from quire.chat.tools.interface import ToolFormat
@@ -14,12 +14,12 @@ from quire.chat.tools.literals import gemma, olmo3, pythonic
 from quire.chat.tools.tagged import functions, glm45, invokes
 from quire.errors import ConfigError
 
-# -- named -----------------------------------------------------------------------------------------
+# -- name, mark and arguments ----------------------------------------------------------------------
 
 # Calls that are a name, a mark, and the arguments as JSON: Mistral, DeepSeek V3, Kimi K2.
 
 
-def mistral(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def mistral(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``[TOOL_CALLS]name{…}``, or ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` of old.
 
     Between name and arguments there may be ``[CALL_ID]…`` and ``[ARGS]``. Source: the templates of
@@ -57,7 +57,7 @@ def named(
     Source: the templates of DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
     """
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.skip(several[0])
         yield from tape.blanks()
         yield from tape.expect(one[0])
@@ -82,7 +82,7 @@ def _of_id(given_id: str) -> tuple[str, str]:
     return head if head and number.isdecimal() else name, given_id
 
 
-# -- formats ---------------------------------------------------------------------------------------
+# -- the table of formats --------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)

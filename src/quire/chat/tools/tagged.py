@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.chat.lexer import BLANKS, Broken, Reading, Tape
+from quire.chat.lexer import BLANKS, Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
 from quire.chat.tools.interface import ToolFormat
@@ -36,7 +36,7 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
     """
     closing = ("\n</parameter>", "</parameter>") if on_own_lines else ("</parameter>",)
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.skip(opens)
         yield from tape.blanks()
         yield from tape.expect("<function=")
@@ -57,7 +57,7 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
     return ToolFormat(opens=(opens, "<function="), calls=calls)
 
 
-def glm45(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def glm45(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
 
     Source: GLM-4.5's template.
@@ -85,7 +85,7 @@ def invokes(outer: str, prefix: str = "") -> ToolFormat:
     opens, invoke = f"<{prefix}{outer}>", f'<{prefix}invoke name="'
     parameter, closing = f'<{prefix}parameter name="', f"</{prefix}parameter>"
 
-    def calls(tape: Tape, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
         yield from tape.skip(opens)
         yield from tape.blanks()
         yield from tape.expect(invoke)
@@ -123,7 +123,7 @@ class Arguments:
         self._out.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
 
     def read(
-        self, tape: Tape, key: str, *closing: str, is_string: bool | None = None
+        self, tape: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
     ) -> Reading[None]:
         """A value as text, and the tag after it; None: the schema says if it is a string.
 

@@ -1,4 +1,4 @@
-"""``Team``: the other ranks of one engine, as its storage, runner, swap and memory ask them.
+"""``LeaderGroup``: the other ranks of one engine, as its storage, runner, swap and memory ask them.
 
 Each asks for its own part and for the others' at once. ``crew`` carries the messages.
 """
@@ -27,12 +27,12 @@ from quire.engine.parallel.messages import (
     PutBack,
     Read,
     Rest,
-    Save,
+    SaveEntries,
 )
-from quire.engine.parallel.worker_group import Crew
-from quire.engine.swap.kv_mover import Mover, Note, Timer
+from quire.engine.parallel.worker_group import WorkerGroup
+from quire.engine.swap.kv_mover import KVMover, Note, Timer
 from quire.errors import RankLost
-from quire.kv import Change, LayerView, Storage
+from quire.kv import LayerView, Storage, StorageOp
 from quire.kv.interface import Slots
 from quire.kv.storage.states import StateRows
 from quire.memory import CountedMemory, MemoryProvider
@@ -40,7 +40,7 @@ from quire.memory.machine.readings import Gauge, MemoryReading, SharedGauge
 from quire.memory.residency import Residency, Resident
 from quire.models.step_inputs import HostInputs
 
-# -- resident --------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 # The memory around a cache that lies in several ranks: rank 0's own part, and word to the others.
 #
@@ -51,7 +51,7 @@ from quire.models.step_inputs import HostInputs
 class RankedResident:
     """See ``Resident``. Of the others' memory nothing but ``prefault`` raises."""
 
-    def __init__(self, crew: Crew, engine: int, own: Resident, *, keeps: bool) -> None:
+    def __init__(self, crew: WorkerGroup, engine: int, own: Resident, *, keeps: bool) -> None:
         """``keeps``: whether there is anything that follows the ceiling."""
         self._crew, self._engine, self._own, self._keeps = crew, engine, own, keeps
         self._told_bytes: int | None = None
@@ -98,7 +98,7 @@ class RankedResident:
 class RankedGauge:
     """Of the ranks' devices the one that has the least left."""
 
-    def __init__(self, crew: Crew, engine: int, own: Gauge) -> None:
+    def __init__(self, crew: WorkerGroup, engine: int, own: Gauge) -> None:
         self._crew, self._engine, self._own = crew, engine, own
 
     def now_s(self) -> float:
@@ -133,7 +133,7 @@ class RankedStorage:
     def __init__(
         self,
         own: Storage,
-        apply_all: Callable[[Sequence[Change], Storage], None],
+        apply_all: Callable[[Sequence[StorageOp], Storage], None],
         close_others: Callable[[], None],
     ) -> None:
         self._own = own
@@ -144,7 +144,7 @@ class RankedStorage:
         """This rank's: so much has each of them."""
         return self._own.memory
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         several = list(changes)
         if several:  # of a step that changes nothing the other ranks need not hear
             self._apply_all(several, self._own)
@@ -175,20 +175,20 @@ class RankedStorage:
         self._close_others()
 
 
-# -- team ------------------------------------------------------------------------------------------
+# -- the group -------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 
 @final
-class Team:
+class LeaderGroup:
     """What rank 0's engine knows of the others. Raises: RankLost, from every method but the last.
 
     ``least_committed_bytes``: of the rank that has committed the fewest, after the last changes.
     """
 
-    def __init__(self, crew: Crew, assembly: Assemble) -> None:
+    def __init__(self, crew: WorkerGroup, assembly: Assemble) -> None:
         """Raises: what an engine cannot be assembled for in one of the ranks."""
         self._crew, self._engine = crew, assembly.engine
         self.num_ranks = crew.num_ranks
@@ -211,7 +211,7 @@ class Team:
         self.least_committed_bytes = 0
         return RankedStorage(made[0], self.apply, self.close_storage)
 
-    def apply(self, changes: Sequence[Change], own: Storage) -> None:
+    def apply(self, changes: Sequence[StorageOp], own: Storage) -> None:
         """Raises: MemoryUnavailable where any of the ranks was refused pages."""
         failure: Exception | None = None
 
@@ -281,7 +281,7 @@ class Team:
             return SharedGauge(own, self.num_ranks)
         return RankedGauge(self._crew, self._engine, own)
 
-    def open_swap(self, path: str | None, own: Mover) -> Mover:
+    def open_swap(self, path: str | None, own: KVMover) -> KVMover:
         """Rank 0's place for saved entries, which tells the others."""
         self._crew.required(OpenSwap(engine=self._engine, path=path), _nothing)
         return RankedMover(self._crew, self._engine, own)
@@ -295,7 +295,7 @@ class Team:
 class RankedMover:
     """Moves a sequence's entries in every rank, or says that it is not done."""
 
-    def __init__(self, crew: Crew, engine: int, own: Mover) -> None:
+    def __init__(self, crew: WorkerGroup, engine: int, own: KVMover) -> None:
         self._crew, self._engine, self._own = crew, engine, own
 
     @property
@@ -303,7 +303,7 @@ class RankedMover:
         return self._own.timer
 
     def save(self, seq_id: int, slots: Sequence[Slots]) -> None:
-        message = Save(engine=self._engine, seq_id=seq_id, slots=slots)
+        message = SaveEntries(engine=self._engine, seq_id=seq_id, slots=slots)
         try:
             self._crew.required(message, lambda: self._own.save(seq_id, slots))
         except Exception:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config import EngineConfig
-from quire.kv import CacheConfig, Change
+from quire.kv import CacheConfig, StorageOp
 from quire.kv.interface import Slots
 from quire.memory.residency import Residency
 from quire.spec import ModelSpec
@@ -34,7 +34,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadSaved:
     """Load your part of a model."""
 
     model: int  # what it is called from now on
@@ -125,7 +125,7 @@ class Apply:
     """Carry out what accounting decided. The answer: how many bytes are committed now."""
 
     engine: int
-    changes: Sequence[Change]
+    changes: Sequence[StorageOp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class OpenSwap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveEntries:
     """Copy a sequence's entries out: of each group, those in these slots."""
 
     engine: int
@@ -212,15 +212,25 @@ class Leave:
 
 
 # All ranks do these together: one that stops in the middle leaves the others waiting.
-EXCHANGES = (Join, Load, Expect, Compute)
+EXCHANGES = (Join, LoadSaved, Expect, Compute)
 
 # What an engine asks for again and again: of its steps, and of the memory around its cache.
 Asked: TypeAlias = (
-    MakeStorage | CloseStorage | Apply | Go | Expect | Compute | Save | PutBack | DropSaved
+    MakeStorage | CloseStorage | Apply | Go | Expect | Compute | SaveEntries | PutBack | DropSaved
 )
 Tended: TypeAlias = Prefault | Follow | Rest | Read
 Message: TypeAlias = (
-    Join | Load | Look | Unload | Assemble | Disassemble | OpenSwap | Asked | Tended | Heard | Leave
+    Join
+    | LoadSaved
+    | Look
+    | Unload
+    | Assemble
+    | Disassemble
+    | OpenSwap
+    | Asked
+    | Tended
+    | Heard
+    | Leave
 )
 
 

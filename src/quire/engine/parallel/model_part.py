@@ -10,10 +10,10 @@ from typing import Any, final
 
 from quire.config import EngineConfig
 from quire.devices import choose_device
-from quire.engine.parallel.leader import Team
-from quire.engine.parallel.messages import Assemble, Failed, Load, Look, Unload
+from quire.engine.parallel.leader import LeaderGroup
+from quire.engine.parallel.messages import Assemble, Failed, LoadSaved, Look, Unload
 from quire.engine.parallel.process_group import meeting
-from quire.engine.parallel.worker_group import Crew
+from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import ConfigError
 from quire.kv import CacheConfig
 from quire.memory.machine import Machine
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class PartedModel:
     """The rest of a model, in other ranks. ``close`` ends them if they were started for it."""
 
-    def __init__(self, crew: Crew, model: int, *, owns_crew: bool) -> None:
+    def __init__(self, crew: WorkerGroup, model: int, *, owns_crew: bool) -> None:
         self._crew, self._model, self._owns_crew = crew, model, owns_crew
 
     @property
@@ -38,7 +38,7 @@ class PartedModel:
         return self._crew.num_ranks
 
     @property
-    def crew(self) -> Crew:
+    def crew(self) -> WorkerGroup:
         return self._crew
 
     def team(
@@ -48,9 +48,9 @@ class PartedModel:
         sizes: CacheConfig,
         config: EngineConfig,
         residency: Residency = "on-demand",
-    ) -> Team:
+    ) -> LeaderGroup:
         """The others, ready for an engine. Raises: ConfigError, MemoryUnavailable, RankLost."""
-        return Team(
+        return LeaderGroup(
             self._crew,
             Assemble(
                 engine=self._crew.new_name(),
@@ -93,7 +93,7 @@ def load_parts(
     device: str = "auto",
     dtype: str = "auto",
     show_progress: bool = False,
-    crew: Crew | None = None,
+    crew: WorkerGroup | None = None,
 ) -> LoadedModel:
     """Rank 0's part of a folder or a hub name, the others loaded beside it.
 
@@ -106,12 +106,12 @@ def load_parts(
     folder = find_folder(name)
     config, spec = read_config(str(folder or name), folder)
     part_spec(str(folder or name), config, spec, num_ranks)  # raises before anything is started
-    started = None if crew else Crew(num_ranks, choose_device(device).type).start()
+    started = None if crew else WorkerGroup(num_ranks, choose_device(device).type).start()
     ranks = started or crew
     assert ranks is not None
     model = ranks.new_name()
     try:
-        message = Load(model=model, name="" if name is None else str(name), dtype=dtype)
+        message = LoadSaved(model=model, name="" if name is None else str(name), dtype=dtype)
 
         def load_own() -> LoadedModel:
             return load_part(

@@ -20,7 +20,7 @@ from quire.devices import on_device
 from quire.engine.parallel.messages import Join
 from quire.errors import ConfigError
 
-# -- group -----------------------------------------------------------------------------------------
+# -- torch.distributed -----------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def abort() -> None:
         log.debug("the process group is not aborted: %r", error)
 
 
-# -- threads ---------------------------------------------------------------------------------------
+# -- ranks' threads --------------------------------------------------------------------------------
 
 # Threads of ranks that share a machine's cores: each computes with its share of them.
 

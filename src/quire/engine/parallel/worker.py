@@ -38,7 +38,7 @@ from quire.engine.parallel.messages import (
     Heard,
     Join,
     Leave,
-    Load,
+    LoadSaved,
     Look,
     MakeStorage,
     Message,
@@ -47,21 +47,21 @@ from quire.engine.parallel.messages import (
     PutBack,
     Read,
     Rest,
-    Save,
+    SaveEntries,
     Tended,
     Unload,
 )
 from quire.engine.parallel.model_part import load_part
 from quire.engine.parallel.process_group import compute_with, join, leave
 from quire.engine.runner import ModelRunner
-from quire.engine.swap.kv_mover import Mover, make_mover
+from quire.engine.swap.kv_mover import KVMover, make_mover
 from quire.errors import QuireError
 from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
 from quire.memory.residency import Resident
 from quire.models.loader import LoadedModel
 from quire.models.step_inputs import HostInputs
 
-# -- follower --------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class _Engine:
     max_model_len: int
     kv: KVCache | None = None
     runner: ModelRunner | None = None
-    mover: Mover | None = None
+    mover: KVMover | None = None
 
     def make_storage(self) -> None:
         if self.kv is None:
@@ -95,7 +95,7 @@ class _Engine:
 
 
 @final
-class Follower:
+class Worker:
     """One rank."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Follower:
                 if message.num_threads is not None:
                     compute_with(message.num_threads)
                 join(message)
-            case Load():
+            case LoadSaved():
                 self._models[message.model] = load_part(
                     message.name, dtype=message.dtype, rank=self.rank, num_ranks=self._num_ranks
                 )
@@ -172,7 +172,7 @@ class Follower:
                 runner.make_trial(message.max_tokens).expect()
             case Compute():
                 self._compute(runner, message)
-            case Save():
+            case SaveEntries():
                 _there(engine.mover).save(message.seq_id, message.slots)
             case PutBack():
                 _there(engine.mover).put_back(message.seq_id, message.slots, message.num_skipped)
@@ -235,7 +235,7 @@ def _there(part: Any) -> Any:
     return part
 
 
-# -- child -----------------------------------------------------------------------------------------
+# -- its process -----------------------------------------------------------------------------------
 
 # The process of a rank other than 0: it does one thing after the other, until it may leave.
 #
@@ -259,7 +259,7 @@ def main(channel: int, lifeline: int, folder: str, grace_s: float) -> None:
 
 def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
     """Answer messages until one says to leave; False if rank 0 is gone without a word."""
-    follower = Follower()
+    follower = Worker()
     _tell(channel, Done())  # it is there
     while True:
         try:
@@ -283,7 +283,7 @@ def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
         follower.go_on(message)
 
 
-def _answer(follower: Follower, message: Any) -> Answer:
+def _answer(follower: Worker, message: Any) -> Answer:
     try:
         return Done(follower.do(message))
     except Exception as error:

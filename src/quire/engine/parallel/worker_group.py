@@ -1,4 +1,4 @@
-"""``Crew``: the other ranks' processes, as rank 0 speaks with them.
+"""``WorkerGroup``: the other ranks' processes, as rank 0 speaks with them.
 
 They are started without running the user's script again, live in a session of their own (a Ctrl-C
 is rank 0's), and end with rank 0, however it ends. Where one of them ends, or does not answer, the
@@ -49,7 +49,7 @@ _START = (
 
 
 @final
-class Crew:
+class WorkerGroup:
     """Ranks 1 … ``num_ranks`` - 1. One thread at a time tells them something."""
 
     def __init__(self, num_ranks: int, device_type: str = "cpu", grace_s: float = GRACE_S) -> None:
@@ -59,9 +59,9 @@ class Crew:
         self._names = count(1)
         self._members: list[_Member] = []
         self._fate = _Fate(self._members)
-        self._finalizer: weakref.finalize[..., Crew] | None = None
+        self._finalizer: weakref.finalize[..., WorkerGroup] | None = None
 
-    def start(self) -> "Crew":
+    def start(self) -> "WorkerGroup":
         """Start them, and let all of them meet.
 
         Raises: ConfigError where there cannot be so many; RankLost where one does not come up.

@@ -5,11 +5,11 @@ once: in numpy for logits in the host's memory, which it reads several times fas
 on a CPU; and in torch, in ``device``, for logits on a device, which stay there.
 """
 
-from quire.engine.sampling.sampler import Sampler
+from quire.engine.sampling.sampler import LogitsSampler
 from quire.sampling_params import SamplingParams
 
 # Of all kinds of rows these take the most memory on a device: edited, sorted, and told of. Only
 # the log-probabilities of a whole vocabulary take more, for what is to come back.
 DEAREST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=1)
 
-__all__ = ["DEAREST", "Sampler"]
+__all__ = ["DEAREST", "LogitsSampler"]

@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class SamplingBatch:
     rows: list[int]  # of the runner's logits; it may give more of them than are asked for
     edits: Edits
     lots: list[Lot]  # the tokens of all other rows are their likeliest

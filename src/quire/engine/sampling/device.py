@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.devices import Results, to_device
-from quire.engine.sampling.batch import Lot, Wanted, Work
+from quire.engine.sampling.batch import Lot, SamplingBatch, Wanted
 from quire.engine.sampling.logits_processors import Edits, Ids
 from quire.engine.sampling.rng import keys_at
 from quire.engine.sequence import TokenLogprobs
 from quire.engine.step_plan import PromptRows
 
-# -- draws -----------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 # The race of ``sampling.draws`` on a device: the same numbers to the bit, the same two rounds.
 #
@@ -160,7 +160,7 @@ def _passed(sums: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return first[:, 0], shares - before[:, 0]
 
 
-# -- lots ------------------------------------------------------------------------------------------
+# -- draw batch ------------------------------------------------------------------------------------
 
 # The rows whose tokens are drawn, in the order in which a device can take them together.
 #
@@ -175,7 +175,7 @@ Need = Literal["nothing", "the largest", "order"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DrawPart:
     """Lots [start, stop), whose filters need the same."""
 
     start: int
@@ -185,7 +185,7 @@ class Part:
     num_largest: int = 0
 
 
-class Lots:
+class DrawBatch:
     """A step's. ``arrays`` is what ``draw`` needs on the device."""
 
     def __init__(self, lots: list[Lot], vocab_size: int) -> None:
@@ -214,13 +214,13 @@ class Lots:
         most = int(self.arrays["top_k"][ends[1] : ends[2]].max(initial=0))
         floored = bool(self.arrays["min_p"][: ends[1]].any())
         parts = (
-            Part(ends[0], ends[1], "nothing", has_floors=floored),
-            Part(ends[1], ends[2], "the largest", num_largest=most),
-            Part(ends[2], ends[3], "order"),
+            DrawPart(ends[0], ends[1], "nothing", has_floors=floored),
+            DrawPart(ends[1], ends[2], "the largest", num_largest=most),
+            DrawPart(ends[2], ends[3], "order"),
         )
         self._parts = [part for part in parts if part.start < part.stop]
 
-    def pieces(self, num_rows: int) -> Iterator[tuple[Part, slice]]:
+    def pieces(self, num_rows: int) -> Iterator[tuple[DrawPart, slice]]:
         """Of so many lots at most, each of one part."""
         for part in self._parts:
             for start in range(part.start, part.stop, num_rows):
@@ -228,7 +228,7 @@ class Lots:
 
 
 def draw(
-    part: Part, piece: slice, logits: Tensor, peaks: Tensor, sent: Mapping[str, Tensor]
+    part: DrawPart, piece: slice, logits: Tensor, peaks: Tensor, sent: Mapping[str, Tensor]
 ) -> Tensor:
     """A token for each lot of a piece, from its row of ``logits`` and the row's largest: i64[R]."""
     weights = weights_of(logits, peaks, sent["temperatures"][piece])
@@ -403,7 +403,7 @@ def _likeliest(logits: Tensor, num_top: int) -> Tensor:
     return _LOW_BITS - (largest & _LOW_BITS)
 
 
-# -- choices ---------------------------------------------------------------------------------------
+# -- a step on a device ----------------------------------------------------------------------------
 
 
 # Logits. While its row is drawn or told of, up to 20 bytes are held for each, and what the device's
@@ -417,11 +417,11 @@ Sent = Mapping[str, Tensor]
 @final
 class DeviceChoices:
     @torch.no_grad()
-    def __init__(self, logits: Tensor, work: Work) -> None:
+    def __init__(self, logits: Tensor, work: SamplingBatch) -> None:
         if logits.dtype not in _READ_AS_THEY_ARE:
             logits = logits.float()
         vocab_size, device = logits.shape[-1], logits.device
-        lots = Lots(work.lots, vocab_size) if work.lots else None
+        lots = DrawBatch(work.lots, vocab_size) if work.lots else None
         asked = _by_num_top(work.wanted, vocab_size)
         arrays = _to_send(work, lots, asked, vocab_size)
         placed = to_device(list(arrays.values()), device) if arrays else []
@@ -463,7 +463,7 @@ class DeviceChoices:
 
 
 def _to_send(
-    work: Work, lots: Lots | None, asked: Mapping[int, list[int]], vocab_size: int
+    work: SamplingBatch, lots: DrawBatch | None, asked: Mapping[int, list[int]], vocab_size: int
 ) -> dict[str, NDArray[Any]]:
     """All that the device has to be told, by name."""
     arrays: dict[str, NDArray[Any]] = {}
@@ -479,7 +479,9 @@ def _to_send(
     return arrays
 
 
-def _choose(raw: Tensor, work: Work, lots: Lots | None, sent: Sent, results: Results) -> Tensor:
+def _choose(
+    raw: Tensor, work: SamplingBatch, lots: DrawBatch | None, sent: Sent, results: Results
+) -> Tensor:
     """A token for each row. It is a result, and so are the largest logits before and after edits.
 
     Of equals the first is the largest; NaN is larger than anything.

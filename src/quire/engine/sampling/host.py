@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.sampling.batch import Wanted, Work
+from quire.engine.sampling.batch import SamplingBatch, Wanted
 from quire.engine.sampling.logits_processors import Rules
 from quire.engine.sampling.rng import drawn, keys_at, padded, passed, rows_at_once
 from quire.engine.sequence import TokenLogprobs
@@ -144,7 +144,7 @@ def _likeliest(logits: NDArray[np.float32], num_top: list[int]) -> list[NDArray[
     return found
 
 
-# -- on host ---------------------------------------------------------------------------------------
+# -- a step on the host ----------------------------------------------------------------------------
 
 
 Floats = NDArray[np.float32]
@@ -152,7 +152,7 @@ Floats = NDArray[np.float32]
 
 @final
 class HostChoices:
-    def __init__(self, logits: Tensor, work: Work) -> None:
+    def __init__(self, logits: Tensor, work: SamplingBatch) -> None:
         self.prompt_logprobs = [prompt_logprobs_of(logits, rows) for rows in work.prompt_rows]
         self._raw = raw = _rows_of(logits, work)
         tokens, peaks = _largest(raw)
@@ -180,7 +180,7 @@ class HostChoices:
         return logprobs_of(self._raw, rows, token_ids, [num_top for _, num_top in wanted])
 
 
-def _rows_of(logits: Tensor, work: Work) -> Floats:
+def _rows_of(logits: Tensor, work: SamplingBatch) -> Floats:
     """The work's rows; not to be written to."""
     logits = logits[: len(work.rows)] if work.is_all else logits[work.rows]
     found: Floats = logits.float().numpy()

@@ -14,14 +14,14 @@ from quire.engine.sequence import Request, Sequence
 from quire.sampling_params import SamplingParams
 from quire.units import ceil_div
 
-# -- tally -----------------------------------------------------------------------------------------
+# -- token counts ----------------------------------------------------------------------------------
 
 # How often each token has come in a sequence, kept as it grows: what penalties go by.
 #
 # Only tokens that came have an entry, so a long vocabulary costs nothing.
 
 
-class Tally:
+class TokenCounts:
     """The distinct tokens of one sequence, and how often each was generated.
 
     The prompt's are among them, with a count of 0, if ``with_prompt``.
@@ -100,7 +100,7 @@ class Edits:
         values = np.array([biases[token_id] for token_id in token_ids.tolist()], np.float32)
         self.biases.append((row, token_ids, values))
 
-    def penalise(self, row: int, tally: Tally, params: SamplingParams) -> None:
+    def penalise(self, row: int, tally: TokenCounts, params: SamplingParams) -> None:
         """As the tally stands now."""
         self.penalties.append((row, tally.token_ids.copy(), tally.counts.copy(), params))
 
@@ -150,7 +150,7 @@ def _rows(rows: list[int], ids: list[Ids]) -> Ids:
     return np.repeat(np.array(rows, np.int64), [len(own) for own in ids])
 
 
-# -- bans ------------------------------------------------------------------------------------------
+# -- bad words -------------------------------------------------------------------------------------
 
 # Tokens that must not come next: the last of a bad word, and what would end a text too early.
 
@@ -183,7 +183,7 @@ def ends_of(request: Request, eos_token_ids: Iterable[int]) -> list[int]:
     return sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
 
 
-# -- rules -----------------------------------------------------------------------------------------
+# -- one sequence ----------------------------------------------------------------------------------
 
 
 Bits: TypeAlias = NDArray[np.uint8]
@@ -203,10 +203,10 @@ class Rules:
         self._sequence, self._token_ids = sequence, sequence.token_ids
         self._ends = ends_of(request, eos_token_ids) if params.min_tokens else []
         self._bad_words = BadWords(request.bad_words) if request.bad_words else None
-        self._tally: Tally | None = None
+        self._tally: TokenCounts | None = None
         repeats = params.repetition_penalty != 1
         if repeats or params.presence_penalty or params.frequency_penalty:
-            self._tally = Tally(sequence, with_prompt=repeats)
+            self._tally = TokenCounts(sequence, with_prompt=repeats)
         self._num_counted = sequence.num_prompt_tokens
         self.edits_logits = bool(
             self.matcher

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.devices import wait_for
-from quire.engine.sampling.batch import Choices, Lot, Wanted, Work
+from quire.engine.sampling.batch import Choices, Lot, SamplingBatch, Wanted
 from quire.engine.sampling.device import DeviceChoices
 from quire.engine.sampling.host import HostChoices
 from quire.engine.sampling.logits_processors import Edits, Rules
@@ -26,7 +26,7 @@ from quire.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 
-class Sampler:
+class LogitsSampler:
     """Chooses the tokens of every draw; remembers the rules of each sequence until it ends."""
 
     def __init__(
@@ -77,13 +77,13 @@ class Sampler:
             len(plan.draws), vocab_size, generator=torch.Generator().manual_seed(0)
         ).to(dtype)
         logits[0, [-1, vocab_size // 2]] = logits.max() + 1  # the lower id counts
-        want, got = Sampler().sample(logits, plan), self.sample(logits.to(device), plan)
+        want, got = LogitsSampler().sample(logits, plan), self.sample(logits.to(device), plan)
         if [each.token_ids for each in want] != [each.token_ids for each in got]:
             self._leave_to_host(f"{device} chooses others")
         for draw in plan.draws:
             self.forget(draw.sequence)
 
-    def _choices(self, logits: Tensor, work: Work) -> Choices:
+    def _choices(self, logits: Tensor, work: SamplingBatch) -> Choices:
         if logits.is_cpu and not self._as_on_device:
             return HostChoices(logits, work)
         if self._on_host:
@@ -133,7 +133,7 @@ def _trial_plan(vocab_size: int) -> StepPlan:
     return StepPlan.of(chunks)
 
 
-def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int) -> Work:
+def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int) -> SamplingBatch:
     """What is to be done with the rows of all draws, one draw after the other."""
     rows: list[int] = []
     edits = Edits(vocab_size)
@@ -152,7 +152,9 @@ def _work(plan: StepPlan, rules: list[Rules], firsts: list[int], vocab_size: int
             own.write(edits, first, drafts)
         if own.params.logprobs is not None:
             wanted += [Wanted(first + i, own.params.logprobs) for i in range(len(drafts) + 1)]
-    return Work(rows=rows, edits=edits, lots=lots, wanted=wanted, prompt_rows=plan.prompt_rows)
+    return SamplingBatch(
+        rows=rows, edits=edits, lots=lots, wanted=wanted, prompt_rows=plan.prompt_rows
+    )
 
 
 def _held(choices: Choices, first: int, draw: Draw, rules: Rules) -> Sampled:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
-from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.plan_builder import Step
+from quire.engine.scheduling.limits import SchedulerLimits
+from quire.engine.scheduling.plan_builder import PlanBuilder
 from quire.engine.scheduling.policy import Policy
 from quire.engine.scheduling.queues import Queues
-from quire.engine.scheduling.state_checkpoints import Snapshots
+from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import FinishReason, Sequence
@@ -39,7 +39,9 @@ _MOST_AT_ONCE = 64  # newcomers
 class Admission:
     """Asks what is free for how much is to come. The watermark stays free in any case."""
 
-    def __init__(self, limits: Limits, policy: Policy, queues: Queues, costs: Costs) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, policy: Policy, queues: Queues, costs: Costs
+    ) -> None:
         self.company = queues.company
         self._queues, self._costs = queues, costs
         self._lengths = OutputLengths()
@@ -205,18 +207,19 @@ class Admission:
         return self.company.accounting.bytes_alone(tokens, of.longest[:, None])
 
 
-# -- room ------------------------------------------------------------------------------------------
+# -- slot allocation -------------------------------------------------------------------------------
 
 # Room for what a sequence computes next: how it is asked for, and what helps where it is refused.
 #
-# No sequence is preempted here; the scheduler does that where ``NoRoom`` leaves it a choice.
+# No sequence is preempted here: the scheduler does that, where an ``AllocationFailure`` leaves it
+# a choice.
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoRoom:
+class AllocationFailure:
     """A refusal; nothing has changed. ``final``: no other's room would help."""
 
     verdict: NotNow | Never
@@ -262,14 +265,18 @@ class Attempt:
         )
 
 
-class Room:
+class SlotAllocator:
     """Asks the accounting."""
 
     def __init__(
-        self, accounting: Accounting, swap: SwapSpace, limits: Limits, statistics: Statistics
+        self,
+        accounting: Accounting,
+        swap: SwapSpace,
+        limits: SchedulerLimits,
+        statistics: Statistics,
     ) -> None:
         self.accounting = accounting
-        self.snapshots = Snapshots(accounting)
+        self.snapshots = StateCheckpoints(accounting)
         self._swap = swap
         self._limits = limits
         self._statistics = statistics
@@ -283,7 +290,7 @@ class Room:
         is_running: bool,
         num_others: int,
         kept_bytes: int,
-    ) -> Chunk | NoRoom:
+    ) -> Chunk | AllocationFailure:
         """Room for a sequence's next chunk, which ``look_up`` has just told.
 
         ``num_others`` run beside it. ``kept_bytes`` stay free if it comes anew.
@@ -312,7 +319,7 @@ class Room:
                 continue
             # In chunks it may still come so far when it has more of the memory.
             final = final and not (num_others and self._fits_in_chunks(sequence))
-            return NoRoom(verdict=verdict, num_tokens=num_tokens, final=final)
+            return AllocationFailure(verdict=verdict, num_tokens=num_tokens, final=final)
 
     def look_up(self, sequence: Sequence, budget: int) -> Attempt:
         """Which tokens a sequence computes next, and which it need not."""
@@ -387,7 +394,7 @@ class Room:
         return self.accounting.ceiling.capacity_bytes - self.accounting.held_bytes
 
 
-# -- in batch --------------------------------------------------------------------------------------
+# -- prefixes that this step computes --------------------------------------------------------------
 
 # Newcomers whose prefix a step computes anyway: they wait for it, and then share it.
 #
@@ -403,7 +410,7 @@ _MOST_IN_VAIN = 3  # steps that one waits without having found more afterwards
 class InBatchPrefixes:
     """Which blocks a step fills, and which sequences wait for them."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: SlotAllocator) -> None:
         self._room = room
         self.waits_for: dict[int, Sequence] = {}  # by id of the waiting one: the one it waits for
         self._filled: dict[BlockKey, Chunk] = {}
@@ -414,7 +421,7 @@ class InBatchPrefixes:
         self._filled.clear()
         self._num_seen = 0
 
-    def holds_back(self, step: Step, newcomer: Sequence, attempt: Attempt) -> int:
+    def holds_back(self, step: PlanBuilder, newcomer: Sequence, attempt: Attempt) -> int:
         """How many tokens a newcomer will find if it waits for what this step computes.
 
         0 if it is not to wait. If it is, that is noted.
@@ -442,7 +449,7 @@ class InBatchPrefixes:
         self.waits_for[newcomer.seq_id] = chunk.sequence
         return num_then
 
-    def _see(self, step: Step) -> None:
+    def _see(self, step: PlanBuilder) -> None:
         """The chunks that have come into the step since the last look."""
         accounting = self._room.accounting
         for chunk in step.chunks[self._num_seen :]:

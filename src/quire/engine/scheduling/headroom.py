@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.limits import SchedulerLimits
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
 from quire.kv import Accounting
@@ -167,7 +167,7 @@ def _moments(num_left: Counts, horizon: int) -> Counts:
     return np.unique(np.concatenate([[0], num_left, between]))
 
 
-# -- company ---------------------------------------------------------------------------------------
+# -- the running set -------------------------------------------------------------------------------
 
 # The running sequences as numbers side by side: what a newcomer's admission is worked out from.
 #
@@ -183,10 +183,10 @@ _MOST_CLASSES = 64  # of lengths: 21 octaves
 _LOOKED_AT = 256  # sequences whose length is looked at in a step, on average
 
 
-class Company:
+class RunningSet:
     """Who runs, in any order: the last one takes the place of one that leaves."""
 
-    def __init__(self, limits: Limits, policy: Policy, accounting: Accounting) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy, accounting: Accounting) -> None:
         self.accounting = accounting
         self.num_left = 0  # that ran and do so no longer
         self.most_bytes = 0  # that all can come to hold
@@ -396,7 +396,7 @@ def _is_beginning(sequence: Sequence) -> bool:
     return bool(sequence.siblings) or sequence.num_computed_tokens + 1 < sequence.num_tokens
 
 
-def _most_output(sequence: Sequence, limits: Limits) -> int:
+def _most_output(sequence: Sequence, limits: SchedulerLimits) -> int:
     return limits.longest(sequence.request) - sequence.num_prompt_tokens
 
 

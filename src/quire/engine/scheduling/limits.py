@@ -9,7 +9,7 @@ from quire.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """The scheduler's numbers. They are final here; defaults for a user are in ``quire.config``."""
 
     max_model_len: int

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from quire.engine.scheduling.limits import Limits
-from quire.engine.scheduling.state_checkpoints import Snapshots
+from quire.engine.scheduling.limits import SchedulerLimits
+from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk
 from quire.kv import Accounting
@@ -16,12 +16,12 @@ NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 @dataclass(slots=True)
-class Step:
+class PlanBuilder:
     """``drafts``: guesses at what comes next, by sequence id."""
 
-    limits: Limits
+    limits: SchedulerLimits
     drafts: Drafts
-    snapshots: Snapshots  # where chunks end
+    snapshots: StateCheckpoints  # where chunks end
     budget: int  # tokens that may still be computed
     one_chunk: bool = False  # and no more
     chunks: list[Chunk] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from typing import Literal, get_args
 
-from quire.engine.scheduling.headroom import Company
+from quire.engine.scheduling.headroom import RunningSet
 from quire.engine.scheduling.policy import Policy
 from quire.engine.sequence import Sequence
 from quire.kv import Accounting
@@ -28,7 +28,7 @@ class Queues:
     the last are kept by rank: one is found, put in and taken out without a look at the others.
     """
 
-    def __init__(self, policy: Policy, company: Company) -> None:
+    def __init__(self, policy: Policy, company: RunningSet) -> None:
         self.company = company  # the running ones, as numbers
         self.waiting: list[Sequence] = []  # for room, by rank
         self.undecided: list[Sequence] = []  # without room, and their next token is to be chosen

@@ -17,7 +17,7 @@ from quire.units import align_down, align_up, ceil_div
 _MOST_INTERVAL_TOKENS = 4096  # where a token takes few bytes, or none
 
 
-class Snapshots:
+class StateCheckpoints:
     """Says where chunks end, and has the accounting keep copies there."""
 
     def __init__(self, accounting: Accounting) -> None:

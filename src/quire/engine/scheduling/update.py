@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from quire.engine.scheduling.admission import Room
-from quire.engine.scheduling.limits import Limits
+from quire.engine.scheduling.admission import SlotAllocator
+from quire.engine.scheduling.limits import SchedulerLimits
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.sequence import Embedding, Sequence
 from quire.engine.step_plan import Chunk, Draw, Sampled, TokenOutput
 
-# -- outcome ---------------------------------------------------------------------------------------
+# -- the outcome of a step -------------------------------------------------------------------------
 
 
 def kept_drafts(draws: Iterable[tuple[Draw, Sampled]]) -> dict[int, int]:
@@ -23,7 +23,7 @@ def kept_drafts(draws: Iterable[tuple[Draw, Sampled]]) -> dict[int, int]:
 
 
 def mark_computed(
-    room: Room,
+    room: SlotAllocator,
     preemption: Preemption,
     chunks: Iterable[Chunk],
     num_kept: Mapping[int, int],
@@ -72,7 +72,7 @@ def pooled(chunks: Iterable[Chunk]) -> list[TokenOutput]:
     ]
 
 
-def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOutput]:
+def append(sequence: Sequence, result: Sampled, limits: SchedulerLimits) -> list[TokenOutput]:
     """Append what was sampled, as far as the sequence goes on; the last output says if it ends."""
     if sequence.request.chosen_outside:
         sequence.awaits_choice = True
@@ -101,7 +101,7 @@ def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOut
     return outputs
 
 
-# -- suspects --------------------------------------------------------------------------------------
+# -- fault isolation -------------------------------------------------------------------------------
 
 # Sequences that were in a step that failed and left their states of no use.
 #
@@ -109,7 +109,7 @@ def append(sequence: Sequence, result: Sampled, limits: Limits) -> list[TokenOut
 # come past the tokens at which it failed; one that fails then ends.
 
 
-class Suspects:
+class FaultIsolation:
     """Which sequences are computed alone, and up to how many tokens."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ _FIRST_TOKENS = 2
 _MOST_REST_STEPS = 32
 
 
-class Pace:
+class DraftLength:
     """Twice as far after a guess that was right to its end, else one token further than it was.
 
     After one whose first token was wrong already: not at all for 1, 2, 4, … 32 steps, then one

@@ -13,7 +13,7 @@ from quire.engine.interfaces import Runner
 from quire.engine.kv_cache import KVCache
 from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts
 from quire.engine.sequence import Request, Sequence
-from quire.engine.speculation.draft_length import Pace, num_alike
+from quire.engine.speculation.draft_length import DraftLength, num_alike
 from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import MemoryUnavailable
 from quire.kv import Fits
@@ -31,7 +31,7 @@ class _Follower:
     """A sequence as the draft model knows it: with its guesses as if they were true."""
 
     own: Sequence
-    pace: Pace
+    pace: DraftLength
     sure_tokens: int = 0  # the rest is guessed
 
     def catch_up(self, token_ids: list[int]) -> int:
@@ -184,7 +184,7 @@ class DraftModel:
         if follower is None:
             request = Request(request_id=0, prompt_token_ids=(), params=_GREEDY)
             own = Sequence(request, seq_id=sequence.seq_id)
-            follower = _Follower(own, Pace(self._most_tokens))
+            follower = _Follower(own, DraftLength(self._most_tokens))
             self._kv.accounting.add(sequence.seq_id)
             self._followers[sequence.seq_id] = follower
         return follower

@@ -10,7 +10,7 @@ from array import array
 
 from quire.engine.scheduling.plan_builder import Drafts
 from quire.engine.sequence import Sequence
-from quire.engine.speculation.draft_length import Pace
+from quire.engine.speculation.draft_length import DraftLength
 
 _MOST_PLACES = 16  # that are compared, the latest first
 
@@ -72,14 +72,14 @@ class PromptLookup:
 
     def __init__(self, *, most_tokens: int, shortest: int, longest: int) -> None:
         self._most_tokens, self._shortest, self._longest = most_tokens, shortest, longest
-        self._texts: dict[int, tuple[Pace, Repetitions]] = {}  # by sequence id
+        self._texts: dict[int, tuple[DraftLength, Repetitions]] = {}  # by sequence id
 
     def propose(self, sequences: list[Sequence]) -> Drafts:
         drafts: dict[int, tuple[int, ...]] = {}
         for sequence in sequences:
             text = self._texts.get(sequence.seq_id)
             if text is None:
-                text = Pace(self._most_tokens), Repetitions(self._shortest, self._longest)
+                text = DraftLength(self._most_tokens), Repetitions(self._shortest, self._longest)
                 self._texts[sequence.seq_id] = text
             pace, repetitions = text
             num_tokens = pace.num_tokens_due(sequence)

@@ -15,14 +15,14 @@ from quire.devices import to_device
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import swap_buffer_bytes
 from quire.engine.scheduling.swap_space import Clock
-from quire.engine.swap.kv_store import FileShelf, MemoryShelf, Parts, Shelf
-from quire.engine.swap.pinned_store import PinnedShelf
+from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore, Parts
+from quire.engine.swap.pinned_store import PinnedKVStore
 from quire.errors import ConfigError, MemoryUnavailable, one_line
 from quire.kv.interface import Slots
 from quire.spec import Group, KeptWhole
 from quire.units import format_bytes, format_count
 
-# -- timers ----------------------------------------------------------------------------------------
+# -- timing ----------------------------------------------------------------------------------------
 
 # How long it takes to save and to bring back, told when it is known.
 
@@ -94,7 +94,7 @@ class DeviceTimer:
         return event
 
 
-# -- mover -----------------------------------------------------------------------------------------
+# -- the mover -------------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-class Mover(Protocol):
+class KVMover(Protocol):
     """Moves a sequence's entries between the cache and where they wait.
 
     Raises: OSError, MemoryError, RuntimeError where it cannot.
@@ -133,11 +133,11 @@ class Mover(Protocol):
 
 
 @final
-class ShelfMover:
+class StoreMover:
     """Of one process. ``device``: where the cache is."""
 
     def __init__(
-        self, kv: KVCache, shelf: Shelf, timer: Timer, device: torch.device = _CPU
+        self, kv: KVCache, shelf: KVStore, timer: Timer, device: torch.device = _CPU
     ) -> None:
         self._kv, self._shelf, self._device = kv, shelf, device
         self.timer = timer
@@ -210,7 +210,7 @@ def make_mover(
     max_model_len: int,
     device: torch.device = _CPU,
     clock: Clock = time.perf_counter,
-) -> ShelfMover:
+) -> StoreMover:
     """``device``: where the cache is.
 
     Raises: ConfigError if there can be no file in the folder ``swap_path``; MemoryUnavailable where
@@ -219,7 +219,7 @@ def make_mover(
     if swap_path is None and device.type == "cuda":
         buffer_bytes = swap_buffer_bytes(kv.accounting.groups, max_model_len)
         try:
-            pinned = PinnedShelf(device, buffer_bytes)
+            pinned = PinnedKVStore(device, buffer_bytes)
         except torch.OutOfMemoryError as error:
             raise MemoryUnavailable(
                 f"{device} has no memory for two swap buffers of {format_bytes(buffer_bytes)}: "
@@ -233,11 +233,11 @@ def make_mover(
                 one_line(error),
             )
         else:
-            return ShelfMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
+            return StoreMover(kv, pinned, DeviceTimer(device, pinned.copying), device)
     timer = HostTimer(clock)
     if swap_path is None:
-        return ShelfMover(kv, MemoryShelf(), timer, device)
+        return StoreMover(kv, MemoryKVStore(), timer, device)
     try:
-        return ShelfMover(kv, FileShelf(Path(swap_path)), timer, device)
+        return StoreMover(kv, FileKVStore(Path(swap_path)), timer, device)
     except OSError as error:
         raise ConfigError(f"swap_path={swap_path!r}: {error}") from error

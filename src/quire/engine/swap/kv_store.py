@@ -16,7 +16,7 @@ from torch import Tensor
 Parts: TypeAlias = list[Tensor]  # of one layer, tokens first
 
 
-class Shelf(Protocol):
+class KVStore(Protocol):
     """Keeps the entries of a sequence. Raises: OSError, MemoryError where it cannot."""
 
     def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
@@ -33,7 +33,7 @@ class Shelf(Protocol):
 
 
 @final
-class MemoryShelf:
+class MemoryKVStore:
     """In host memory."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Piece:
 
 
 @final
-class FileShelf:
+class FileKVStore:
     """In a file that has no name any more once it is open, so that it never outlives the process.
 
     It is as large as the most that was saved at once: what is dropped is written over.

@@ -41,8 +41,8 @@ class _Piece:
 
 
 @final
-class PinnedShelf:
-    """Of one device. See ``shelves.Shelf``. ``buffer_bytes``: of each, which hold any layer.
+class PinnedKVStore:
+    """Of one device. See ``shelves.KVStore``. ``buffer_bytes``: of each, which hold any layer.
 
     Raises: OutOfMemoryError, and RuntimeError where no memory of the host can be pinned.
     """

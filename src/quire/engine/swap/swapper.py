@@ -16,7 +16,7 @@ from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk, Save
-from quire.engine.swap.kv_mover import Mover, make_mover
+from quire.engine.swap.kv_mover import KVMover, make_mover
 from quire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ _CPU = torch.device("cpu")
 
 
 @final
-class SwapStore:
+class Swapper:
     """Which entries are saved and brought back, and how long that takes."""
 
-    def __init__(self, kv: KVCache, mover: Mover, costs: Costs) -> None:
+    def __init__(self, kv: KVCache, mover: KVMover, costs: Costs) -> None:
         self._kv, self._mover, self._costs = kv, mover, costs
         self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
         # A first guess at what a byte costs.
@@ -91,16 +91,16 @@ def make_swap_store(
     max_model_len: int,
     device: torch.device = _CPU,
     *,
-    around: Callable[[Mover], Mover] | None = None,
-) -> SwapStore:
+    around: Callable[[KVMover], KVMover] | None = None,
+) -> Swapper:
     """``device``: where the cache is. ``around`` makes of what moves entries here something that
     moves those of other ranks too.
 
     Raises: ConfigError if there can be no file in the folder ``swap_path``, or none is written.
     """
-    mover: Mover = make_mover(kv, swap_path, max_model_len, device)
+    mover: KVMover = make_mover(kv, swap_path, max_model_len, device)
     try:
-        return SwapStore(kv, mover if around is None else around(mover), costs)
+        return Swapper(kv, mover if around is None else around(mover), costs)
     except OSError as error:
         mover.close()
         raise ConfigError(f"swap_path={swap_path!r}: {error}") from error

@@ -15,7 +15,7 @@ from quire.kv.layout import attention_spec, range_rows, row_bytes
 from quire.kv.storage.entries import Entries, RangeLayer, layer_view, stored
 from quire.kv.storage.pages import Pages, back
 from quire.kv.storage.states import StateRows, make_states
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec, Group
 from quire.spec.layers import dtype_bytes, scale_bytes
@@ -83,7 +83,7 @@ class RangeStorage:
                     attention_spec(group), self._num_slots[index], longest, make_writer
                 )
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         for change in changes:
             if change.group in self._states:
                 self._states[change.group].apply(change)
@@ -182,7 +182,7 @@ class BlockStorage:
                 num_blocks = accounting.num_slots(index) // self._block_size
                 self._memory[index] = self._add(group, num_blocks, make_writer)
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         for change in changes:
             if change.group in self._states:
                 self._states[change.group].apply(change)

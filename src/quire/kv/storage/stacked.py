@@ -17,7 +17,7 @@ from quire.kv.layout import Stacking, attention_spec
 from quire.kv.storage.entries import Entries, RangeLayer
 from quire.kv.storage.pages import Pages, back
 from quire.kv.storage.states import StateRows, make_states
-from quire.kv.storage_ops import Change, Commit, Copy, Map, Release, Unmap
+from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
 from quire.spec import AttentionSpec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# -- beside ----------------------------------------------------------------------------------------
+# -- the copy stream -------------------------------------------------------------------------------
 
 # Copies of entries on a GPU, beside the steps: on a stream of their own.
 #
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @final
-class CopiesBeside:
+class CopyStream:
     """Copies that steps may not have waited for, by what they were made in.
 
     The caller is on the stream of the steps. What is copied has been written there by then, and
@@ -80,7 +80,7 @@ class CopiesBeside:
 # -- stacked storage -------------------------------------------------------------------------------
 
 
-class RangeAccounting(Accounting, Protocol):
+class StackedAccounting(Accounting, Protocol):
     """An accounting of ranges says how they are laid out."""
 
     def stacking(self, group: int) -> Stacking | None:
@@ -127,7 +127,7 @@ class StackedStorage:
 
     def __init__(
         self,
-        accounting: RangeAccounting | SharedVirtualAccounting,
+        accounting: StackedAccounting | SharedVirtualAccounting,
         provider: MemoryProvider,
         make_writer: MakeWriter | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class StackedStorage:
                 self._layers |= {layer: (stack, held) for layer, held in found.items()}
         self._beside = self._copies_beside()
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StorageOp]) -> None:
         for change in changes:
             if change.group in self._states:
                 self._states[change.group].apply(change)
@@ -200,12 +200,12 @@ class StackedStorage:
             self.memory.used_on(self._beside.stream, ends=True)
             self._beside = None
 
-    def _copies_beside(self) -> CopiesBeside | None:
+    def _copies_beside(self) -> CopyStream | None:
         """On a device that does several things at a time."""
         stack = next((stack for stacks in self._stacks.values() for stack in stacks), None)
         if stack is None or stack.rows.device.type != "cuda":
             return None
-        beside = CopiesBeside(stack.rows.device)
+        beside = CopyStream(stack.rows.device)
         self.memory.used_on(beside.stream)
         return beside
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.kv.layout import slot_bytes, state_offsets
 from quire.kv.storage.pages import Pages, back
-from quire.kv.storage_ops import Change, Commit, Copy, Release
+from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group, KeptWhole
 from quire.spec.layers import dtype_bytes
@@ -47,7 +47,7 @@ class StateRows:
         """Each of its states as the spec lists them: [slots, *shape]."""
         return self._layers[layer]
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: StorageOp) -> None:
         """Raises: MemoryUnavailable, and then nothing of it is done."""
         if isinstance(change, Copy):
             stop = change.source + change.num_slots

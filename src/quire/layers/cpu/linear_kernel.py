@@ -26,7 +26,7 @@ from quire.layers.cpu.linear_frame import (
     ProductShape,
 )
 
-# -- rest ------------------------------------------------------------------------------------------
+# -- the rest of a row -----------------------------------------------------------------------------
 
 # The last inputs of a row, where they fill no vector: copied to where zeros are behind them.
 
@@ -42,7 +42,7 @@ def copy_rest(code: Code, element_bytes: int, source: Int, count: Int, target: I
     )
 
 
-# -- vectors ---------------------------------------------------------------------------------------
+# -- by vectors ------------------------------------------------------------------------------------
 
 # A block of outputs at a time by ordinary vectors: each sum runs along a row of weights.
 #
@@ -205,7 +205,7 @@ def _sum(code: Code, value: Value) -> Value:
     return code.b.extract_element(value, ir.Constant(I32, 0))
 
 
-# -- finish ----------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 # From sums to outputs: bias, activation, and one rounding where torch's separate ops round.
 
@@ -243,7 +243,7 @@ def write_finish(code: Code, shape: ProductShape) -> None:
     code.end()
 
 
-# -- worker ----------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------
 
 
 def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
@@ -365,7 +365,7 @@ class _Worker:
         code.each(call["num_rows"], panel, step=LANES)
 
 
-# -- tiles -----------------------------------------------------------------------------------------
+# -- by AMX ----------------------------------------------------------------------------------------
 
 # A block of outputs at a time by AMX: weights as they lie, inputs packed before.
 #

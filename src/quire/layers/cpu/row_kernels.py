@@ -23,7 +23,7 @@ from quire.kernels.threads import Threads
 from quire.layers.cpu.activation import activate
 from quire.units import ceil_div
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- kernels over rows -----------------------------------------------------------------------------
 
 
 ROW_KINDS = ("f32", "bf16", "f16")
@@ -123,7 +123,7 @@ def store_piece(
         store_as(code, value, at + n * size, kind, min(LANES, count - n))
 
 
-# -- gate ------------------------------------------------------------------------------------------
+# -- gated activation ------------------------------------------------------------------------------
 
 # The middle of a gated feed-forward layer: ``act(gate) * up``, each rounded as torch rounds it.
 
@@ -137,7 +137,7 @@ class GateShape:
     kind: str
 
 
-class Gate:
+class GateKernel:
     """``act(gate) * up``, in one pass."""
 
     def __init__(self, shape: GateShape, kernels: Kernels, threads: Threads) -> None:
@@ -180,7 +180,7 @@ def _write_gate_row(code: Code, shape: GateShape, call: Words, r: Int) -> None:
     each_piece(code, shape.width, [], piece)
 
 
-# -- norm ------------------------------------------------------------------------------------------
+# -- root mean square norm -------------------------------------------------------------------------
 
 # Root mean square norm: a row divided by the root of its mean square, times a weight.
 #
@@ -257,7 +257,7 @@ def _write_norm_row(code: Code, shape: NormShape, call: Words, r: Int) -> None:
     each_piece(code, width, [], scale)
 
 
-# -- rotary ----------------------------------------------------------------------------------------
+# -- rotary positions ------------------------------------------------------------------------------
 
 # Rotary positions: the first elements of each head turned, pair by pair, by its token's angles.
 #
@@ -358,7 +358,7 @@ def _turn(code: Code, shape: RotaryShape, source: Int, target: Int, cos: Int, si
         store_piece(code, load_piece(code, source, at, count, kind), target, at, count, kind)
 
 
-# -- sums ------------------------------------------------------------------------------------------
+# -- residual sums ---------------------------------------------------------------------------------
 
 # a + b, element by element: what goes on past a layer, added to what the layer gives.
 

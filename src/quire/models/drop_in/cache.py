@@ -26,7 +26,7 @@ from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.kv import Usage
 from quire.memory import CountedMemory
 from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, LayerStates, recurrent_layer
-from quire.models.drop_in.rows import Family, Rows
+from quire.models.drop_in.rows import BatchRows, CacheFamily
 from quire.spec import (
     AttentionSpec,
     ChunkedAttention,
@@ -100,7 +100,7 @@ class DropInCache(Cache):
         model_config: Any,
         spec: ModelSpec,
         memory: CountedMemory,
-        make_rows: Callable[[ModelSpec, int], Rows],
+        make_rows: Callable[[ModelSpec, int], BatchRows],
         dtype: torch.dtype,
     ) -> None:
         """``dtype``: of the model, and of its keys where states come before them."""
@@ -109,9 +109,9 @@ class DropInCache(Cache):
         self._memory = memory
         self._make_rows = make_rows
         self._model_dtype = dtype
-        self._rows: Rows | None = None
+        self._rows: BatchRows | None = None
         # Where copies of this cache lie, and lies this one: it comes back there after ``close``.
-        self._family: ReferenceType[Family] | None = None
+        self._family: ReferenceType[CacheFamily] | None = None
         self._dtype: torch.dtype | None = None  # of the keys in the rows
         self._steps = _Steps()
         self._text_config = model_config.get_text_config(decoder=True)
@@ -252,7 +252,7 @@ class DropInCache(Cache):
             f"this process, use copy.deepcopy"
         )
 
-    def rows_for(self, k: Tensor) -> Rows:
+    def rows_for(self, k: Tensor) -> BatchRows:
         """The rows, made when the first keys arrive ([rows, K, T, D]) and tell how many there are.
 
         Raises: ConfigError for a device or dtype that cannot be kept.
@@ -278,7 +278,7 @@ class DropInCache(Cache):
         with self.whole_or_empty():
             return self._rows.states(layer)
 
-    def _rows_like(self, new: Tensor, dtype: torch.dtype) -> Rows:
+    def _rows_like(self, new: Tensor, dtype: torch.dtype) -> BatchRows:
         """As many rows as ``new`` has; if there are none yet, with keys of this dtype."""
         if new.device.type != "cpu":
             raise ConfigError(f"the model runs on {new.device}; this cache keeps CPU tensors only")
@@ -292,7 +292,7 @@ class DropInCache(Cache):
             )
         return self._rows
 
-    def _new_rows(self, dtype: torch.dtype, num_rows: int) -> Rows:
+    def _new_rows(self, dtype: torch.dtype, num_rows: int) -> BatchRows:
         """Beside the copies of this cache, if there are some: they have one ceiling."""
         family = self._family_of_copies
         with torch.inference_mode(False):  # it may end before the cache does
@@ -302,7 +302,7 @@ class DropInCache(Cache):
                         f"this cache was given {dtype}, and copies of it hold {self._dtype}: make "
                         f"a new one, or close() them"
                     )
-                return Rows(family, num_rows)
+                return BatchRows(family, num_rows)
             return self._make_rows(
                 self._spec.with_kv_dtype(str(dtype).removeprefix("torch.")), num_rows
             )
@@ -322,7 +322,7 @@ class DropInCache(Cache):
         )
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> BatchRows | None:
         """The rows; None before the first token."""
         return self._rows
 
@@ -332,7 +332,7 @@ class DropInCache(Cache):
         return self._memory
 
     @property
-    def _family_of_copies(self) -> Family | None:
+    def _family_of_copies(self) -> CacheFamily | None:
         family = None if self._family is None else self._family()
         return family if family is not None and family.can_be_joined else None
 

@@ -18,11 +18,11 @@ from quire.kv import Usage
 from quire.memory import CountedMemory
 from quire.models.drop_in.cache import DropInCache
 from quire.models.drop_in.layers import has_gradients, without_gradients
-from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.rows import BatchRows
 from quire.spec import CrossAttention, KeptWhole, ModelSpec
 from quire.units import format_count
 
-MakeRows: TypeAlias = Callable[[ModelSpec, int], Rows]
+MakeRows: TypeAlias = Callable[[ModelSpec, int], BatchRows]
 
 
 class SourceCache(EncoderDecoderCache):
@@ -44,7 +44,7 @@ class SourceCache(EncoderDecoderCache):
         config = deepcopy(model_config)
         config.num_hidden_layers = spec.num_layers  # of the decoder; files mean the encoder's
 
-        def make_both(text: ModelSpec, num_rows: int) -> Rows:
+        def make_both(text: ModelSpec, num_rows: int) -> BatchRows:
             dtypes = [
                 kept.dtype for kept in text.layers[0].specs if not isinstance(kept, KeptWhole)
             ]
@@ -77,7 +77,7 @@ class SourceCache(EncoderDecoderCache):
         return deepcopy(self)
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> BatchRows | None:
         """The rows; None before the first token."""
         return self.text.rows
 
@@ -129,7 +129,7 @@ class SourceLayer(CacheLayerMixin):
 
     def __init__(self, text: DropInCache, layer: int, spec: CrossAttention) -> None:
         self._text, self._layer, self._spec = text, layer, spec
-        self._written: Rows | None = None  # in which it lies
+        self._written: BatchRows | None = None  # in which it lies
         self._length = 0  # tokens
         self._had_gradients = False  # when it was written
 

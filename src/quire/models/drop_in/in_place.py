@@ -41,7 +41,7 @@ _OF_SHAPE = frozenset(
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Place:
+class KVPlace:
     """Where one layer's keys and values lie in one step: a view, and each row's blocks.
 
     The chunk is the last tokens of ``batch``; what is read begins at token ``start``.
@@ -131,12 +131,14 @@ class Place:
 class Unread(Tensor):
     """Keys or values that are not gathered before an operation asks for an element."""
 
-    _place: Place
+    _place: KVPlace
     _which: int  # 0: keys, 1: values
     _outline: Tensor  # shape and dtype, with one element for all
 
     @classmethod
-    def over(cls, place: Place, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Unread":
+    def over(
+        cls, place: KVPlace, which: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> "Unread":
         # Code that reads past PyTorch's protocol finds NaN, not numbers that look right.
         outline = torch.full((1,), torch.nan, dtype=dtype).expand(shape)
         made = outline.as_subclass(cls)

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from quire.errors import ConfigError, UnsupportedModel
-from quire.models.drop_in.rows import Rows
+from quire.models.drop_in.rows import BatchRows
 from quire.spec import AttentionSpec, RecurrentState, SlidingWindow
 
 
@@ -32,7 +32,7 @@ class Owner(Protocol):
     model_name: str  # the class of the model it was made for
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> BatchRows | None:
         """None before the first token."""
         ...
 
@@ -46,7 +46,7 @@ class Owner(Protocol):
         """Whether the model's attention may be given tensors that are not gathered yet."""
         ...
 
-    def rows_for(self, k: Tensor) -> Rows:
+    def rows_for(self, k: Tensor) -> BatchRows:
         """The rows of these keys ([rows, K, T, D]), made for them if there are none."""
         ...
 

@@ -16,7 +16,7 @@ from quire.memory.by_device import known_machine, memory_for
 from quire.memory.machine.probe import spare_mappings
 from quire.models.drop_in.cache import DropInCache
 from quire.models.drop_in.encoder_decoder import SourceCache
-from quire.models.drop_in.rows import Family, Rows
+from quire.models.drop_in.rows import BatchRows, CacheFamily
 from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
 from quire.spec import AttentionSpec, Layer, ModelSpec, RecurrentState
@@ -87,7 +87,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
         chosen = choose_backend(attention_backend, specs, device)
         return None if chosen.name == "sdpa" else chosen
 
-    def make_rows(spec: ModelSpec, num_rows: int) -> Rows:
+    def make_rows(spec: ModelSpec, num_rows: int) -> BatchRows:
         config = CacheConfig(
             max_model_len=longest,
             max_num_seqs=max_num_seqs or max(16, 2 * num_rows),
@@ -101,7 +101,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
             shares_pages=shares_pages,
             max_mappings=spare_mappings() if shares_pages and device.type == "cpu" else None,
         )
-        return Rows(Family(strategy, spec, config, memory, num_rows, choose), num_rows)
+        return BatchRows(CacheFamily(strategy, spec, config, memory, num_rows, choose), num_rows)
 
     name, dtype = type(model).__name__, model.dtype  # the cache outlives the model
     if spec.source_tokens:

@@ -40,7 +40,7 @@ from quire.kv import (
 from quire.kv.layout import attention_groups, attention_spec
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
-from quire.models.drop_in.in_place import Place
+from quire.models.drop_in.in_place import KVPlace
 from quire.models.drop_in.row_states import RowStates, Sources, equally_spaced, state_row_bytes
 from quire.spec import AttentionSpec, Group, LatentAttention, ModelSpec
 from quire.units import format_bytes, format_count
@@ -48,7 +48,7 @@ from quire.units import format_bytes, format_count
 ChooseBackend: TypeAlias = Callable[[Iterable[AttentionSpec]], AttentionBackend | None]
 
 
-class Family:
+class CacheFamily:
     """Where batches lie that are copies of one another: an accounting, its storage, one ceiling.
 
     Each copy may be used in a thread of its own: ``lock`` is held while one of them is changed.
@@ -71,7 +71,7 @@ class Family:
         self.memory = CountedMemory(provider)
         self.spec_groups: tuple[Group, ...] = spec.groups
         self.max_rows = config.max_num_seqs
-        self.batches: WeakSet[Rows] = WeakSet()
+        self.batches: WeakSet[BatchRows] = WeakSet()
         self.check_room_for(num_rows)
         self._ceiling_bytes = config.capacity_bytes
         self._state_bytes = state_row_bytes(spec.groups, self.memory.page_bytes)  # of a row
@@ -107,7 +107,7 @@ class Family:
         """Whether a batch that ended here may begin again here, beside its copies."""
         return bool(self.batches) and not self._is_broken
 
-    def num_rows(self, but: "Rows | None" = None) -> int:
+    def num_rows(self, but: "BatchRows | None" = None) -> int:
         """Rows of all batches, or of all but one."""
         return sum(len(batch) for batch in self.batches if batch is not but)
 
@@ -147,7 +147,7 @@ class Family:
                 self.accounting.free(seq_id)
             self.apply()
 
-    def leave(self, batch: "Rows", seq_ids: list[int]) -> None:
+    def leave(self, batch: "BatchRows", seq_ids: list[int]) -> None:
         """A batch has ended. The last one gives the storage back too."""
         with self.lock:
             self.batches.discard(batch)
@@ -199,10 +199,10 @@ class Family:
             )
 
 
-class Rows:
+class BatchRows:
     """A batch of sequences of one length, in one cache."""
 
-    def __init__(self, family: Family, num_rows: int) -> None:
+    def __init__(self, family: CacheFamily, num_rows: int) -> None:
         """Raises: OutOfKVMemory."""
         self.num_tokens = 0
         self._family = family
@@ -227,7 +227,7 @@ class Rows:
         self._slots: dict[tuple[int, int, int], Tensor] = {}  # of this step, by group and tokens
         self._batches: dict[tuple[int, int, int], AttentionBatch] = {}  # likewise
         self._alike: dict[tuple[object, ...], AttentionBatch] = {}  # by where their blocks lie
-        self._places: list[ReferenceType[Place]] = []  # of this step, given away
+        self._places: list[ReferenceType[KVPlace]] = []  # of this step, given away
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -237,7 +237,7 @@ class Rows:
         return self._family.memory
 
     @property
-    def family(self) -> Family:
+    def family(self) -> CacheFamily:
         return self._family
 
     def usage(self) -> Usage:
@@ -247,13 +247,13 @@ class Rows:
     def states_added_to(self, usage: Usage) -> Usage:
         return self._states.added_to(usage)
 
-    def copy(self) -> "Rows":
+    def copy(self) -> "BatchRows":
         """A batch that goes on by itself from here. Where blocks are shared, none is copied yet.
 
         Raises: OutOfKVMemory, and nothing has changed; MemoryUnavailable.
         """
         with self._family.lock:
-            twin = Rows(self._family, len(self._ids))
+            twin = BatchRows(self._family, len(self._ids))
             try:
                 twin._take_over(self)
             except OutOfKVMemory:
@@ -261,7 +261,7 @@ class Rows:
                 raise
             return twin
 
-    def _take_over(self, other: "Rows") -> None:
+    def _take_over(self, other: "BatchRows") -> None:
         """Become what another batch is, having nothing yet."""
         for seq_id in self._ids:
             self._accounting.free(seq_id)
@@ -350,7 +350,7 @@ class Rows:
         view = self._storage.view(layer)
         gather = partial(self.read, layer, start, stop)
         batch = self._batch(self._group_of[layer], begin, stop)
-        place = Place(backend, view, spec, batch, start, gather)
+        place = KVPlace(backend, view, spec, batch, start, gather)
         self._places.append(ref(place))
         return place.tensors(view.k.dtype)
 

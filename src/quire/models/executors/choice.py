@@ -19,11 +19,11 @@ from transformers.cache_utils import DynamicCache
 from quire.errors import UnsupportedModel
 from quire.kv.storage.entries import dequantize, quantize
 from quire.models.executors.encoder_source import Encoded, Source, encode
-from quire.models.executors.hooks import Step
+from quire.models.executors.hooks import PackedStep
 from quire.models.executors.packed import PackedModel
-from quire.models.executors.per_sequence import LoneModel
-from quire.models.fingerprint import ModelWatch
-from quire.models.fused_modules import StandIns
+from quire.models.executors.per_sequence import PerSequenceModel
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel, features_shape
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention, SlidingWindow
 
@@ -37,7 +37,7 @@ class Way(Protocol):
     """Computes a step over what a storage holds."""
 
     def forward(
-        self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor
+        self, step: PackedStep, token_ids: Tensor, positions: Tensor, logits_at: Tensor
     ) -> Tensor:
         """Logits [S, vocabulary] at some of the packed tokens."""
         ...
@@ -50,8 +50,8 @@ class Way(Protocol):
 def make_way(
     name: str,
     loaded: LoadedModel,
-    stand_ins: StandIns | None = None,
-    watch: ModelWatch | None = None,
+    stand_ins: FusedModules | None = None,
+    watch: ModelFingerprint | None = None,
     *,
     records: bool = True,
 ) -> Way:
@@ -69,10 +69,10 @@ def make_way(
         return PackedModel(loaded.model, stand_ins, watch, latents=latents, records=records)
     if name == "gathered":
         return PackedModel(loaded.model, stand_ins, watch, gathers=True, records=False)
-    return LoneModel(loaded.model, stand_ins, watch)
+    return PerSequenceModel(loaded.model, stand_ins, watch)
 
 
-# -- rounded ---------------------------------------------------------------------------------------
+# -- the quantized reference -----------------------------------------------------------------------
 
 # A model's own run with its keys and values rounded as a cache in another dtype rounds them.
 #
@@ -98,7 +98,7 @@ class RoundedCache(DynamicCache):
         return entries
 
 
-# -- trial -----------------------------------------------------------------------------------------
+# -- the trial -------------------------------------------------------------------------------------
 
 # A few tokens that a model computes chunk by chunk, and what it says of them by itself.
 #

@@ -103,7 +103,7 @@ def _encoded(model: PreTrainedModel, kept: KeptSource) -> Tensor:
     return nothing.expand(1, kept.source.num_tokens, hidden_size)
 
 
-class SourceLayer(CacheLayerMixin):
+class EncoderSourceLayer(CacheLayerMixin):
     """One layer's part of one sequence's source, as Transformers wants to see it."""
 
     def __init__(self, kept: KeptSource, layer: int) -> None:

@@ -7,7 +7,7 @@
   ``model(...)``.
 
 Both hold for one ``forward`` only: between two steps the model is its owner's, as it was.
-``Step.silent`` names the layers whose reads or writes did not come by.
+``PackedStep.silent`` names the layers whose reads or writes did not come by.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ ATTENTION_NAME = "quire"
 
 
 @dataclass(slots=True)
-class Step:
+class PackedStep:
     """One forward pass: for each layer its spec and its batch, and who has reported."""
 
     storage: Storage
@@ -146,7 +146,7 @@ class EngineCache:
     is_compileable = False
     is_initialized = True  # no chunk is anything but a continuation
 
-    def __init__(self, step: Step, positions: Tensor) -> None:
+    def __init__(self, step: PackedStep, positions: Tensor) -> None:
         self._step = step
         self._positions = positions  # i64[T]
 
@@ -213,7 +213,7 @@ def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def hearing_hidden(model: PreTrainedModel, step: Step) -> Iterator[None]:
+def hearing_hidden(model: PreTrainedModel, step: PackedStep) -> Iterator[None]:
     """While it lasts the step gets the last hidden states of a pass, if it is to have them."""
     heard = step.hidden
     if heard is None:
@@ -238,7 +238,7 @@ def make_step(
     backend: AttentionBackend,
     batches: list[AttentionBatch],
     lenders: Mapping[int, int],
-) -> Step:
+) -> PackedStep:
     """``batches``: one for each of the accounting's groups that have tokens."""
     specs: dict[int, AttentionSpec] = {}
     by_layer: dict[int, AttentionBatch] = {}
@@ -246,7 +246,9 @@ def make_step(
         for layer in group.layers:
             specs[layer] = attention_spec(group)
             by_layer[layer] = batch
-    return Step(storage=storage, backend=backend, specs=specs, batches=by_layer, lenders=lenders)
+    return PackedStep(
+        storage=storage, backend=backend, specs=specs, batches=by_layer, lenders=lenders
+    )
 
 
 def attend(  # noqa: PLR0913 - the signature is Transformers'
@@ -258,7 +260,7 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    quire_step: Step | None = None,
+    quire_step: PackedStep | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function (the read seam): [1, T, H, Dv]."""
@@ -307,7 +309,7 @@ def _attend_expanded(
     return found
 
 
-def _layer_of(module: torch.nn.Module, step: Step) -> int:
+def _layer_of(module: torch.nn.Module, step: PackedStep) -> int:
     """Whose memory it reads: what was written last, for one module may serve several layers.
 
     Unless it is of a layer that keeps nothing of its own, and reads another one's.

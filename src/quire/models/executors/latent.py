@@ -26,7 +26,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attention import AttentionBatch
 from quire.kv import LayerView
-from quire.layers.fused import Kept, Slot, agrees, answer, is_plain, random_like, settings, slots_of
+from quire.layers.fused import (
+    KeptParts,
+    Slot,
+    agrees,
+    answer,
+    is_plain,
+    random_like,
+    settings,
+    slots_of,
+)
 from quire.spec import AttentionSpec, FullAttention, LatentAttention
 
 # -- latent ----------------------------------------------------------------------------------------
@@ -135,13 +144,13 @@ class LatentLayers:
         return left
 
 
-def _kept(several: Collection[AbsorbedLatent]) -> Kept:
+def _kept(several: Collection[AbsorbedLatent]) -> KeptParts:
     """What must still be there: linear layers and their weights, and no hook on them."""
     slots: list[Slot] = []
     for each in several:
         slots += slots_of(each.module._modules, each.linear._parameters)
         slots.append((each.module.__dict__, _EXPAND, None))
-    return Kept(slots, [each.linear for each in several])
+    return KeptParts(slots, [each.linear for each in several])
 
 
 def _unexpanded(latents: Tensor, rotary_keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ from quire.errors import UnsupportedModel
 from quire.models.executors.hooks import (
     ATTENTION_NAME,
     EngineCache,
-    Step,
+    PackedStep,
     hearing_hidden,
     reading_through_attend,
 )
 from quire.models.executors.latent import LatentLayers
-from quire.models.fingerprint import ModelWatch
-from quire.models.fused_modules import StandIns
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.fused_modules import FusedModules
 from quire.models.recorded.recordings import Recordings
 from quire.spec import LatentAttention
 
@@ -32,8 +32,8 @@ class PackedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        stand_ins: StandIns | None = None,
-        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
+        stand_ins: FusedModules | None = None,
+        watch: ModelFingerprint | None = None,  # of a caller that has it look before each pass
         *,
         latents: Mapping[int, LatentAttention] | None = None,  # layers that keep them
         gathers: bool = False,  # every layer: its model changes what was kept
@@ -41,7 +41,7 @@ class PackedModel:
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
-        self._watch = watch or ModelWatch(model)
+        self._watch = watch or ModelFingerprint(model)
         self._gathers = gathers
         self._latents = LatentLayers(model, {} if gathers or latents is None else latents)
         for layer, why in self._latents.refused.items():
@@ -57,7 +57,7 @@ class PackedModel:
 
     def forward(
         self,
-        step: Step,
+        step: PackedStep,
         token_ids: Tensor,  # i64[T]
         positions: Tensor,  # i64[T]
         logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
@@ -76,7 +76,9 @@ class PackedModel:
         """Drop what was recorded, which refers to this. Nothing is run any more."""
         self._recordings = None
 
-    def _run(self, step: Step, token_ids: Tensor, positions: Tensor, logits_at: Tensor) -> Tensor:
+    def _run(
+        self, step: PackedStep, token_ids: Tensor, positions: Tensor, logits_at: Tensor
+    ) -> Tensor:
         """The model's own, in inference mode."""
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
         # Latents first: they ask whether a linear layer is its owner's, and stand-ins exchange it.
@@ -101,7 +103,7 @@ class PackedModel:
         # A model that does not know ``logits_to_keep`` gives those of all tokens.
         return logits if len(logits) == len(logits_at) else logits[logits_at]
 
-    def _gathered(self, step: Step, absorbed: Collection[int]) -> Collection[int]:
+    def _gathered(self, step: PackedStep, absorbed: Collection[int]) -> Collection[int]:
         if self._gathers:
             return step.specs.keys()
         return [n for n in self._latents.layers if n not in absorbed]  # to be expanded

@@ -21,30 +21,30 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from quire.attention.gather import read_sequence
 from quire.models.dummy_layer import UnkeptLayer
-from quire.models.executors.encoder_source import SourceLayer, forward
-from quire.models.executors.hooks import Step, hearing_hidden
-from quire.models.fingerprint import ModelWatch
-from quire.models.fused_modules import StandIns
+from quire.models.executors.encoder_source import EncoderSourceLayer, forward
+from quire.models.executors.hooks import PackedStep, hearing_hidden
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.fused_modules import FusedModules
 from quire.spec import ChunkedAttention, SlidingWindow
 
 
-class LoneModel:
+class PerSequenceModel:
     """A model that computes a step chunk by chunk. Between two it is its owner's, as it was."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        stand_ins: StandIns | None = None,
-        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
+        stand_ins: FusedModules | None = None,
+        watch: ModelFingerprint | None = None,  # of a caller that has it look before each pass
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
-        self._watch = watch or ModelWatch(model)
+        self._watch = watch or ModelFingerprint(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
 
     def forward(
         self,
-        step: Step,
+        step: PackedStep,
         token_ids: Tensor,  # i64[T]
         positions: Tensor,  # i64[T]
         logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
@@ -68,13 +68,15 @@ class LoneModel:
         """Nothing was made of the model."""
 
     def _chunk(
-        self, step: Step, number: int, token_ids: Tensor, positions: Tensor, wanted: Tensor
+        self, step: PackedStep, number: int, token_ids: Tensor, positions: Tensor, wanted: Tensor
     ) -> Tensor:
         """Logits at the ``wanted`` tokens of one sequence's chunk."""
         cache = Cache(layers=_layers(step, number))
         if step.sources:
             kept = step.sources[number]
-            source = Cache(layers=[SourceLayer(kept, layer) for layer in sorted(kept.places)])
+            source = Cache(
+                layers=[EncoderSourceLayer(kept, layer) for layer in sorted(kept.places)]
+            )
             both = EncoderDecoderCache(cache, source)
             return forward(self._model, kept, both, token_ids)[wanted]
         given: dict[str, Any] = {}
@@ -93,24 +95,24 @@ class LoneModel:
         return logits if keeps else logits[wanted]
 
 
-def _chunks(step: Step) -> list[tuple[int, int, int]]:
+def _chunks(step: PackedStep) -> list[tuple[int, int, int]]:
     """They are the same in every layer's batch."""
     return next(iter(step.batches.values())).chunks()
 
 
-def _layers(step: Step, number: int) -> list[Any]:
+def _layers(step: PackedStep, number: int) -> list[Any]:
     """Sequence ``number``'s cache, layer by layer; what keeps nothing has a place only."""
     keep_states = step.states.layers if step.states else ()
     layers: list[Any] = [UnkeptLayer() for _ in range(max([*step.specs, *keep_states]) + 1)]
     for layer in step.specs:
-        layers[layer] = LoneLayer(step, layer, number)
+        layers[layer] = PerSequenceLayer(step, layer, number)
     return layers
 
 
-class LoneLayer(CacheLayerMixin):
+class PerSequenceLayer(CacheLayerMixin):
     """One layer of one sequence, as Transformers wants to see it."""
 
-    def __init__(self, step: Step, layer: int, number: int) -> None:
+    def __init__(self, step: PackedStep, layer: int, number: int) -> None:
         super().__init__()
         self._step = step
         self._layer = layer

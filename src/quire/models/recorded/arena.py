@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Pieces:
+class Arena:
     """Lent piece by piece, and lent again as soon as no tensor in a piece is left.
 
     All recordings of a model share them, for two are never played at once.

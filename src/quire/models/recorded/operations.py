@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from quire.attention import VaryingCall
-from quire.kernels.threads import Call
-from quire.models.executors.hooks import Step
+from quire.kernels.threads import KernelCall
+from quire.models.executors.hooks import PackedStep
 
 
 class Operator:
@@ -20,7 +20,7 @@ class Operator:
         self._args, self._kwargs = given
         self._outs = outs  # where what it gives goes; none if it changes what it is given
 
-    def __call__(self, step: Step, asked: int) -> None:
+    def __call__(self, step: PackedStep, asked: int) -> None:
         results = self._func(*self._args, **self._kwargs)
         if self._outs:
             for out, result in zip(self._outs, tree_leaves(results), strict=True):
@@ -35,12 +35,12 @@ class Write:
     k: Tensor
     v: Tensor
 
-    def __call__(self, step: Step, asked: int) -> None:
+    def __call__(self, step: PackedStep, asked: int) -> None:
         step.storage.write(
             self.layer, step.batches[self.layer].slots, self.k[:asked], self.v[:asked]
         )
 
-    def call(self, step: Step) -> VaryingCall | None:
+    def call(self, step: PackedStep) -> VaryingCall | None:
         """The same as a kernel's call; None if there is no such kernel."""
         if (plays := step.backend.plays) is None:
             return None
@@ -58,7 +58,7 @@ class Attend:
     softcap: float | None
     sinks: Tensor | None
 
-    def __call__(self, step: Step, asked: int) -> None:
+    def __call__(self, step: PackedStep, asked: int) -> None:
         self.out[:asked] = step.backend.attend(
             self.q[:asked],
             step.storage.view(self.layer),
@@ -69,7 +69,7 @@ class Attend:
             sinks=self.sinks,
         )
 
-    def call(self, step: Step) -> VaryingCall | None:
+    def call(self, step: PackedStep) -> VaryingCall | None:
         """The same as a kernel's call; None if there is no such kernel."""
         if (plays := step.backend.plays) is None:
             return None
@@ -84,4 +84,4 @@ class Attend:
         )
 
 
-Part: TypeAlias = Operator | Write | Attend | Call
+Part: TypeAlias = Operator | Write | Attend | KernelCall

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.row_kernels import Sums
-from quire.models.recorded.arena import Pieces
+from quire.models.recorded.arena import Arena
 from quire.models.recorded.operations import Attend, Operator, Part, Write
 from quire.spec import AttentionSpec, LatentAttention
 
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     plays = None
 
-    def __init__(self, pieces: Pieces, cpu: CpuLinear) -> None:
+    def __init__(self, pieces: Arena, cpu: CpuLinear) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: list[Part] = []
         self._pieces = pieces

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from quire.attention import AttentionBatch, FindWords, VaryingCall
 from quire.kernels.player import Player
-from quire.kernels.threads import Call
+from quire.kernels.threads import KernelCall
 from quire.layers.cpu import CpuLinear
-from quire.models.executors.hooks import Step
-from quire.models.fingerprint import ModelWatch
-from quire.models.recorded.arena import Pieces
+from quire.models.executors.hooks import PackedStep
+from quire.models.fingerprint import ModelFingerprint
+from quire.models.recorded.arena import Arena
 from quire.models.recorded.operations import Attend, Part, Write
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.spec import AttentionSpec
@@ -26,7 +26,9 @@ from quire.spec import AttentionSpec
 # How a recorded pass is played.
 
 
-Run: TypeAlias = Callable[[Step, int], None]  # (the step, how many rows of the pass are wanted)
+Run: TypeAlias = Callable[
+    [PackedStep, int], None
+]  # (the step, how many rows of the pass are wanted)
 
 
 class LayerCall(NamedTuple):
@@ -36,7 +38,7 @@ class LayerCall(NamedTuple):
     layer: int
 
 
-class Recording:
+class RecordedPass:
     """A pass over so many tokens, ready to be played."""
 
     def __init__(
@@ -54,7 +56,7 @@ class Recording:
         self._storage: object = None  # that it is joined for
         self._runs: list[Run] = []
 
-    def play(self, step: Step, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def play(self, step: PackedStep, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits of at most so many tokens [S, vocabulary], good until the next pass is played."""
         if self._storage is not step.storage:
             self._runs, self._storage = self._joined(step), step.storage
@@ -67,12 +69,12 @@ class Recording:
         step.read |= self._layers
         return self._logits[:asked]
 
-    def _joined(self, step: Step) -> list[Run]:
+    def _joined(self, step: PackedStep) -> list[Run]:
         """Calls that follow one another become one run."""
         runs: list[Run] = []
-        calls: list[Call | LayerCall] = []
+        calls: list[KernelCall | LayerCall] = []
         for part in self._parts:
-            if isinstance(part, Call):
+            if isinstance(part, KernelCall):
                 calls.append(part)
                 continue
             if isinstance(part, Write | Attend) and (call := part.call(step)) is not None:
@@ -82,14 +84,16 @@ class Recording:
             calls = []
         return runs + self._stretch(calls, step)
 
-    def _stretch(self, calls: list[Call | LayerCall], step: Step) -> list[Run]:
+    def _stretch(self, calls: list[KernelCall | LayerCall], step: PackedStep) -> list[Run]:
         return [Stretch(calls, step, self._cpu)] if calls else []
 
 
 class Stretch:
     """Calls of kernels, made without coming back to Python between them."""
 
-    def __init__(self, calls: list[Call | LayerCall], step: Step, cpu: CpuLinear) -> None:
+    def __init__(
+        self, calls: list[KernelCall | LayerCall], step: PackedStep, cpu: CpuLinear
+    ) -> None:
         plain = [each.call.call if isinstance(each, LayerCall) else each for each in calls]
         self._player = Player(plain, cpu.kernels, cpu.threads)
         self._kept = calls  # for what their frames point to
@@ -101,7 +105,7 @@ class Stretch:
                 alike.setdefault(key, []).append((number, each))
         self._alike = [_Alike(several, self._player) for several in alike.values()]
 
-    def __call__(self, step: Step, asked: int) -> None:
+    def __call__(self, step: PackedStep, asked: int) -> None:
         for several in self._alike:
             several.fit(step)
         self._player()
@@ -118,7 +122,7 @@ class _Alike:
         self._places = player.starts[self._numbers][:, None] + np.array(first.words)
         self._num_threads = 0
 
-    def fit(self, step: Step) -> None:
+    def fit(self, step: PackedStep) -> None:
         words, num_threads = self._find(step.batches[self._layer])
         self._player.frames[self._places] = words
         if num_threads != self._num_threads:
@@ -139,25 +143,25 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
 WORTH_IT = 24
 
 # (step, token ids, positions, the tokens whose logits are wanted) to logits [S, vocabulary]
-RunModel = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
+RunModel = Callable[[PackedStep, Tensor, Tensor, Tensor], Tensor]
 
 
 class Recordings:
     """All of one model's, made when they are worth it and dropped when the model changes."""
 
-    def __init__(self, watch: ModelWatch, cpu: CpuLinear, run: RunModel) -> None:
+    def __init__(self, watch: ModelFingerprint, cpu: CpuLinear, run: RunModel) -> None:
         self._model = watch.model
         self._cpu = cpu
         self._watch = watch
         self._run = run
-        self._pieces = Pieces()
+        self._pieces = Arena()
         self._asked: Counter[int] = Counter()
-        self._made: dict[int, Recording] = {}
+        self._made: dict[int, RecordedPass] = {}
         self._are_of = (-1, 0)  # a version of the model, and a number of threads
         self._refused_at = -1  # a version that cannot be recorded
         self._works = all(p.is_cpu for p in self._model.parameters())
 
-    def find(self, step: Step, num_tokens: int) -> Recording | None:
+    def find(self, step: PackedStep, num_tokens: int) -> RecordedPass | None:
         """A recording that can play a step, if there is one or it is time to make it."""
         if not self._works or num_tokens > SIZES[-1] or torch.is_autocast_enabled("cpu"):
             return None
@@ -188,7 +192,7 @@ class Recordings:
                 return None
         return self._made[size]
 
-    def _make(self, size: int, specs: dict[int, AttentionSpec]) -> Recording:
+    def _make(self, size: int, specs: dict[int, AttentionSpec]) -> RecordedPass:
         """Raises: NotRecordable."""
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         every = torch.arange(size)
@@ -201,7 +205,7 @@ class Recordings:
             with recorder.listening():
                 made_up = self._run(_made_up_step(recorder, specs), token_ids, positions, every)
                 logits = recorder.still(made_up)
-            recording = Recording(token_ids, positions, logits, recorder.parts, self._cpu)
+            recording = RecordedPass(token_ids, positions, logits, recorder.parts, self._cpu)
             got = recording.play(_made_up_step(MadeUp(), specs), other_ids, other_positions)
         except (NotRecordable, MemoryError):
             raise
@@ -212,9 +216,9 @@ class Recordings:
         return recording
 
 
-def _made_up_step(keeper: Any, specs: dict[int, AttentionSpec]) -> Step:
+def _made_up_step(keeper: Any, specs: dict[int, AttentionSpec]) -> PackedStep:
     batches: Any = dict.fromkeys(specs, _NoBatch())
-    return Step(storage=keeper, backend=keeper, specs=specs, batches=batches)
+    return PackedStep(storage=keeper, backend=keeper, specs=specs, batches=batches)
 
 
 class _NoBatch:

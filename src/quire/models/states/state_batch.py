@@ -19,7 +19,7 @@ from quire.spec import RecurrentState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class StateBatchRows:
     """Chunks of one length that are computed as rows of one batch."""
 
     members: tuple[int, ...]  # which of the step's chunks
@@ -48,7 +48,7 @@ class PlacedRows:
 class StateBatch:
     """On the host."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[StateBatchRows, ...]
     places: Array  # i64[T]: in the packed row, of one batch after the other
     slots: tuple[Array, ...]  # i64[S] in each group, in the same order
 
@@ -56,7 +56,7 @@ class StateBatch:
     def padding(cls, size: int, num_groups: int) -> "StateBatch":
         """A step of ``size`` rows of padding, a token each."""
         return cls(
-            rows=(Rows(members=tuple(range(size)), num_tokens=1, goes_on=True),),
+            rows=(StateBatchRows(members=tuple(range(size)), num_tokens=1, goes_on=True),),
             places=np.arange(size),
             slots=(np.full(size, -1),) * num_groups,
         )
@@ -139,11 +139,13 @@ def make_state_batch(accounting: Accounting, chunks: Sequence[tuple[int, int, in
     going_on = [n for n, (_, start, stop) in enumerate(chunks) if start and stop - start == 1]
     others = [n for n, (_, start, stop) in enumerate(chunks) if not start or stop - start > 1]
     rows = [
-        Rows(members=(n,), num_tokens=chunks[n][2] - chunks[n][1], goes_on=chunks[n][1] > 0)
+        StateBatchRows(
+            members=(n,), num_tokens=chunks[n][2] - chunks[n][1], goes_on=chunks[n][1] > 0
+        )
         for n in others
     ]
     if going_on:
-        rows.append(Rows(members=tuple(going_on), num_tokens=1, goes_on=True))
+        rows.append(StateBatchRows(members=tuple(going_on), num_tokens=1, goes_on=True))
     ends = np.cumsum([stop - start for _, start, stop in chunks])
     order = [*others, *going_on]
     seq_ids = [chunks[n][0] for n in order]

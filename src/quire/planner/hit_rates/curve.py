@@ -26,7 +26,7 @@ from quire.planner.hit_rates.stack_distances import infinite_hits, lru_hits
 from quire.spec import FullAttention, Group
 from quire.traces import TraceRequest
 
-# -- core ------------------------------------------------------------------------------------------
+# -- the engine's own accounting -------------------------------------------------------------------
 
 # Prompts through the engine's own accounting, under any of its eviction policies.
 #

@@ -68,7 +68,7 @@ def strategy_color(strategy: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     """Texts as they are shown. The first column says what a row is of."""
 
     head: Sequence[str]
@@ -96,7 +96,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ReportPart:
     """A piece of a bar."""
 
     kind: str  # the CSS class that it looks by
@@ -112,7 +112,7 @@ class Bar:
     name: str
     color: str
     remark: str
-    parts: Sequence[Part]
+    parts: Sequence[ReportPart]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +125,11 @@ class Section:
     keys: Sequence[tuple[str, str]] = ()  # the CSS class of a swatch, and what it means
     panels: Sequence[Panel] = ()
     bars: Sequence[Bar] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
     opens: bool = False  # the table is shown at once
 
 
-# -- held ------------------------------------------------------------------------------------------
+# -- bytes held ------------------------------------------------------------------------------------
 
 # Bytes held against tokens generated, by each strategy's own accounting.
 #

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
 from quire.figures import Plot, Scale, ticks_of_powers
-from quire.planner.report.content import Bar, Panel, Part, Report, Section, Table, Variant
+from quire.planner.report.content import (
+    Bar,
+    Panel,
+    Report,
+    ReportPart,
+    ReportTable,
+    Section,
+    Variant,
+)
 from quire.planner.report.number_format import count, duration, share, short, size
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
@@ -44,7 +52,7 @@ def latency_section(report: Report) -> Section:
         text=text,
         keys=(("p50", "median"), ("p90", "90th percentile"), ("p99", "99th percentile")),
         panels=[_panel(report, metric, goals.get(metric)) for metric in _DRAWN],
-        table=Table(
+        table=ReportTable(
             head=("", "", "mean", *_PERCENTILES, "max"),
             rows=[
                 [
@@ -168,7 +176,7 @@ def work_section(report: Report) -> Section:
             _bar(variant, color, shades)
             for variant, color in zip(report.variants, report.colors(), strict=True)
         ],
-        table=Table(
+        table=ReportTable(
             head=(
                 *("", "prompt tokens", "found", *(f"not: {each}" for each in reasons)),
                 *("preemptions", "… by swap", "tokens computed again", "swapped", "copied"),
@@ -192,9 +200,11 @@ def _bar(variant: Variant, color: str, shades: dict[str, str]) -> Bar:
     result = variant.result
     asked = result.prefix_query_tokens
 
-    def part(kind: str, label: str, number: int) -> Part:
+    def part(kind: str, label: str, number: int) -> ReportPart:
         of_all = number / asked if asked else 0.0
-        return Part(kind=kind, label=label, share=of_all, text=f"{count(number)}, {share(of_all)}")
+        return ReportPart(
+            kind=kind, label=label, share=of_all, text=f"{count(number)}, {share(of_all)}"
+        )
 
     return Bar(
         name=variant.name,

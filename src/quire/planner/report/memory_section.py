@@ -4,10 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.figures import Plot, Scale, ticks, ticks_of_time
-from quire.planner.report.content import Bar, Hover, Panel, Part, Report, Section, Table, Variant
+from quire.planner.report.content import (
+    Bar,
+    Hover,
+    Panel,
+    Report,
+    ReportPart,
+    ReportTable,
+    Section,
+    Variant,
+)
 from quire.planner.report.number_format import axis_of_bytes, axis_of_counts, duration, share, size
 from quire.planner.simulation.result import SimulationResult
-from quire.planner.simulation.timeline import FIGURES, Point
+from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 
 # -- series ----------------------------------------------------------------------------------------
 
@@ -55,7 +64,7 @@ def series_of(result: SimulationResult, num_spans: int, *, duration_s: float) ->
 
 
 def _add(
-    figures: dict[str, list[float]], points: Sequence[Point], span_s: float, num_spans: int
+    figures: dict[str, list[float]], points: Sequence[TimelinePoint], span_s: float, num_spans: int
 ) -> None:
     for point in points:
         first = min(int(point.start_s / span_s), num_spans - 1)
@@ -112,7 +121,7 @@ def memory_section(report: Report) -> Section:
         ],
         keys=_KEYS,
         panels=panels,
-        table=Table(head=_HEAD, rows=list(_rows(report.variants, duration_s))),
+        table=ReportTable(head=_HEAD, rows=list(_rows(report.variants, duration_s))),
     )
 
 
@@ -250,7 +259,7 @@ def utilization_section(report: Report) -> Section:
         ],
         keys=_USES,
         bars=[_bar(each, color) for each, color in zip(report.variants, colors, strict=True)],
-        table=Table(
+        table=ReportTable(
             head=("", "memory", *(meaning for _, meaning in _USES), "utilization"),
             rows=[
                 [
@@ -272,7 +281,7 @@ def _bar(variant: Variant, color: str) -> Bar:
         color=color,
         remark=f"{share(variant.result.utilization)} of what is held is used",
         parts=[
-            Part(
+            ReportPart(
                 kind=kind,
                 label=label,
                 share=number / memory if memory else 0.0,

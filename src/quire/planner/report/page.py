@@ -17,8 +17,8 @@ from quire.planner.report.content import (
     Hover,
     Panel,
     Report,
+    ReportTable,
     Section,
-    Table,
     Variant,
     strategy_color,
 )
@@ -38,7 +38,7 @@ from quire.planner.report.number_format import (
 from quire.planner.report.prefix_section import prefix_section
 from quire.planner.simulation.result import SimulationResult
 
-# -- answer ----------------------------------------------------------------------------------------
+# -- the answer ------------------------------------------------------------------------------------
 
 # The answer in a few sentences, and all variants in one table.
 
@@ -168,7 +168,7 @@ def _latency(metric: str, part: str) -> Callable[[SimulationResult], str]:
     return lambda r: duration(r.latencies[metric][part]) if _ended(r) else "–"
 
 
-def comparison(report: Report) -> Table:
+def comparison(report: Report) -> ReportTable:
     """A row a figure, a column a variant."""
     rows: list[tuple[str, Callable[[SimulationResult], str]]] = [
         ("requests", lambda r: count(r.num_requests)),
@@ -193,13 +193,13 @@ def comparison(report: Report) -> Table:
     ]
     if any(goal is not None for goal in report.goals.values()):
         rows.insert(4, ("… within the goals", lambda r: rate(r.good_requests_per_s)))
-    return Table(
+    return ReportTable(
         head=("", *(variant.name for variant in report.variants)),
         rows=[[name, *(each(v.result) for v in report.variants)] for name, each in rows],
     )
 
 
-# -- generated -------------------------------------------------------------------------------------
+# -- bytes against tokens --------------------------------------------------------------------------
 
 # Bytes held against tokens generated: one sequence, and a batch of the trace's own requests.
 
@@ -225,7 +225,7 @@ def generated_section(report: Report) -> Section | None:
         ],
         keys=(("needed", "the tokens' own bytes"),),
         panels=[_held_panel(title, held) for title, held in shown],
-        table=Table(
+        table=ReportTable(
             head=("", "", "tokens generated", "held", "used"),
             rows=[row for title, held in shown for row in _rows(title, held)],
         ),
@@ -304,7 +304,7 @@ def _rows(title: str, several: Sequence[Held]) -> list[list[str]]:
     return rows
 
 
-# -- page ------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def render(report: Report) -> str:
@@ -427,7 +427,7 @@ def _bar(bar: Bar) -> str:
     )
 
 
-def _table(table: Table, label: str) -> str:
+def _table(table: ReportTable, label: str) -> str:
     return "\n".join(
         [
             f'<div class="scrolls" role="region" tabindex="0" aria-label="{escape(label)}"><table>',

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
 from quire.kv import DEFAULT_POLICY
 from quire.planner.hit_rates.curve import HitRate, HitRates
-from quire.planner.report.content import Hover, Panel, Report, Section, Table
+from quire.planner.report.content import Hover, Panel, Report, ReportTable, Section
 from quire.planner.report.number_format import (
     axis_of_powers,
     axis_of_shares,
@@ -63,7 +63,7 @@ def prefix_section(report: Report) -> Section | None:
             "prompts that come together, and more of answers that are sent again.",
         ],
         panels=[_panel(source, rates, report) for source, rates in report.hit_rates],
-        table=Table(
+        table=ReportTable(
             head=("", "policy", "cache, tokens", "hit", "cold", "evicted", "in no whole block"),
             rows=rows,
         ),

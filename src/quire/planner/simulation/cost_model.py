@@ -1,6 +1,6 @@
 """How long a step takes: a few coefficients, fitted on a machine, or a roofline of a named device.
 
-Both answer for any ``Work``. What a cost model leaves out (contention, clocks that change, a
+Both answer for any ``StepWork``. What a cost model leaves out (contention, clocks that change, a
 network between ranks) it leaves out of every strategy alike.
 """
 
@@ -19,13 +19,13 @@ from quire.engine.step_plan import Chunk, StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
-# -- work ------------------------------------------------------------------------------------------
+# -- the work of a step ----------------------------------------------------------------------------
 
 # What a step computes and moves, in counts: the question that a cost model answers in seconds.
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """Of one forward pass. All are counts; what is read and attended is a mean over the layers."""
 
     num_tokens: int
@@ -58,7 +58,7 @@ class Reach:
         self._full_share = sizes.get(None, 0) / total
         self.is_full = not self._windows
 
-    def of(self, plan: StepPlan) -> Work:
+    def of(self, plan: StepPlan) -> StepWork:
         read = attended = 0.0
         num_tokens = num_prompts = 0
         for chunk in plan.chunks:
@@ -67,7 +67,7 @@ class Reach:
             more_read, more_attended = self._of_chunk(chunk)
             read, attended = read + more_read, attended + more_attended
         sampled = {draw.sequence.seq_id for draw in plan.draws}
-        return Work(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
+        return StepWork(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
 
     def _of_chunk(self, chunk: Chunk) -> tuple[float, float]:
         start, stop = chunk.start, chunk.stop
@@ -108,12 +108,12 @@ class StepCosts(Protocol):
     @property
     def load_s_per_byte(self) -> float: ...
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Of a step that does this work, sampling and the engine's own time included."""
         ...
 
 
-def features(work: Work) -> tuple[float, ...]:
+def features(work: StepWork) -> tuple[float, ...]:
     """What a fitted step's time is a sum of, in the order of ``COEFFICIENTS``."""
     tokens = work.num_tokens
     return (
@@ -153,7 +153,7 @@ class FittedCosts:
     load_s_per_byte: float = 0.0
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         tokens = work.num_tokens
         return (
             self.step_s
@@ -223,7 +223,7 @@ class RooflineCosts:
     flops_per_pair: float  # of attention
     entry_bytes: int  # of a token's keys and values in all layers
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         flops = self.flops_per_token * work.num_tokens + self.flops_per_pair * work.num_attended
         moved = self.weights_bytes + self.entry_bytes * (work.num_read + work.num_tokens)
         return self.step_s + max(flops / self.flops_per_s, moved / self.bytes_per_s)
@@ -245,7 +245,7 @@ class RooflineCosts:
         return 1 / self.host_bytes_per_s
 
 
-# -- fitting ---------------------------------------------------------------------------------------
+# -- least squares ---------------------------------------------------------------------------------
 
 # From measured steps to a cost model: least differences with no coefficient below zero.
 #
@@ -274,14 +274,14 @@ class Fit:
     spread: float  # of steps that are alike: half of them are within it, as a share
 
 
-def fit(measured: Sequence[tuple[Work, float]]) -> Fit:
+def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
     """Raises: RequestError for fewer steps than coefficients."""
     if len(measured) < 2 * len(COEFFICIENTS):
         raise RequestError(
             f"{len(measured)} steps are too few to fit {len(COEFFICIENTS)} coefficients: make the "
             f"KV memory larger, so that the grid of steps fits in"
         )
-    kinds: dict[tuple[int, ...], list[tuple[Work, float]]] = {}
+    kinds: dict[tuple[int, ...], list[tuple[StepWork, float]]] = {}
     for work, seconds in measured:
         kinds.setdefault(_kind(work), []).append((work, seconds))
     rows = np.array(
@@ -313,7 +313,7 @@ def fit(measured: Sequence[tuple[Work, float]]) -> Fit:
     )
 
 
-def _kind(work: Work) -> tuple[int, ...]:
+def _kind(work: StepWork) -> tuple[int, ...]:
     context = round(_ALIKE * log2(max(1.0, work.num_read)))
     return work.num_tokens, work.num_sequences, work.num_sampled, context
 

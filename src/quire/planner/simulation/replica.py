@@ -13,7 +13,7 @@ from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.kv import Accounting
-from quire.planner.simulation.cost_model import Reach, StepCosts, Work
+from quire.planner.simulation.cost_model import Reach, StepCosts, StepWork
 from quire.planner.simulation.simulated_engine import (
     VirtualCache,
     VirtualClock,
@@ -25,7 +25,7 @@ from quire.planner.simulation.waste import Waste
 from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
 
-# -- strides ---------------------------------------------------------------------------------------
+# -- several steps at once -------------------------------------------------------------------------
 
 # Several steps of decoding at once, where they can only be alike: what makes a simulation fast.
 #
@@ -147,13 +147,13 @@ def _moments(
     """When the steps end that begin before ``until_s``."""
     number = len(sequences)
     context = sum(len(s.token_ids) for s in sequences)
-    seconds: Callable[[Work], float] = costs.seconds
+    seconds: Callable[[StepWork], float] = costs.seconds
     moments_s: list[float] = []
     for _ in range(count):
         if now_s >= until_s:
             break
         # Each token reads all before it, and itself.
-        now_s += seconds(Work(number, number, number, float(context), float(context)))
+        now_s += seconds(StepWork(number, number, number, float(context), float(context)))
         moments_s.append(now_s)
         context += number
     return moments_s

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Latencies
-from quire.planner.simulation.timeline import FIGURES, Point
+from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 
 # -- result ----------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class SimulationResult:
     goals: dict[str, float | None]
     num_good: int  # that met all of them
 
-    timelines: tuple[tuple[Point, ...], ...]  # of each replica
+    timelines: tuple[tuple[TimelinePoint, ...], ...]  # of each replica
 
     @property
     def utilization(self) -> float:

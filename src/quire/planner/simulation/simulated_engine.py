@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from typing import final
 
 from quire.engine.core import Engine
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.preemption import num_bytes, readable_tokens
 from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk, Sampled, Save, StepPlan
 from quire.kv import Accounting, Copy
-from quire.planner.simulation.cost_model import Reach, StepCosts, Work
+from quire.planner.simulation.cost_model import Reach, StepCosts, StepWork
 from quire.traces import TraceRequest
 
-# -- prompts ---------------------------------------------------------------------------------------
+# -- token ids -------------------------------------------------------------------------------------
 
 # Token ids for a trace that has only lengths and hash ids: two prompts share what their ids share.
 #
@@ -66,7 +66,7 @@ def output_id(sequence: Sequence) -> int:
     return -2 - 2 * (sequence.seq_id % _NUM_OWN)
 
 
-# -- virtual ---------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 
 @final
@@ -178,15 +178,15 @@ class VirtualSwap:
 
 def prices_of(costs: StepCosts, num_tokens: int) -> Prices:
     """What the scheduler would measure where steps take so long, of up to so many tokens."""
-    text_s = costs.seconds(Work(num_tokens + 1, 2, 1, num_tokens, num_tokens**2 / 2, 1))
-    short_s = costs.seconds(Work(1, 1, 1, 0.0, 0.0))
+    text_s = costs.seconds(StepWork(num_tokens + 1, 2, 1, num_tokens, num_tokens**2 / 2, 1))
+    short_s = costs.seconds(StepWork(1, 1, 1, 0.0, 0.0))
     token_s = max(0.0, text_s - short_s) / num_tokens
     return Prices(step_s=max(0.0, short_s - token_s), token_s=token_s)
 
 
 def virtual_engine(
     accounting: Accounting,
-    limits: Limits,
+    limits: SchedulerLimits,
     costs: StepCosts,
     clock: VirtualClock,
     *,

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
-from quire.engine.scheduler import Limits
+from quire.engine.scheduler import SchedulerLimits
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
-from quire.planner.plan import Place, rank_footprint, sizes_of
+from quire.planner.plan import PlanTarget, rank_footprint, sizes_of
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.replica import Replica
 from quire.planner.simulation.result import Goals, LatencyTally, SimulationResult
@@ -36,14 +36,14 @@ class Fleet:
     spec: ModelSpec  # with keys and values as they are kept
     cache: str
     sizes: CacheConfig  # of each replica
-    limits: Limits
+    limits: SchedulerLimits
     costs: StepCosts
     swap_bytes: int = 0
     num_replicas: int = 1
     routing: str = "round-robin"
 
 
-class Watch(Protocol):
+class SimulationWatch(Protocol):
     """Sees a simulation go on."""
 
     def ended(self, replica: int, sequence: EngineSequence) -> None:
@@ -83,7 +83,7 @@ def simulate(
     fleet: Fleet,
     *,
     goals: Goals | None = None,
-    watch: Watch | None = None,
+    watch: SimulationWatch | None = None,
     by_steps: bool = False,
     looks_at_waste: bool = False,
 ) -> SimulationResult:
@@ -200,7 +200,7 @@ def _added(several: Iterable[dict[str, int]]) -> dict[str, int]:
 def fleet_for(
     subject: Subject,
     config: EngineConfig,
-    place: Place,
+    place: PlanTarget,
     costs: StepCosts,
     *,
     num_replicas: int = 1,
@@ -219,7 +219,7 @@ def fleet_for(
         spec=stored_spec(config, on_rank),
         cache=config.cache,
         sizes=sizes,
-        limits=Limits(
+        limits=SchedulerLimits(
             max_model_len=sizes.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

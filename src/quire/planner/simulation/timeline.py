@@ -46,7 +46,7 @@ NOTHING = State(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TimelinePoint:
     """The means of a span of time, and the most that was committed in it."""
 
     start_s: float
@@ -108,9 +108,9 @@ class Timeline:
             self._last_s = now_s
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[TimelinePoint]:
         return [
-            Point(
+            TimelinePoint(
                 span.start_s,
                 span.stop_s,
                 tuple(value / (span.stop_s - span.start_s) for value in span.integrals),
@@ -203,7 +203,7 @@ class ChromeTrace:
             self._write({**common, "ph": "b", "ts": start_s * 1e6, "args": about})
             self._write({**common, "ph": "e", "ts": stop_s * 1e6})
 
-    def held(self, timelines: Several[Several[Point]]) -> None:
+    def held(self, timelines: Several[Several[TimelinePoint]]) -> None:
         """What each replica held, as counters."""
         for replica, points in enumerate(timelines):
             for point in points:

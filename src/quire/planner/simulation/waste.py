@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.kv import Accounting
 from quire.kv.contiguous import ContiguousAccounting
-from quire.kv.occupancy import CellState, Census
+from quire.kv.occupancy import CellState, Occupancy
 
 _EVERY_FRACTION = 1 / 64  # of the time so far is one moment taken to stand for
 
@@ -99,7 +99,7 @@ class Waste:
         hole_bytes = (1 - cache.fragmentation) * free_bytes
         return hole_bytes < need_bytes <= free_bytes
 
-    def _later_in(self, census: Census) -> int:
+    def _later_in(self, census: Occupancy) -> int:
         held = census.states >= CellState.SPARE
         holders, place = np.unique(census.holders[held], return_inverse=True)
         num_cells = np.bincount(place, minlength=len(holders))

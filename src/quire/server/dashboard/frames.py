@@ -16,7 +16,7 @@ LETTERS = "ecrhs."
 State = Literal["running", "waiting", "preempted"]
 
 
-class Term(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetTerm(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the budget's ledger."""
 
     label: str
@@ -44,7 +44,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     chats: bool  # it takes messages; else a prompt, which it goes on with
     rule: str  # of the budget
     bound: str  # what decided it
-    ledger: tuple[Term, ...]
+    ledger: tuple[BudgetTerm, ...]
     groups: tuple[GroupAbout, ...]
 
 

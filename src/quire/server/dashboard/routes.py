@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.server.dashboard.feed import Feed
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint
 from quire.server.wire.streams import EventStream
 
@@ -67,14 +67,14 @@ class PageFile:
         return Response(self._content, media_type=self._media_type, headers=headers)
 
 
-# -- endpoints -------------------------------------------------------------------------------------
+# -- routes ----------------------------------------------------------------------------------------
 
 
 def page_file(path: str) -> Endpoint:
     """One of ``FILES``."""
     own = PageFile(path)
 
-    async def page(exchange: Exchange) -> ASGIApp:
+    async def page(exchange: RequestContext) -> ASGIApp:
         """A file of the memory page."""
         return own.answer(exchange.http.headers.get("if-none-match"))
 
@@ -84,7 +84,7 @@ def page_file(path: str) -> Endpoint:
 def memory_feed(feed: Feed) -> Endpoint:
     """Frames of the cache, for as long as they are read."""
 
-    async def memory(exchange: Exchange) -> ASGIApp:
+    async def memory(exchange: RequestContext) -> ASGIApp:
         """Frames of the cache, for as long as they are read."""
         return EventStream(
             await feed.open(None if exchange.caller.sees_all else exchange.caller.salt),

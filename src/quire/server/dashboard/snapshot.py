@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
-from quire.kv import CellState, Census
+from quire.kv import CellState, Occupancy
 from quire.server.api_keys import tenant_of
 from quire.server.dashboard.frames import (
     LETTERS,
     About,
+    BudgetTerm,
     Cells,
     Counters,
     Frame,
@@ -26,12 +27,11 @@ from quire.server.dashboard.frames import (
     Memory,
     SequenceFrame,
     State,
-    Term,
 )
 from quire.spec import Group, LayerSpec
 from quire.units import ceil_div
 
-# -- picture ---------------------------------------------------------------------------------------
+# -- cells of a picture ----------------------------------------------------------------------------
 
 # A census as a picture of at most so many cells: what is too many is drawn several to one.
 
@@ -50,12 +50,12 @@ class Picture:
     Of ranges only the rows that a sequence has are shown, one below the other.
     """
 
-    census: Census
+    census: Occupancy
     rows: Ids | None  # those that are shown, in order; None: there are no rows
     each: int  # cells of the census in one that is drawn
 
     @classmethod
-    def of(cls, census: Census, most_cells: int) -> "Picture":
+    def of(cls, census: Occupancy, most_cells: int) -> "Picture":
         if not census.row_cells:
             return cls(census, None, max(1, ceil_div(census.num_cells, most_cells)))
         rows = np.unique(census.ids // census.row_cells)[:most_cells]
@@ -141,7 +141,7 @@ def _lengths(values: Ids) -> tuple[int, ...]:
     return tuple(np.stack([values[starts], counts], axis=1).ravel().tolist())
 
 
-# -- tenants ---------------------------------------------------------------------------------------
+# -- a tenant's own cells --------------------------------------------------------------------------
 
 # What of a census is one tenant's, numbered anew.
 #
@@ -157,16 +157,16 @@ Tenant: TypeAlias = str | None  # its salt; None sees all
 class OwnCells:
     """A census of some cells of another one. ``old`` → ``new``: their ids there and here."""
 
-    census: Census
+    census: Occupancy
     old: Ids | None  # ascending; None: all cells, with the ids that they have
     new: Ids | None
 
     @classmethod
-    def all_of(cls, census: Census) -> "OwnCells":
+    def all_of(cls, census: Occupancy) -> "OwnCells":
         return cls(census, None, None)
 
     @classmethod
-    def of(cls, census: Census, tables: Mapping[int, Ids]) -> "OwnCells":
+    def of(cls, census: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
         """``tables``: a sequence's cells that can be read, by its id."""
         found = [np.zeros(0, np.int64)]
         for seq_id, table in tables.items():
@@ -195,7 +195,7 @@ class OwnCells:
         return self.new[np.searchsorted(self.old, ids[ids >= 0])]
 
 
-# -- snapshot --------------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 
 MOST_CELLS = 4000  # in all pictures together
@@ -242,7 +242,7 @@ def about(llm: LLM, *, chats: bool) -> About:
         rule=ledger.rule,
         bound=_typed(ledger.bound),
         ledger=tuple(
-            Term(label=term.label, bytes=term.num_bytes, source=_typed(term.source))
+            BudgetTerm(label=term.label, bytes=term.num_bytes, source=_typed(term.source))
             for term in ledger.terms
         ),
         groups=tuple(groups),
@@ -264,7 +264,7 @@ def frames(
 
 
 def _all_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Census]
+    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy]
 ) -> Frame:
     usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, censuses)
     memory = Memory(
@@ -280,7 +280,7 @@ def _all_of(
 
 
 def _own_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Census], tenant: str
+    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy], tenant: str
 ) -> Frame:
     """All of it follows from the tenant's own sequences, but for one number in coarse steps.
 

@@ -14,12 +14,12 @@ from starlette.types import ASGIApp
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.openapi import document
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint, Operation
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
 
-# -- models ----------------------------------------------------------------------------------------
+# -- requests and answers --------------------------------------------------------------------------
 
 # What is served, and how it is: ``/v1/models``, ``/version``, ``/is_sleeping``, ``/load``.
 
@@ -58,32 +58,32 @@ class Sleeping(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
-class Load(msgspec.Struct, kw_only=True):
+class ServerLoad(msgspec.Struct, kw_only=True):
     server_load: int
 
 
 # -- models ----------------------------------------------------------------------------------------
 
 
-async def models(exchange: Exchange) -> Json[ModelList]:
+async def models(exchange: RequestContext) -> Json[ModelList]:
     """All names of the model that is served."""
     cards = [_card(exchange, name) for name in exchange.service.names]
     return as_json(exchange, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
-async def model(exchange: Exchange) -> Json[ModelCard]:
+async def model(exchange: RequestContext) -> Json[ModelCard]:
     """One of them."""
     name: str = exchange.http.path_params["name"]
     exchange.service.refuse_unknown_model(name)
     return as_json(exchange, _card(exchange, name))
 
 
-async def version(exchange: Exchange) -> Json[Version]:
+async def version(exchange: RequestContext) -> Json[Version]:
     """Of Quire."""
     return as_json(exchange, Version(version=version_of("quire")))
 
 
-async def health(exchange: Exchange) -> Response:
+async def health(exchange: RequestContext) -> Response:
     """Nothing, if requests are served; 503 after the engine has failed, and while going down.
 
     Raises: Refused.
@@ -95,7 +95,7 @@ async def health(exchange: Exchange) -> Response:
     return Response(headers=exchange.headers)
 
 
-async def metrics(exchange: Exchange) -> ASGIApp:
+async def metrics(exchange: RequestContext) -> ASGIApp:
     """What Prometheus scrapes.
 
     Read without waiting for a step, and also after the engine has failed.
@@ -113,14 +113,14 @@ def described(
     def encoded() -> bytes:
         return msgspec.json.encode(document(operations, needs_key=needs_key, root_path=root_path))
 
-    async def openapi(exchange: Exchange) -> ASGIApp:
+    async def openapi(exchange: RequestContext) -> ASGIApp:
         """This document."""
         return Response(encoded(), media_type="application/json", headers=exchange.headers)
 
     return openapi
 
 
-def _card(exchange: Exchange, name: str) -> ModelCard:
+def _card(exchange: RequestContext, name: str) -> ModelCard:
     service = exchange.service
     return ModelCard(
         id=name,
@@ -138,7 +138,7 @@ def _card(exchange: Exchange, name: str) -> ModelCard:
 # What an operator does with a server that runs, and asks of it; paths and names are vLLM's.
 
 
-async def reset_prefix_cache(exchange: Exchange) -> Response:
+async def reset_prefix_cache(exchange: RequestContext) -> Response:
     """Forget what is kept for later prompts; with reset_running_requests=true, while some run."""
     running = exchange.one_of("reset_running_requests", ("false", "true")) == "true"
     if not await exchange.service.llm.reset_prefix_cache(reset_running_requests=running):
@@ -151,7 +151,7 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
     return Response(headers=exchange.headers)
 
 
-async def sleep(exchange: Exchange) -> Response:
+async def sleep(exchange: RequestContext) -> Response:
     """Give memory back: of the cache (level=1), of the model too (level=2).
 
     Requests that run end first, by themselves (mode=wait) or at once (mode=abort); no other one is
@@ -166,18 +166,18 @@ async def sleep(exchange: Exchange) -> Response:
     return Response(headers=exchange.headers)
 
 
-async def wake_up(exchange: Exchange) -> Response:
+async def wake_up(exchange: RequestContext) -> Response:
     """Let requests in again, with the memory that it takes. The model is read again if it must."""
     exchange.service.refuse_without_engine()
     await exchange.service.wake_up()
     return Response(headers=exchange.headers)
 
 
-async def is_sleeping(exchange: Exchange) -> Json[Sleeping]:
+async def is_sleeping(exchange: RequestContext) -> Json[Sleeping]:
     """Whether requests are refused since the server sleeps."""
     return as_json(exchange, Sleeping(is_sleeping=exchange.service.llm.llm.is_sleeping))
 
 
-async def load(exchange: Exchange) -> Json[Load]:
+async def load(exchange: RequestContext) -> Json[ServerLoad]:
     """How many requests are under way."""
-    return as_json(exchange, Load(server_load=exchange.service.gate.num_under_way))
+    return as_json(exchange, ServerLoad(server_load=exchange.service.gate.num_under_way))

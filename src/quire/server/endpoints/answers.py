@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.server.logs import place_of
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.wire.error_responses import refusal
 from quire.server.wire.streams import COMPLETIONS, EventForm, EventStream
 
@@ -21,21 +21,21 @@ class Json(Response, Generic[T]):
     """A ``T``, as JSON."""
 
 
-def as_json(exchange: Exchange, answer: T) -> Json[T]:
+def as_json(exchange: RequestContext, answer: T) -> Json[T]:
     return Json(
         msgspec.json.encode(answer), media_type="application/json", headers=exchange.headers
     )
 
 
 def as_events(
-    exchange: Exchange, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
+    exchange: RequestContext, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
 ) -> EventStream[T]:
     """Each chunk an event; an error on the way is an event too."""
     return as_written(exchange, _events(chunks, form), ping=form.ping)
 
 
 def as_written(
-    exchange: Exchange, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
+    exchange: RequestContext, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
 ) -> EventStream[Any]:
     """Events that have their form already."""
     return EventStream(

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
-from quire.chat.conversation import ChatRequest as Conversation
+from quire.chat.conversation import ChatInput as Conversation
 from quire.chat.output_events import (
     ArgumentsDelta,
     CallBroken,
@@ -18,15 +18,15 @@ from quire.chat.output_events import (
 from quire.engine.sequence import TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
-    Piece,
-    Turn,
+    ChatTurn,
+    OutputPiece,
     one_by_one,
     reasoning_kwargs,
     stop_reason,
     take_turn,
 )
 from quire.server.endpoints.logprobs import of_chat, of_prompt
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import (
     ChatChoice,
     ChatChunk,
@@ -43,7 +43,7 @@ from quire.server.wire.streams import EventStream
 
 
 async def chat_completions(
-    exchange: Exchange, asked: ChatRequest
+    exchange: RequestContext, asked: ChatRequest
 ) -> Json[ChatCompletion] | EventStream[ChatChunk]:
     """Answer a conversation."""
     exchange.service.refuse_unknown_model(asked.model)
@@ -81,7 +81,7 @@ def conversation(asked: ChatRequest) -> Conversation:
 class _Answering:
     """The answer to one request."""
 
-    def __init__(self, turn: Turn, asked: ChatRequest) -> None:
+    def __init__(self, turn: ChatTurn, asked: ChatRequest) -> None:
         self._turn, self._asked = turn, asked
         self._exchange, self._service = turn.work.exchange, turn.work.service
         self._model = asked.model or self._service.model_name
@@ -119,7 +119,7 @@ class _Answering:
             last.usage = await self._turn.usage()
             yield last
 
-    def _choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
+    def _choice(self, index: int, pieces: list[OutputPiece]) -> ChatChoice:
         whole = reply(event for piece in pieces for event in piece.events)
         calls = [
             ToolCall(
@@ -148,7 +148,7 @@ class _Answering:
             token_ids=ids if self._shows_ids else UNSET,
         )
 
-    def _chunk_choices(self, piece: Piece, *, is_first: bool) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, piece: OutputPiece, *, is_first: bool) -> list[ChatChunkChoice]:
         """A piece may be several chunks: reasoning and content go apart, and calls one by one."""
         messages = [message for event in piece.events if (message := self._message(event))]
         if not messages and not (is_first or piece.finish_reason or piece.delta.logprobs):

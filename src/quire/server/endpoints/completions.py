@@ -9,9 +9,15 @@ from msgspec import UNSET
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request, TokenLogprobs
 from quire.server.endpoints.answers import Json, as_events, as_json
-from quire.server.endpoints.generation import Gathered, Work, one_by_one, prompts_of, stop_reason
+from quire.server.endpoints.generation import (
+    Gathered,
+    Generation,
+    one_by_one,
+    prompts_of,
+    stop_reason,
+)
 from quire.server.endpoints.logprobs import of_completion, of_prompt
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.request_params import searched
 from quire.server.schemas.completion_request import (
     Completion,
@@ -26,20 +32,20 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(
-    exchange: Exchange, asked: CompletionRequest
+    exchange: RequestContext, asked: CompletionRequest
 ) -> Json[Completion] | EventStream[Completion]:
     """Continue a text, or several."""
     exchange.service.refuse_unknown_model(asked.model)
     _refuse_what_is_not_done(asked)
     requests = [await _request(exchange, prompt, asked) for prompt in prompts_of(asked.prompt)]
-    continuing = _Continuing(Work(exchange, requests, "text_completion"), asked)
+    continuing = _Continuing(Generation(exchange, requests, "text_completion"), asked)
     if asked.stream:
         return as_events(exchange, continuing.chunks())
     return as_json(exchange, await continuing.whole())
 
 
 async def _request(
-    exchange: Exchange, prompt: str | list[int], asked: CompletionRequest
+    exchange: RequestContext, prompt: str | list[int], asked: CompletionRequest
 ) -> Request:
     """Raises: Refused; RequestError."""
     service = exchange.service
@@ -60,7 +66,7 @@ async def _request(
 class _Continuing:
     """The answer to one request."""
 
-    def __init__(self, work: Work, asked: CompletionRequest) -> None:
+    def __init__(self, work: Generation, asked: CompletionRequest) -> None:
         self._work, self._asked = work, asked
         self._service = work.service
         self._offsets: dict[int, int] = {}  # by choice: where its next token's text begins

@@ -11,14 +11,14 @@ from quire.engine.pooling import pairs, scores
 from quire.engine.sequence import Embedding as Vector
 from quire.sampling_params import PoolingParams
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.endpoints.generation import Work, one_by_one, prompts_of
-from quire.server.request_context import Exchange
+from quire.server.endpoints.generation import Generation, one_by_one, prompts_of
+from quire.server.request_context import RequestContext
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
-from quire.server.schemas.fields import Addressed, Count, Usage
+from quire.server.schemas.fields import Addressed, Count, TokenUsage
 from quire.server.wire.error_responses import Refused
 from quire.units import format_count
 
-# -- embeddings ------------------------------------------------------------------------------------
+# -- requests and answers --------------------------------------------------------------------------
 
 # ``/v1/embeddings``, as OpenAI has it, and ``/v1/score``, as vLLM has it.
 
@@ -42,7 +42,7 @@ class Embeddings(msgspec.Struct, kw_only=True):
     created: int
     model: str
     data: list[Embedding]
-    usage: Usage
+    usage: TokenUsage
 
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
@@ -69,7 +69,7 @@ class Scores(msgspec.Struct, kw_only=True):
     created: int
     model: str
     data: list[Score]
-    usage: Usage
+    usage: TokenUsage
 
 
 # -- embeddings ------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Scores(msgspec.Struct, kw_only=True):
 _MOST_FLOATS, _MOST_IN_BASE64 = 2**20, 2**22
 
 
-async def embeddings(exchange: Exchange, asked: EmbeddingRequest) -> Json[Embeddings]:
+async def embeddings(exchange: RequestContext, asked: EmbeddingRequest) -> Json[Embeddings]:
     """The embedding of a text, or of several."""
     packed = asked.encoding_format == "base64"
     pooling = PoolingParams(dimensions=asked.dimensions, normalize=asked.normalize is not False)
@@ -104,7 +104,7 @@ async def embeddings(exchange: Exchange, asked: EmbeddingRequest) -> Json[Embedd
     )
 
 
-async def score(exchange: Exchange, asked: ScoreRequest) -> Json[Scores]:
+async def score(exchange: RequestContext, asked: ScoreRequest) -> Json[Scores]:
     """How alike texts are: the cosine of their embeddings."""
     first = _texts(asked.text_1, asked.queries, "text_1", "queries")
     second = _texts(asked.text_2, asked.documents, "text_2", "documents")
@@ -131,11 +131,11 @@ async def score(exchange: Exchange, asked: ScoreRequest) -> Json[Scores]:
 
 
 async def _vectors(
-    exchange: Exchange,
+    exchange: RequestContext,
     prompts: Sequence[str | list[int]],
     asked: Addressed,
     pooling: PoolingParams,
-) -> tuple[list[Vector], Usage]:
+) -> tuple[list[Vector], TokenUsage]:
     """Raises: Refused; RequestError; ClientGone."""
     service = exchange.service
     service.refuse_unknown_model(asked.model)
@@ -146,7 +146,7 @@ async def _vectors(
         )
         for prompt in prompts
     ]
-    work = Work(exchange, requests, "embeddings")
+    work = Generation(exchange, requests, "embeddings")
     vectors = []
     for own in await work.gather():
         if own.embedding is None:

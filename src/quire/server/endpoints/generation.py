@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, final
 
-from quire.chat.conversation import ChatPrompt, ChatRequest, Reader
+from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.server.admission import Pass
-from quire.server.request_context import Exchange
+from quire.server.admission import Permit
+from quire.server.request_context import RequestContext
 from quire.server.request_params import searched
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
-from quire.server.schemas.fields import Asked, Searching, Usage
+from quire.server.schemas.fields import GenerationRequest, Searching, TokenUsage
 from quire.server.tracing import RequestRecord
 from quire.server.wire.error_responses import Refused, broken_off
 from quire.server.wire.streams import while_connected
 from quire.units import format_count
 
-# -- traces ----------------------------------------------------------------------------------------
+# -- spans -----------------------------------------------------------------------------------------
 
 # A span for each prompt that has come to its end, if a collector is named.
 
@@ -34,7 +34,9 @@ _CONTEXT = ("traceparent", "tracestate")
 class Traces:
     """Of one exchange. Who leaves early leaves no span."""
 
-    def __init__(self, exchange: Exchange, requests: Sequence[Request], operation: str) -> None:
+    def __init__(
+        self, exchange: RequestContext, requests: Sequence[Request], operation: str
+    ) -> None:
         self._exchange, self._requests, self._operation = exchange, requests, operation
         self._tracer = exchange.service.tracer
         self._num_tokens = [0] * len(requests)
@@ -75,7 +77,7 @@ class Traces:
         )
 
 
-# -- work ------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 # What one exchange runs: its requests, admitted, and what comes of them.
 
@@ -100,7 +102,7 @@ class Gathered:
     embedding: Embedding | None = None
 
 
-class Tally:
+class UsageCounter:
     """What several prompts have cost so far, in tokens."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -116,8 +118,8 @@ class Tally:
         self.completion_tokens += len(delta.token_ids)
         self._cached[index] = delta.num_cached_tokens
 
-    def usage(self) -> Usage:
-        return Usage(
+    def usage(self) -> TokenUsage:
+        return TokenUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
@@ -125,7 +127,7 @@ class Tally:
         )
 
 
-class Work:
+class Generation:
     """Admitted until the exchange ends.
 
     Raises: Refused if there is no room in the queue, or the answer would be too long.
@@ -133,11 +135,11 @@ class Work:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: RequestContext,
         requests: Sequence[Request],
         operation: str,
         *,
-        behind: "Work | None" = None,
+        behind: "Generation | None" = None,
     ) -> None:
         """``operation``: as traces name it, chat or text_completion. ``behind``: what has ended,
         and was admitted for these too."""
@@ -147,9 +149,9 @@ class Work:
         self.exchange, self.requests = exchange, requests
         self._traces = Traces(exchange, requests, operation)
         self.service = service
-        self.tally = Tally(requests)
+        self.tally = UsageCounter(requests)
         self.num_choices = requests[0].num_choices  # of each prompt
-        self._passes: list[Pass] = exchange.admit(requests) if behind is None else behind._passes
+        self._passes: list[Permit] = exchange.admit(requests) if behind is None else behind._passes
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(number of the choice, among those of all prompts, piece). Leaving it ends the requests.
@@ -254,11 +256,11 @@ def stop_reason(delta: TextDelta) -> str | int | None:
     return delta.detail or None if delta.stopped_by is None else delta.stopped_by
 
 
-# -- turn ------------------------------------------------------------------------------------------
+# -- chat turns ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OutputPiece:
     """What is new of one choice; at its end, why it has ended."""
 
     choice: int
@@ -268,17 +270,17 @@ class Piece:
 
 
 @final
-class Turn:
+class ChatTurn:
     """Of an admitted ``work``. ``own_stops``: stop strings that no client has named."""
 
-    def __init__(self, work: Work, prompt: ChatPrompt, own_stops: frozenset[str]) -> None:
+    def __init__(self, work: Generation, prompt: ChatPrompt, own_stops: frozenset[str]) -> None:
         self.work, self.prompt, self._own_stops = work, prompt, own_stops
         chat = work.service.chat
         self._readers: list[Reader] = [chat.reader(prompt) for _ in range(work.num_choices)]
         self._thoughts: list[list[str]] = [[] for _ in self._readers]
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """As they come. Leaving it ends the request. Raises: as ``Work.pieces``."""
+    async def pieces(self) -> AsyncGenerator[OutputPiece, None]:
+        """As they come. Leaving it ends the request. Raises: as ``Generation.pieces``."""
         ended: set[int] = set()
         async with aclosing(self.work.pieces()) as pieces:
             async for choice, delta in pieces:
@@ -297,7 +299,7 @@ class Turn:
                     reason = "stop"
                 if reason is not None:
                     ended.add(choice)
-                yield Piece(
+                yield OutputPiece(
                     choice=choice,
                     events=events,
                     delta=delta,
@@ -306,12 +308,12 @@ class Turn:
                 if len(ended) == self.work.num_choices:
                     return
 
-    async def gather(self) -> list[list[Piece]]:
+    async def gather(self) -> list[list[OutputPiece]]:
         """All pieces of each choice, when all have ended. Raises: as ``pieces``; ClientGone."""
         return await while_connected(self.work.exchange.http.receive, self._gather())
 
-    async def _gather(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._readers]
+    async def _gather(self) -> list[list[OutputPiece]]:
+        found: list[list[OutputPiece]] = [[] for _ in self._readers]
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 found[piece.choice].append(piece)
@@ -325,7 +327,7 @@ class Turn:
             number += len(await exchange.in_text_thread(encode, thoughts))
         return min(number, self.work.tally.completion_tokens)
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> TokenUsage:
         """What it has cost; of a model whose reasoning is read, how much was that."""
         usage = self.work.tally.usage()
         if self._readers[0].reads_reasoning:
@@ -340,15 +342,15 @@ class Turn:
 
 
 async def take_turn(
-    exchange: Exchange,
-    chat: ChatRequest,
-    asked: Asked,
+    exchange: RequestContext,
+    chat: ChatInput,
+    asked: GenerationRequest,
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
     within_context: bool = False,
     num_bytes: int = 0,
-) -> Turn:
+) -> ChatTurn:
     """Write the prompt, and join the queue.
 
     ``within_context``: ``max_tokens`` beyond the context are no error; it ends there.
@@ -387,7 +389,7 @@ async def take_turn(
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
     request = await service.request(exchange.caller, token_ids, chosen, asked)
-    return Turn(Work(exchange, [request], "chat"), prompt, own_stops)
+    return ChatTurn(Generation(exchange, [request], "chat"), prompt, own_stops)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:
@@ -397,7 +399,7 @@ def reasoning_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
-def refuse_several(asked: Asked) -> None:
+def refuse_several(asked: GenerationRequest) -> None:
     """Where an answer has one choice only. Raises: Refused."""
     if asked.n is not None and asked.n != 1:
         raise Refused(400, f"n={asked.n}: this interface gives one answer", param="n")

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.server.response_store import Kept
+from quire.server.response_store import StoredResponse
 
 Items: TypeAlias = list[dict[str, Any]]
 
@@ -27,7 +27,7 @@ def readable(items: Iterable[dict[str, Any]]) -> Items:
     ]
 
 
-def conversation_of(kept: Kept) -> tuple[bytes, ...]:
+def conversation_of(kept: StoredResponse) -> tuple[bytes, ...]:
     """All items up to the end of a kept response, as it keeps them."""
     return (*kept.before, encoded(json.loads(kept.response)["output"]))
 

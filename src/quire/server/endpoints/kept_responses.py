@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from quire.server.endpoints.answers import Json, as_json, as_written
 from quire.server.endpoints.items import Items, decoded
-from quire.server.request_context import Exchange
-from quire.server.response_store import Kept, Run
+from quire.server.request_context import RequestContext
+from quire.server.response_store import BackgroundRun, StoredResponse
 from quire.server.schemas.response_request import DeletedResponse, ItemList, Response, ResponseEvent
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
@@ -13,7 +13,7 @@ from quire.server.wire.streams import EventStream
 _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 
-async def response(exchange: Exchange) -> Json[Response] | EventStream[ResponseEvent]:
+async def response(exchange: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
     """As it is now; with ``stream=true``, the events of one that runs without a connection."""
     run, kept = _found(exchange)
     query = exchange.http.query_params
@@ -35,7 +35,7 @@ async def response(exchange: Exchange) -> Json[Response] | EventStream[ResponseE
     return _as_it_is(exchange, kept.response)
 
 
-async def delete(exchange: Exchange) -> Json[DeletedResponse]:
+async def delete(exchange: RequestContext) -> Json[DeletedResponse]:
     """It ends, if it still runs, and is forgotten."""
     run, _ = _found(exchange)
     if run is not None:
@@ -44,7 +44,7 @@ async def delete(exchange: Exchange) -> Json[DeletedResponse]:
     return as_json(exchange, DeletedResponse(id=_name(exchange)))
 
 
-async def cancel(exchange: Exchange) -> Json[Response]:
+async def cancel(exchange: RequestContext) -> Json[Response]:
     """It ends now. One that is over stays as it is."""
     run, kept = _found(exchange)
     if run is not None:
@@ -60,7 +60,7 @@ async def cancel(exchange: Exchange) -> Json[Response]:
     return _as_it_is(exchange, kept.response)
 
 
-async def input_items(exchange: Exchange) -> Json[ItemList]:
+async def input_items(exchange: RequestContext) -> Json[ItemList]:
     """All items that a response answered, earlier responses' among them; the last ones first."""
     run, kept = _found(exchange)
     limit = exchange.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
@@ -87,12 +87,12 @@ async def input_items(exchange: Exchange) -> Json[ItemList]:
     )
 
 
-def _name(exchange: Exchange) -> str:
+def _name(exchange: RequestContext) -> str:
     name: str = exchange.http.path_params["name"]
     return name
 
 
-def _found(exchange: Exchange) -> tuple[Run | None, Kept | None]:
+def _found(exchange: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
     """One of them. Another caller's is as good as none. Raises: Refused (404)."""
     service, caller, name = exchange.service, exchange.caller.number, _name(exchange)
     run = service.background.get(caller, name)
@@ -107,7 +107,7 @@ def _found(exchange: Exchange) -> tuple[Run | None, Kept | None]:
     return run, kept
 
 
-def _as_it_is(exchange: Exchange, data: bytes) -> Json[Response]:
+def _as_it_is(exchange: RequestContext, data: bytes) -> Json[Response]:
     return Json(data, media_type="application/json", headers=exchange.headers)
 
 

@@ -10,23 +10,23 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.chat.anthropic_input import from_anthropic
-from quire.chat.conversation import ChatRequest as Conversation
+from quire.chat.conversation import ChatInput as Conversation
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
-    Piece,
-    Turn,
+    ChatTurn,
+    OutputPiece,
     reasoning_kwargs,
     refuse_several,
     take_turn,
 )
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
-from quire.server.schemas.fields import Asked, Count, JsonSchema, ResponseFormat, Text
+from quire.server.schemas.fields import Count, GenerationRequest, JsonSchema, ResponseFormat, Text
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import MESSAGES, EventStream
 
-# -- messages --------------------------------------------------------------------------------------
+# -- requests and answers --------------------------------------------------------------------------
 
 # ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
@@ -53,7 +53,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Asked, kw_only=True):
+class MessagesRequest(GenerationRequest, kw_only=True):
     messages: Turns
     max_tokens: Count
     system: System | None = None
@@ -108,7 +108,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
 
 
-class Message(msgspec.Struct, kw_only=True):
+class AnthropicMessage(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -121,7 +121,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 class MessageStart(msgspec.Struct, kw_only=True):
     type: Literal["message_start"] = "message_start"
-    message: Message
+    message: AnthropicMessage
 
 
 class BlockStart(msgspec.Struct, kw_only=True):
@@ -185,8 +185,8 @@ class CountedTokens(msgspec.Struct, kw_only=True):
 
 
 async def messages(
-    exchange: Exchange, asked: MessagesRequest
-) -> Json[Message] | EventStream[MessageEvent]:
+    exchange: RequestContext, asked: MessagesRequest
+) -> Json[AnthropicMessage] | EventStream[MessageEvent]:
     """Answer a conversation, as Anthropic does."""
     exchange.service.refuse_unknown_model(asked.model)
     refuse_several(asked)
@@ -201,13 +201,13 @@ async def messages(
     turn = await take_turn(
         exchange, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
     )
-    answering = _Answering(turn, asked)
+    answering = _AnsweringMessages(turn, asked)
     if asked.stream:
         return as_events(exchange, answering.events(), MESSAGES)
     return as_json(exchange, await answering.whole())
 
 
-async def count_tokens(exchange: Exchange, asked: CountTokensRequest) -> Json[CountedTokens]:
+async def count_tokens(exchange: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
     """How many tokens a prompt has."""
     service = exchange.service
     service.refuse_unknown_model(asked.model)
@@ -268,16 +268,16 @@ def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
             )
 
 
-class _Answering:
+class _AnsweringMessages:
     """The answer to one request."""
 
-    def __init__(self, turn: Turn, asked: MessagesRequest) -> None:
+    def __init__(self, turn: ChatTurn, asked: MessagesRequest) -> None:
         self._turn, self._asked, self._exchange = turn, asked, turn.work.exchange
         self._blocks = Blocks()
         thinking = asked.thinking
         self._omits_thoughts = thinking is not None and thinking.display == "omitted"
 
-    async def whole(self) -> Message:
+    async def whole(self) -> AnthropicMessage:
         (pieces,) = await self._turn.gather()
         for piece in pieces:
             self._blocks.add(piece.events)
@@ -343,7 +343,7 @@ class _Answering:
                 arguments = json.loads(text if block.is_whole else so_far(text)) if text else {}
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
-    def _end(self, last: Piece) -> tuple[list[Change], Stop]:
+    def _end(self, last: OutputPiece) -> tuple[list[Change], Stop]:
         """Raises: Refused for an answer that only the server has ended."""
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")
@@ -359,11 +359,11 @@ class _Answering:
             return changes, Stop(stop_reason="stop_sequence", stop_sequence=stopped_by)
         return changes, Stop(stop_reason="end_turn", stop_sequence=None)
 
-    def _message(self, *, output_tokens: int | None = None) -> Message:
+    def _message(self, *, output_tokens: int | None = None) -> AnthropicMessage:
         usage = self._usage()
         if output_tokens is not None:
             usage.output_tokens = output_tokens
-        return Message(
+        return AnthropicMessage(
             id=f"msg_{self._exchange.id}",
             model=self._asked.model or self._exchange.service.model_name,
             content=[],

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from quire.engine.sequence import TokenLogprobs
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown, Kind
-from quire.server.endpoints.generation import Piece, Turn
+from quire.server.endpoints.generation import ChatTurn, OutputPiece
 from quire.server.endpoints.logprobs import of_chat
 from quire.server.logs import place_of
 from quire.server.schemas.chat_request import ChatLogprob
@@ -43,7 +43,7 @@ class Responding:
 
     def __init__(
         self,
-        turn: Turn,
+        turn: ChatTurn,
         response: Response,
         *,
         num_top: int | None,
@@ -98,7 +98,7 @@ class Responding:
         shown = [b for b in self._blocks.all if self._shows_broken or not b.given_up]
         self.response.output = [self._item(block) for block in shown]
 
-    def _of_piece(self, piece: Piece) -> Iterator[ResponseEvent]:
+    def _of_piece(self, piece: OutputPiece) -> Iterator[ResponseEvent]:
         self._unsaid += piece.delta.logprobs
         for change in self._blocks.add(piece.events):
             yield from self._events(change)
@@ -106,7 +106,7 @@ class Responding:
         if piece.events and last is not None and last.kind != "text":
             self._unsaid.clear()  # they were of thoughts, or of a call
 
-    def _of_end(self, last: Piece) -> Iterator[ResponseEvent]:
+    def _of_end(self, last: OutputPiece) -> Iterator[ResponseEvent]:
         """Raises: Refused for an answer that only the server has ended."""
         reason = last.finish_reason
         for change in self._blocks.end(is_whole=reason != "length"):

@@ -9,18 +9,18 @@ from functools import partial
 import msgspec
 
 from quire.chat.conversation import Chat
-from quire.chat.conversation import ChatRequest as Conversation
+from quire.chat.conversation import ChatInput as Conversation
 from quire.chat.responses_input import from_responses
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
-from quire.server.endpoints.generation import Turn, reasoning_kwargs, refuse_several, take_turn
+from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, refuse_several, take_turn
 from quire.server.endpoints.items import conversation_of, decoded, encoded, given_items, readable
 from quire.server.endpoints.response_events import Responding
-from quire.server.request_context import Exchange
-from quire.server.response_store import Kept, Run
+from quire.server.request_context import RequestContext
+from quire.server.response_store import BackgroundRun, StoredResponse
 from quire.server.schemas.fields import JsonSchema, ResponseFormat
 from quire.server.schemas.response_request import (
-    Reasoning,
+    ReasoningOptions,
     Response,
     ResponseEvent,
     ResponsesRequest,
@@ -36,7 +36,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 async def responses(
-    exchange: Exchange, asked: ResponsesRequest
+    exchange: RequestContext, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
     """Answer a conversation, whole, in pieces, or while no client is connected."""
     exchange.service.refuse_unknown_model(asked.model)
@@ -57,7 +57,7 @@ async def responses(
 
 
 async def _responding(
-    exchange: Exchange, asked: ResponsesRequest, before: tuple[bytes, ...]
+    exchange: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Responding:
     """Admitted. Raises: Refused; RequestError."""
     num_top = asked.top_logprobs
@@ -86,7 +86,7 @@ async def _responding(
 
 
 async def _in_background(
-    exchange: Exchange, asked: ResponsesRequest, before: tuple[bytes, ...]
+    exchange: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Json[Response] | EventStream[ResponseEvent]:
     """Raises: Refused; RequestError."""
     service, caller = exchange.service, exchange.caller.number
@@ -100,13 +100,13 @@ async def _in_background(
             responding.fill()
             return msgspec.json.encode(response)
 
-        def end(run: Run) -> None:
+        def end(run: BackgroundRun) -> None:
             if run.was_cancelled:
                 responding.cancel()
             service.background.forget(caller, response.id)
             _keep(own, before, response, tuple(run.events))
 
-        run = Run(
+        run = BackgroundRun(
             _written(responding),
             stack.pop_all(),
             before=before,
@@ -140,12 +140,12 @@ def _is_kept(asked: ResponsesRequest) -> bool:
 
 
 def _keep(
-    exchange: Exchange,
+    exchange: RequestContext,
     before: tuple[bytes, ...],
     response: Response,
     events: tuple[bytes, ...] = (),
 ) -> None:
-    kept = Kept(
+    kept = StoredResponse(
         response=msgspec.json.encode(response),
         before=before,
         events=events,
@@ -158,7 +158,7 @@ def _forget(_: Response) -> None:
     """It is the client's alone."""
 
 
-def _continued(exchange: Exchange, asked: ResponsesRequest) -> tuple[bytes, ...]:
+def _continued(exchange: RequestContext, asked: ResponsesRequest) -> tuple[bytes, ...]:
     """The items of the conversation that is gone on with. Raises: Refused."""
     name = asked.previous_response_id
     if name is None:
@@ -239,7 +239,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
 
 
-def _response(turn: Turn, asked: ResponsesRequest) -> Response:
+def _response(turn: ChatTurn, asked: ResponsesRequest) -> Response:
     """As it is before anything has come."""
     exchange, params = turn.work.exchange, turn.work.requests[0].params
     text = asked.text or TextConfig()
@@ -256,7 +256,7 @@ def _response(turn: Turn, asked: ResponsesRequest) -> Response:
         parallel_tool_calls=turn.prompt.parallel,
         previous_response_id=asked.previous_response_id,
         prompt_cache_key=asked.prompt_cache_key,
-        reasoning=asked.reasoning or Reasoning(),
+        reasoning=asked.reasoning or ReasoningOptions(),
         safety_identifier=asked.safety_identifier,
         store=_is_kept(asked),
         temperature=params.temperature,
@@ -290,7 +290,7 @@ def _refuse_what_is_not_done(asked: ResponsesRequest) -> None:
             )
 
 
-def _say_what_is_ignored(exchange: Exchange, asked: ResponsesRequest) -> None:
+def _say_what_is_ignored(exchange: RequestContext, asked: ResponsesRequest) -> None:
     exchange.ignore(*(f"include.{name}" for name in asked.include or () if name != _LOGPROBS))
     if asked.reasoning is not None and asked.reasoning.summary is not None:
         exchange.ignore("reasoning.summary")

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.chat.conversation import ChatRequest as Conversation
+from quire.chat.conversation import ChatInput as Conversation
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.request_context import Exchange
+from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.fields import Text
 from quire.server.wire.error_responses import Refused
 
-# -- tokens ----------------------------------------------------------------------------------------
+# -- requests and answers --------------------------------------------------------------------------
 
 # ``/tokenize`` and ``/detokenize``, as vLLM has them.
 
@@ -63,7 +63,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 # -- tokens ----------------------------------------------------------------------------------------
 
 
-async def tokenize(exchange: Exchange, asked: TokenizeRequest) -> Json[Tokens]:
+async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
     """The tokens of a text, or of a chat's prompt."""
     service = exchange.service
     service.refuse_unknown_model(asked.model)
@@ -96,7 +96,7 @@ async def tokenize(exchange: Exchange, asked: TokenizeRequest) -> Json[Tokens]:
     )
 
 
-async def detokenize(exchange: Exchange, asked: DetokenizeRequest) -> Json[Detokenized]:
+async def detokenize(exchange: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
     """The text of tokens."""
     service = exchange.service
     service.refuse_unknown_model(asked.model)
@@ -112,7 +112,7 @@ async def detokenize(exchange: Exchange, asked: DetokenizeRequest) -> Json[Detok
     return as_json(exchange, Detokenized(prompt=text))
 
 
-async def tokenizer_info(exchange: Exchange) -> Json[TokenizerInfo]:
+async def tokenizer_info(exchange: RequestContext) -> Json[TokenizerInfo]:
     """What a client needs to know that has no tokenizer of its own.
 
     Raises: Refused.

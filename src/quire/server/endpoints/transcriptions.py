@@ -16,16 +16,16 @@ from starlette.responses import PlainTextResponse
 from quire.engine.outputs import TextDelta as Piece
 from quire.engine.sequence import Request
 from quire.sampling_params import SamplingParams
-from quire.server.audio import Recording, Window
+from quire.server.audio import AudioFile, AudioWindow
 from quire.server.endpoints.answers import Json, as_events, as_json
-from quire.server.endpoints.generation import Work
-from quire.server.request_context import Exchange
+from quire.server.endpoints.generation import Generation
+from quire.server.request_context import RequestContext
 from quire.server.schemas.fields import Sampling
 from quire.server.schemas.transcription_request import (
     Duration,
     Segment,
-    TextDelta,
     TextDone,
+    TranscriptDelta,
     Transcription,
     TranscriptionRequest,
     VerboseTranscription,
@@ -36,22 +36,22 @@ from quire.server.wire.streams import RESPONSES, EventStream, while_connected
 Task: TypeAlias = Literal["transcribe", "translate"]
 Answer: TypeAlias = (
     Json[Transcription | VerboseTranscription]
-    | EventStream[TextDelta | TextDone]
+    | EventStream[TranscriptDelta | TextDone]
     | PlainTextResponse
 )
 
 
-async def transcriptions(exchange: Exchange, asked: TranscriptionRequest) -> Answer:
+async def transcriptions(exchange: RequestContext, asked: TranscriptionRequest) -> Answer:
     """What is said in a recording, in the language in which it is said."""
     return await _answer(exchange, asked, "transcribe")
 
 
-async def translations(exchange: Exchange, asked: TranscriptionRequest) -> Answer:
+async def translations(exchange: RequestContext, asked: TranscriptionRequest) -> Answer:
     """What is said in a recording, in English."""
     return await _answer(exchange, asked, "translate")
 
 
-async def _answer(exchange: Exchange, asked: TranscriptionRequest, task: Task) -> Answer:
+async def _answer(exchange: RequestContext, asked: TranscriptionRequest, task: Task) -> Answer:
     exchange.service.refuse_unknown_model(asked.model)
     exchange.service.llm.llm.hearing.check(task)
     _refuse_what_is_not_done(asked)
@@ -75,7 +75,7 @@ async def _answer(exchange: Exchange, asked: TranscriptionRequest, task: Task) -
 class _Heard:
     """What is said in one window, as far as it is known."""
 
-    window: Window
+    window: AudioWindow
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     sum_logprobs: float = 0.0
@@ -95,7 +95,7 @@ class _Heard:
 class _Listening:
     """To one recording."""
 
-    def __init__(self, exchange: Exchange, asked: TranscriptionRequest, task: Task) -> None:
+    def __init__(self, exchange: RequestContext, asked: TranscriptionRequest, task: Task) -> None:
         self._exchange, self._asked, self._task = exchange, asked, task
         self._service = exchange.service
         self._hearing = self._service.llm.llm.hearing
@@ -113,18 +113,18 @@ class _Listening:
         self._recording = await exchange.in_text_thread(self._opened)
         await self._read_on()
         request = await (self._request() if self._language else self._question())
-        self._work = Work(exchange, [request], self._task)
+        self._work = Generation(exchange, [request], self._task)
 
     async def to_its_end(self) -> None:
         async with aclosing(self._pieces()) as pieces:
             async for _ in pieces:
                 pass
 
-    async def events(self) -> AsyncGenerator[TextDelta | TextDone, None]:
+    async def events(self) -> AsyncGenerator[TranscriptDelta | TextDone, None]:
         async with aclosing(self._pieces()) as pieces:
             async for text in pieces:
                 if text:
-                    yield TextDelta(delta=text)
+                    yield TranscriptDelta(delta=text)
         yield TextDone(text=self.text, usage=self.usage())
 
     def usage(self) -> Duration:
@@ -142,7 +142,7 @@ class _Listening:
         )
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        """What is said, as it is understood. Leaving it ends the request. Raises: as ``Work``."""
+        """Yield what is said, as it is understood; leaving ends the request. Raises: as ``Generation``."""
         if not self._language:
             await self._find_language()
             self._follow(await self._request())
@@ -169,9 +169,9 @@ class _Listening:
             raise Refused(503, "the step that finds the language was ended early")
         self._language = by_id[found[0]]
 
-    def _opened(self) -> Recording:
+    def _opened(self) -> AudioFile:
         hearing = self._hearing
-        return Recording(
+        return AudioFile(
             self._asked.file, rate=hearing.sampling_rate, window_samples=hearing.window_samples
         )
 
@@ -188,7 +188,7 @@ class _Listening:
         return True
 
     def _follow(self, request: Request) -> None:
-        self._work = Work(self._exchange, [request], self._task, behind=self._work)
+        self._work = Generation(self._exchange, [request], self._task, behind=self._work)
 
     async def _request(self) -> Request:
         """What is said in the last window that was read?"""

@@ -2,6 +2,6 @@
 
 from quire.server.metrics.definitions import FAMILIES
 from quire.server.metrics.exposition import Metrics
-from quire.server.metrics.family import METHODS, REJECTIONS, Family, Rejection
+from quire.server.metrics.family import METHODS, REJECTIONS, MetricFamily, Rejection
 
-__all__ = ["FAMILIES", "METHODS", "REJECTIONS", "Family", "Metrics", "Rejection"]
+__all__ = ["FAMILIES", "METHODS", "REJECTIONS", "MetricFamily", "Metrics", "Rejection"]

@@ -1,13 +1,13 @@
 """Every metric that is exported."""
 
-from quire.server.metrics.family import Family, Reading, each, one
+from quire.server.metrics.family import MetricFamily, MetricReading, each, one
 
 # -- counters --------------------------------------------------------------------------------------
 
 # What has been counted since the engine was made.
 
 
-def _sources(reading: Reading) -> dict[str, float]:
+def _sources(reading: MetricReading) -> dict[str, float]:
     all_of_them = reading.statistics.num_prompt_tokens
     cached = reading.statistics.num_cached_prompt_tokens
     return {"local_compute": all_of_them - cached, "local_cache_hit": cached}
@@ -141,7 +141,7 @@ COUNTERS = (
         "KV memory that was given back to the machine.",
         lambda r: r.elastic.returned_bytes,
     ),
-    Family(
+    MetricFamily(
         name="vllm:admission_rejections_total",
         kind="counter",
         unit="requests",
@@ -150,7 +150,7 @@ COUNTERS = (
         of=("model_name",),
         read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
     ),
-    Family(
+    MetricFamily(
         name="http_requests_total",
         kind="counter",
         unit="requests",
@@ -170,13 +170,13 @@ COUNTERS = (
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
 
 
-def _waiting(reading: Reading) -> dict[str, float]:
+def _waiting(reading: MetricReading) -> dict[str, float]:
     """vLLM's two reasons: for capacity; or for something else than room."""
     deferred = sum(reading.waiting[why] for why in ("prefix", "sibling", "choice"))
     return {"capacity": sum(reading.waiting.values()) - deferred, "deferred": deferred}
 
 
-def _kv_bytes(reading: Reading) -> dict[str, float]:
+def _kv_bytes(reading: MetricReading) -> dict[str, float]:
     usage = reading.usage
     return {
         "reserved": usage.reserved_bytes,
@@ -187,7 +187,7 @@ def _kv_bytes(reading: Reading) -> dict[str, float]:
     }
 
 
-def _memory_bytes(reading: Reading) -> dict[str, float]:
+def _memory_bytes(reading: MetricReading) -> dict[str, float]:
     memory = reading.elastic.memory
     if memory is None:  # it has not been read yet, or the system does not say
         return {}
@@ -236,7 +236,7 @@ GAUGES = (
         "KV memory that sequences hold, of the ceiling; 1 is full. What is only cached is free.",
         lambda r: r.usage_share,
     ),
-    Family(
+    MetricFamily(
         name="vllm:cache_config_info",
         kind="gauge",
         unit="1",
@@ -427,7 +427,7 @@ HISTOGRAMS = (
 )
 
 
-# -- families --------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 FAMILIES = (*GAUGES, *COUNTERS, *HISTOGRAMS)

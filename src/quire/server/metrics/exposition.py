@@ -22,7 +22,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram
 from quire.server.metrics.definitions import FAMILIES
-from quire.server.metrics.family import Counts, Family, Reading, read
+from quire.server.metrics.family import Counts, MetricFamily, MetricReading, read
 
 
 class Metrics:
@@ -66,7 +66,7 @@ class Metrics:
         for family in FAMILIES:
             yield self._metric(family, reading)
 
-    def _metric(self, family: Family, reading: Reading) -> Metric:
+    def _metric(self, family: MetricFamily, reading: MetricReading) -> Metric:
         labels = (*family.of, *family.labels)
         base = [self._values[label] for label in family.of]
         figures = [([*base, *values], each) for values, each in family.read(reading).items()]

@@ -16,7 +16,7 @@ from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
 
-# -- counts ----------------------------------------------------------------------------------------
+# -- what the server counts ------------------------------------------------------------------------
 
 # What the server itself counts: its answers, and whom it has refused before the engine saw them.
 #
@@ -77,13 +77,13 @@ class Counts:
             return dict(self._rejections)
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- figures of one moment -------------------------------------------------------------------------
 
 # What an engine's figures are at one moment, read without waiting for a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MetricReading:
     """All that a scrape shows. ``statistics`` go on counting meanwhile."""
 
     statistics: Statistics
@@ -104,9 +104,9 @@ class Reading:
         return held / self.elastic.ceiling_bytes if self.elastic.ceiling_bytes else 0.0
 
 
-def read(llm: LLM, counts: Counts) -> Reading:
+def read(llm: LLM, counts: Counts) -> MetricReading:
     scheduler = llm.engine.scheduler
-    return Reading(
+    return MetricReading(
         statistics=llm.statistics,
         usage=llm.usage(wait=False),
         elastic=llm.elastic,
@@ -136,7 +136,7 @@ def _cache_config(llm: LLM) -> Mapping[str, str]:
     )
 
 
-# -- family ----------------------------------------------------------------------------------------
+# -- metric families -------------------------------------------------------------------------------
 
 
 Figures: TypeAlias = Mapping[tuple[str, ...], float | Histogram]  # by the values of the labels
@@ -145,14 +145,14 @@ ENGINE = ("model_name", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class MetricFamily:
     """``read``: the figures by the values of ``labels``; those of ``ENGINE`` are added to them."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     meaning: str
-    read: Callable[[Reading], Figures]
+    read: Callable[[MetricReading], Figures]
     labels: tuple[str, ...] = ()  # besides those of where it is counted
     of: tuple[str, ...] = ENGINE
 
@@ -162,10 +162,10 @@ def one(
     name: str,
     unit: str,
     meaning: str,
-    read: Callable[[Reading], float | Histogram],
-) -> Family:
+    read: Callable[[MetricReading], float | Histogram],
+) -> MetricFamily:
     """A single figure."""
-    return Family(
+    return MetricFamily(
         name=name,
         kind=kind,
         unit=unit,
@@ -180,10 +180,10 @@ def each(
     unit: str,
     label: str,
     meaning: str,
-    read: Callable[[Reading], Mapping[str, float]],
-) -> Family:
+    read: Callable[[MetricReading], Mapping[str, float]],
+) -> MetricFamily:
     """A figure for each value of a label."""
-    return Family(
+    return MetricFamily(
         name=name,
         kind=kind,
         unit=unit,

@@ -5,7 +5,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import Count, NumLogprobs, PromptLogprobs, Searching, Text, Usage
+from quire.server.schemas.fields import (
+    Count,
+    NumLogprobs,
+    PromptLogprobs,
+    Searching,
+    Text,
+    TokenUsage,
+)
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -93,7 +100,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -104,4 +111,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import NumLogprobs, PromptLogprobs, Searching, Usage
+from quire.server.schemas.fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
 
 MAX_PROMPTS = 1024
 
@@ -49,4 +49,4 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET

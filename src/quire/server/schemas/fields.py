@@ -101,7 +101,7 @@ class Sampling(Addressed, kw_only=True):
     guided_grammar: str | None = None
 
 
-class Asked(Sampling, kw_only=True):
+class GenerationRequest(Sampling, kw_only=True):
     """… and how the answer is to come."""
 
     stream: bool | None = None
@@ -110,7 +110,7 @@ class Asked(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None  # in logprobs
 
 
-class Searching(Asked, kw_only=True):
+class Searching(GenerationRequest, kw_only=True):
     """… or by a beam search, ``best_of`` wide, of which the ``n`` best are given."""
 
     use_beam_search: bool | None = None
@@ -131,7 +131,7 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class TokenUsage(msgspec.Struct, kw_only=True):
     """Tokens of a request; of the prompt's, how many were found computed by an earlier one."""
 
     prompt_tokens: int

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatLogprob
-from quire.server.schemas.fields import Asked, Count, NumLogprobs, Text
+from quire.server.schemas.fields import Count, GenerationRequest, NumLogprobs, Text
 
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
@@ -26,7 +26,7 @@ Include: TypeAlias = Literal[
 ]
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: Text | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -44,7 +44,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(Asked, kw_only=True):
+class ResponsesRequest(GenerationRequest, kw_only=True):
     input: str | Items
     instructions: str | None = None
     previous_response_id: Text | None = None
@@ -54,7 +54,7 @@ class ResponsesRequest(Asked, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
     include: Annotated[list[Include], Meta(max_length=32)] | None = None
     top_logprobs: NumLogprobs | None = None
@@ -135,7 +135,7 @@ class Response(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: Reasoning
+    reasoning: ReasoningOptions
     safety_identifier: str | None
     service_tier: str = "default"
     store: bool

@@ -56,7 +56,7 @@ class VerboseTranscription(msgspec.Struct, kw_only=True):
     usage: Duration
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
+class TranscriptDelta(msgspec.Struct, kw_only=True):
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
     delta: str
 

@@ -19,7 +19,7 @@ import msgspec
 from quire.engine.sequence import Fault
 from quire.errors import QuireError, RequestError, RequestTooLong
 
-# -- errors ----------------------------------------------------------------------------------------
+# -- requests and answers --------------------------------------------------------------------------
 
 # What an error looks like to OpenAI's clients, and to Anthropic's.
 

@@ -116,7 +116,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-# -- events ----------------------------------------------------------------------------------------
+# -- server-sent events ----------------------------------------------------------------------------
 
 # Server-sent events as each interface writes them: with names or without, and how they end.
 
