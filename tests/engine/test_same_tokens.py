@@ -24,7 +24,7 @@ def _recorded_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
 def test_random_schedules_give_the_tokens_of_generate(cache: str) -> None:
-    total = run(range(2), cache)
+    total = run(range(1), cache)
     assert total.num_sequences
 
 
