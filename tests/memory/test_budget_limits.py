@@ -26,9 +26,9 @@ for each in sys.argv[1:]:
     assert "RLIMIT_AS (ulimit -v)" in refused, each
     asked[flag.replace("-", "_")] = float(value) if option == "share" else value
     with LLM(cache=cache, **asked) as llm:
-        params = SamplingParams(max_tokens=32, ignore_eos=True)
-        done = llm.generate([[i, i + 1] for i in range(64)], params)
-        assert all(len(one.token_ids) == 32 for one in done), each
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        done = llm.generate([[i, i + 1] for i in range(16)], params)
+        assert all(len(one.token_ids) == 8 for one in done), each
         assert llm.memory.peak_committed_bytes <= llm.ledger.kv_bytes < 3_000_000_000, each
 """
 

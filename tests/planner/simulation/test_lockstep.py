@@ -168,7 +168,7 @@ def chunks_of(plan: StepPlan) -> tuple[tuple[int, int, int, int], ...]:
                 strategy,
                 200,
                 id=f"{strategy}-roomy",
-                marks=[] if strategy in ("paged", "virtual that shares") else pytest.mark.full,
+                marks=[] if strategy == "paged" else pytest.mark.full,
             )
             for strategy in STRATEGIES
         ),
