@@ -149,6 +149,7 @@ def test_who_begins_alike_goes_on_from_a_copy_of_the_state(gpu: Gpu) -> None:
     assert gpu.num_replays == 3 * 8 + 2
 
 
+@pytest.mark.full  # without graphs: tests/models/test_recurrent.py
 def test_siblings_part_from_one_state(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = lfm2()
     params = SamplingParams(n=3, max_tokens=6, temperature=1.0, seed=7, ignore_eos=True)
@@ -163,6 +164,7 @@ def test_siblings_part_from_one_state(gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
     assert len(set(said[0])) == 3
 
 
+@pytest.mark.full  # without graphs: tests/models/test_recurrent.py
 def test_who_makes_room_is_swapped_and_comes_back(gpu: Gpu) -> None:
     model, want = lfm2()
     llm = on(gpu, model, cache="paged", swap_space="4MB", enable_prefix_caching=False)
@@ -207,6 +209,7 @@ def test_a_step_copies_once_and_waits_once(gpu: Gpu) -> None:
     assert {uploads for _, uploads in steps} == {1}
 
 
+@pytest.mark.full  # without states: test_captured.py
 def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:
     """In the middle of a step, for the states that its sequences then have."""
     model, want = lfm2()

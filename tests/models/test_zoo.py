@@ -45,7 +45,8 @@ def test_the_page_names_every_class_once() -> None:
     assert sorted(model_types(PAGE)) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-_ELSEWHERE = ("recurrent_gemma",)  # tests/devices/test_captured_states.py
+# tests/devices/test_captured_states.py, test_latent.py and test_drop_in_kinds.py
+_ELSEWHERE = ("recurrent_gemma", "longcat_flash", "gemma4_text")
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,9 @@ def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
     run(ask())
 
 
-@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+@pytest.mark.parametrize(
+    ("parallel", "most"), [(None, 1), pytest.param(False, 1, marks=pytest.mark.full), (True, 9)]
+)
 def test_one_call_is_required_unless_several_are_asked_for(
     parallel: bool | None, most: int
 ) -> None:

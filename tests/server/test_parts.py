@@ -182,7 +182,7 @@ def test_no_bytes_hold_the_event_loop_for_long() -> None:
     """What is known to have held it for seconds or for ever, sent to a process of its own."""
     script = Path(__file__).parents[1] / "fuzz_http.py"
     ended = subprocess.run(
-        [sys.executable, str(script), "--bytes", "50"],
+        [sys.executable, str(script), "--bytes", "10"],
         capture_output=True,
         timeout=120,
         text=True,

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", only(CACHES, "growing", "paged", "virtual, shared"))
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
     folder: Folder, cache: str
 ) -> None:
@@ -145,7 +145,7 @@ def test_what_begins_alike_is_computed_once_and_what_ends_early_is_given_back(
         assert texts(llm.generate([PROMPTS[0]], GREEDY, observe=Watch(llm))) == texts(first)
 
 
-@pytest.mark.parametrize("cache", sorted(STRATEGIES))
+@pytest.mark.parametrize("cache", only(sorted(STRATEGIES), "contiguous", "virtual"))
 def test_a_rank_commits_what_the_plan_of_its_files_says(folder: Folder, cache: str) -> None:
     options = dict(OPTIONS, cache=cache, attention_backend="reference", enable_prefix_caching=False)
     asked = Request(input_tokens=26, output_tokens=14)
