@@ -46,7 +46,7 @@ from quire.strategies import (
 from quire.strategies.layout import attention_spec
 from quire.strategies.quantized import dequantize, quantize
 
-SETTINGS = settings(max_examples=3, stateful_step_count=25, deadline=None)
+SETTINGS = settings(max_examples=2, stateful_step_count=25, deadline=None)
 MORE = settings(SETTINGS, max_examples=9)
 DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
 
@@ -253,7 +253,7 @@ def test_random_use_on_emulated_cuda(option: str) -> None:
 
     run_state_machine_as_test(
         lambda: StrategyMachine(option, store, page_bytes=PAGE, wide=True),
-        settings=settings(SETTINGS, max_examples=3),
+        settings=settings(SETTINGS, max_examples=2),
     )
 
 

@@ -65,7 +65,7 @@ def test_an_operator_without_memory_costs_no_request_a_token() -> None:
         told, num_operators = finished(llm, failing=-1)
         assert told == want
         assert num_operators > 50
-        for failing in range(1, num_operators + 1):
+        for failing in range(1, num_operators + 1, 2):
             assert finished(llm, failing)[0] == want, failing
             usage = llm.usage()
             assert usage.num_sequences == usage.used_bytes == usage.committed_bytes == 0

@@ -2,6 +2,7 @@
 
 import pytest
 
+from conformance.covering import only
 from engine.schedules import Result, Schedule
 from quire.models.recorded import recordings
 from quire.strategies import STRATEGIES
@@ -22,7 +23,10 @@ def _recorded_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "WORTH_IT", 3)
 
 
-@pytest.mark.parametrize("cache", [*STRATEGIES, "virtual-shared"])
+# "growing" and "virtual-shared": on an emulated device, in test_device_memory.py.
+@pytest.mark.parametrize(
+    "cache", only([*STRATEGIES, "virtual-shared"], "contiguous", "paged", "virtual")
+)
 def test_random_schedules_give_the_tokens_of_generate(cache: str) -> None:
     total = run(range(1), cache)
     assert total.num_sequences

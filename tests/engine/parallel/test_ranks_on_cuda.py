@@ -76,8 +76,10 @@ def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) ->
     "cache",
     [
         "paged",
-        "virtual, shared",
-        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "growing", "virtual")),
+        *(
+            pytest.param(c, marks=pytest.mark.full)
+            for c in ("contiguous", "growing", "virtual", "virtual, shared")
+        ),
     ],
 )
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
@@ -105,6 +107,7 @@ def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
     assert generated(folder.ranked("llama"), PROMPTS, params) == want
 
 
+@pytest.mark.full  # on a CPU: test_two_ranks.py
 def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     want = expected(folder, "llama", params)

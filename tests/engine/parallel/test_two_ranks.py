@@ -100,7 +100,7 @@ def test_samples_with_a_seed_and_guesses_are_the_same(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    "swap", only([dict(), dict(swap_space="1MiB"), dict(to_file=True)], dict(), dict(to_file=True))
+    "swap", only([dict(), dict(swap_space="1MiB"), dict(to_file=True)], dict(swap_space="1MiB"))
 )
 def test_who_makes_room_goes_on_with_the_same_tokens(
     folder: Folder, swap: dict[str, Any], tmp_path: Any

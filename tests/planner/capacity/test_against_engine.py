@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance.covering import in_turn
+from conformance.covering import in_turn, only
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.cli.validation import Check, validate
 from quire.config import EngineConfig
@@ -58,7 +58,10 @@ def checked(model: Any, folder: Path, strategy: str = "paged") -> list[Check]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", KINDS)
+# A kind of memory each; deepseek_v3 and qwen3_next are below.
+@pytest.mark.parametrize(
+    "name", only(KINDS, "gemma3n_text", "gpt_oss", "llama4_text", "falcon_h1", "gpt2")
+)
 def test_the_plan_of_its_files_is_what_the_engine_takes(name: str, tmp_path: Path) -> None:
     checks = checked(tiny_model(name), tmp_path)
     assert [check for check in checks if not check.holds] == []
