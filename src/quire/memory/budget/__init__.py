@@ -2,10 +2,18 @@
 
 from quire.memory.budget.footprint import Footprint
 from quire.memory.budget.ledger import Ledger, Needs, Remedy, Term
-from quire.memory.budget.rules import BUDGETS, GIVEN, Mode, headroom_bytes, make_ledger
+from quire.memory.budget.rules import (
+    BUDGETS,
+    BY_OWN_MEMORY,
+    GIVEN,
+    Mode,
+    headroom_bytes,
+    make_ledger,
+)
 
 __all__ = [
     "BUDGETS",
+    "BY_OWN_MEMORY",
     "GIVEN",
     "Footprint",
     "Ledger",
