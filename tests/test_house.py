@@ -47,9 +47,11 @@ def blocks(path: Path) -> list[tuple[int, str, bool]]:
 RUNNER = """
 import json, os, runpy, signal, sys
 import quire
+from quire.models.loader import load
 
 for name in quire.__all__:
     getattr(quire, name)
+load()  # with all that it imports of Transformers
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
