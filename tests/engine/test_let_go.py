@@ -26,7 +26,7 @@ PROMPT = tokens(1, 9)[0].tolist()
 
 # Runs an LLM of a folder under some strategies, and prints what the system says of this process.
 CHILD = """
-import gc, json, sys
+import gc, json, os, sys
 from quire import LLM, SamplingParams
 from quire.memory.host.allocator import trim_allocator
 
@@ -56,6 +56,8 @@ def round(strategy):
 
 round("paged")  # what a process has for ever from its first LLM on
 print(json.dumps({strategy: round(strategy) for strategy in sys.argv[2:]}))
+sys.stdout.flush()
+os._exit(0)  # to take the libraries apart takes longer than some of this
 """
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import ctypes
+import ctypes, os, sys
 from quire.config import keep_few_shapes
 keep_few_shapes()
 from quire import LLM, SamplingParams
@@ -34,6 +34,8 @@ with LLM(max_model_len=1024, kv_cache_memory_bytes="16MB", enable_prefix_caching
     before = heap()
     ask(range(221, 321, 2))
     print(heap() - before)
+sys.stdout.flush()
+os._exit(0)  # to take the libraries apart takes longer than some of this
 """
 
 
