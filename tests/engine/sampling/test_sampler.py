@@ -58,7 +58,7 @@ def expected(own: Sequence, drafts: tuple[int, ...], logits: Tensor) -> tuple[Sa
 
 
 @given(batch=any_batch())
-@settings(max_examples=70)
+@settings(max_examples=150)
 def test_every_row_is_what_the_twin_chooses(
     batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor],
 ) -> None:
