@@ -41,7 +41,7 @@ def _server(url: str | None) -> Iterator[str]:
             sys.exit(f"the server has logged an error:\n{process.log}")
 
 
-def _send_bytes(num_cases: int, seed: int) -> None:
+def send_bytes(num_cases: int, seed: int) -> None:
     rng = random.Random(seed)
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # a line for each otherwise
     slowest: list[tuple[float, int, bool, bytes]] = []
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, help="cases without a key, instead of requests")
     options = parser.parse_args()
     if options.bytes is not None:
-        _send_bytes(options.bytes, options.seed)
+        send_bytes(options.bytes, options.seed)
         return
     with _server(options.base_url) as url:
         asker = Asker(url)

@@ -47,9 +47,11 @@ def blocks(path: Path) -> list[tuple[int, str, bool]]:
 RUNNER = """
 import json, os, runpy, signal, sys
 import quire
+from quire.models.loader import load
 
 for name in quire.__all__:
     getattr(quire, name)
+load()  # with all that it imports of Transformers
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
@@ -60,7 +62,8 @@ for line in sys.stdin:
         for number, name in enumerate(("/dev/null", "stdout", "stderr")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
         runpy.run_path(job["path"], run_name="__main__")
-        sys.exit()
+        sys.stdout.flush()
+        os._exit(0)  # to take the libraries apart takes longer than what was run
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 

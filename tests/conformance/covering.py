@@ -49,19 +49,29 @@ def by_pairs(**factors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def in_turn(rows: Iterable[Any], columns: Sequence[Any], *, each: int = 1) -> list[Any]:
+def in_turn(
+    rows: Iterable[Any],
+    columns: Sequence[Any],
+    *,
+    each: int = 1,
+    kept: Sequence[Any] | None = None,
+) -> list[Any]:
     """Pairs, for ``parametrize``: a row runs with ``each`` of the columns, the next row with those
-    that follow; the others are ``full``.
+    that follow; the others are ``full``. So are all of a row that is not ``kept``, if some are.
     """
-    return [
-        pytest.param(
-            row,
-            column,
-            marks=[] if (turn - each * number) % len(columns) < each else pytest.mark.full,
-        )
-        for number, row in enumerate(rows)
-        for turn, column in enumerate(columns)
-    ]
+    rows, pairs, num_before = [*rows], [], 0
+    for row in rows:
+        runs = kept is None or row in kept
+        for turn, column in enumerate(columns):
+            own = runs and (turn - num_before) % len(columns) < each
+            pairs.append(pytest.param(row, column, marks=[] if own else pytest.mark.full))
+        num_before += each * runs
+    return pairs
+
+
+def only(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Values, for ``parametrize``: those that are ``kept`` run, the others are ``full``."""
+    return [pytest.param(v, marks=[] if v in kept else pytest.mark.full) for v in values]
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:

@@ -26,6 +26,7 @@ from conformance.attention_cases import (
     make_spec,
     read_by,
 )
+from conformance.covering import in_turn
 from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
 from quire.attention.gather import read_sequence, readable
 
@@ -84,9 +85,8 @@ def test_the_reference_is_the_formula(strategy: str, kind: str) -> None:
         assert error(got, formula(case, **options)) < 1e-12, (shape, softcap, has_sinks)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("strategy", "dtype"), in_turn(STORED, [*TOLERANCE]))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", STORED)
 def test_torch_gives_what_the_formula_gives(strategy: str, kind: str, dtype: torch.dtype) -> None:
     for shape in range(len(SHAPES)):
         case = shaped_case(strategy, kind, shape, str(dtype).removeprefix("torch."))

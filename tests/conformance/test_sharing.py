@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from conformance.covering import only
 from conformance.sharing_machine import SharingMachine
 from conformance.sharing_model import SHARING_KINDS
 from conformance.strategy_cases import KINDS
@@ -25,19 +26,13 @@ from quire.kv.windows import Windows
 
 # make test-all goes through 50,000 steps and more of these machines, of those of test_accounting.py
 # and of tests/blocks; make fuzz goes through as many as there is time for.
-SETTINGS = settings(max_examples=8, stateful_step_count=60, deadline=None)
-MORE = settings(SETTINGS, max_examples=72)
+SETTINGS = settings(max_examples=6, stateful_step_count=60, deadline=None)
+MORE = settings(SETTINGS, max_examples=74)
 FEWER = settings(SETTINGS, max_examples=5)
 
 
-# Their layers are in "hybrid" too, or in "recurrent+2".
-_ALSO_ELSEWHERE = ("chunked", "full+sliding", "recurrent")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.full) if k in _ALSO_ELSEWHERE else k for k in SHARING_KINDS],
-)
+# The layers of the others are in these too.
+@pytest.mark.parametrize("kind", only(SHARING_KINDS, "hybrid", "recurrent+2", "sliding-1"))
 def test_random_sharing(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind), settings=SETTINGS)
 
@@ -48,7 +43,7 @@ def test_more_random_sharing(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind), settings=MORE)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
+@pytest.mark.parametrize("kind", only([*KINDS, "hybrid"], "hybrid", "sliding-1"))
 def test_random_sharing_through_windows(kind: str) -> None:
     run_state_machine_as_test(lambda: SharingMachine(kind, through_windows=True), settings=FEWER)
 
@@ -169,15 +164,14 @@ _FOUND_LATE = (
     "a copy is not shown in the place of its original",
     "a merge takes no mappings",
     "all who ask have mappings enough",
+    "a merged block is not noted",
+    "a row given up is shown again",
 )
 
 
 @pytest.mark.parametrize(
     "mutation",
-    [
-        pytest.param(each, marks=pytest.mark.full) if each in _FOUND_LATE else each
-        for each in WINDOW_MUTATIONS
-    ],
+    only(WINDOW_MUTATIONS, *(each for each in WINDOW_MUTATIONS if each not in _FOUND_LATE)),
 )
 def test_broken_windows_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken = WINDOW_MUTATIONS[mutation]

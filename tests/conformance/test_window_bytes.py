@@ -41,7 +41,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
 
 TestSequences = SequencesMachine.TestCase
-TestSequences.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+TestSequences.settings = settings(max_examples=3, stateful_step_count=40, deadline=None)
 
 
 def run(seed: int, num_operations: int, num_between: int) -> None:
@@ -61,7 +61,7 @@ def run(seed: int, num_operations: int, num_between: int) -> None:
 
 
 def test_a_thousand_operations() -> None:
-    run(seed=0, num_operations=1_000, num_between=10)
+    run(seed=0, num_operations=1_000, num_between=20)
 
 
 @pytest.mark.full

@@ -70,8 +70,8 @@ def own(model: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("backend", "growth"),
     [
-        ("eager", "staggered"),
         ("captured", "uniform"),
+        pytest.param("eager", "staggered", marks=pytest.mark.full),
         pytest.param("eager", "uniform", marks=pytest.mark.full),
         pytest.param("captured", "doubling", marks=pytest.mark.full),
     ],
@@ -110,9 +110,11 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
 @pytest.mark.parametrize(
     "cache",
     [
-        "growing",
         "virtual-shared",
-        *(pytest.param(cache, marks=pytest.mark.full) for cache in ("contiguous", "virtual")),
+        *(
+            pytest.param(cache, marks=pytest.mark.full)
+            for cache in ("contiguous", "growing", "virtual")
+        ),
     ],
 )
 def test_continuations_of_one_text_are_copied_beside(backend: str, cache: str) -> None:

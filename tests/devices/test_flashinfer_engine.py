@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     [
         ("gpt_oss", "paged"),
         *(
-            pytest.param("gemma3", each, marks=[] if each == "virtual" else pytest.mark.full)
+            pytest.param("gemma3", each, marks=[] if each == "growing" else pytest.mark.full)
             for each in STRATEGIES
         ),
     ],

@@ -112,7 +112,7 @@ def test_tokens_are_the_same_after_a_swap(
     run = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda self, plan: run(self, plan).cpu())
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (50, 40, 60, 55)]
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     model = tiny_model("llama").to("cuda")
 
     def outputs(num_tokens: int) -> list[tuple[int, ...]]:

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 import pretend
+from conformance.covering import in_turn, only
 from models.test_recurrent import HYBRIDS
 from pretend import PretendMemory
 from quire import LLM, SamplingParams
@@ -53,7 +54,7 @@ def own(model: Any, prompt: list[int]) -> tuple[int, ...]:
     return tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", only(MODELS, "gathered", "alone", "no attention"))
 def test_tokens_are_those_of_generate(name: str) -> None:
     model = random_model(MODELS[name]())
     want = [own(model, prompt) for prompt in PROMPTS]
@@ -76,8 +77,9 @@ def test_encoder_decoders_read_their_sources_there(name: str) -> None:
         assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == want
 
 
-@pytest.mark.parametrize("kept_as", ["fp8", "int8_per_token_head"])
-@pytest.mark.parametrize("strategy", ["paged", "virtual"])
+@pytest.mark.parametrize(
+    ("kept_as", "strategy"), in_turn(["fp8", "int8_per_token_head"], ["virtual", "paged"])
+)
 def test_eight_bits_are_the_same_there(kept_as: str, strategy: str) -> None:
     options = dict(**SIZES, max_model_len=64, kv_cache_dtype=kept_as, cache=strategy)
     model = tiny_model("llama")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 import quire
+from conformance.covering import in_turn
 from engine.test_llm import (
     GREEDY,
     assert_all_is_given_back,
@@ -208,18 +209,17 @@ async def leave_by_abort(llm: AsyncLLM, prompt: list[int]) -> None:
     await llm.abort("mine")
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [
-        leave_by_break,
-        leave_by_closing,
-        leave_by_cancel,
-        leave_by_error,
-        leave_by_timeout,
-        leave_by_abort,
-    ],
+LEAVING = (
+    leave_by_break,
+    leave_by_closing,
+    leave_by_cancel,
+    leave_by_error,
+    leave_by_timeout,
+    leave_by_abort,
 )
-@pytest.mark.parametrize("strategy", ["paged", "virtual"])
+
+
+@pytest.mark.parametrize(("leave", "strategy"), in_turn(LEAVING, ["paged", "virtual"]))
 def test_who_leaves_gives_back_its_own_and_leaves_what_is_shared(
     leave: Callable[[AsyncLLM, list[int]], Awaitable[None]], strategy: str
 ) -> None:
@@ -502,7 +502,7 @@ def test_quire_offers_it_by_name() -> None:
 
 # -- storms ---------------------------------------------------------------------------------------
 
-STORM, WHOLE_STORM = 4_000, 10_000
+STORM, WHOLE_STORM = 1_500, 10_000
 
 
 async def begin_and_leave(llm: AsyncLLM, prompt: list[int], chance: random.Random) -> None:

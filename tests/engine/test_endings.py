@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.covering import only
 from engine.test_async_llm import read, run, until
 from engine.test_beam import params as beam_params
 from engine.test_beam import small as small_beams
@@ -259,7 +260,7 @@ def test_an_automaton_that_raises_ends_its_own_text() -> None:
         assert "the automaton is broken" in sequence.finish_detail
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", only(STRATEGIES, "growing", "paged"))
 def test_a_search_that_fails_ends_alone(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     """Half-way through a fork, so that the books are as they should not be."""
     with small_beams(cache=strategy) as llm:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.covering import only
 from engine.simulation import replay
 from engine.test_llm import GREEDY, ids, prompts, small
 from quire import LLM
@@ -64,7 +65,7 @@ def test_an_operator_without_memory_costs_no_request_a_token() -> None:
         told, num_operators = finished(llm, failing=-1)
         assert told == want
         assert num_operators > 50
-        for failing in range(1, num_operators + 1):
+        for failing in range(1, num_operators + 1, 2):
             assert finished(llm, failing)[0] == want, failing
             usage = llm.usage()
             assert usage.num_sequences == usage.used_bytes == usage.committed_bytes == 0
@@ -118,7 +119,7 @@ class FailingVerbs:
     ("strategy", "after"),
     [
         ("paged", True),
-        ("growing", False),
+        pytest.param("growing", False, marks=pytest.mark.full),
         pytest.param("paged", False, marks=pytest.mark.full),
         pytest.param("growing", True, marks=pytest.mark.full),
     ],
@@ -166,8 +167,8 @@ def spoiled(llm: LLM, prompt: list[int], how: Any) -> Iterator[None]:
     llm.engine._runner.run = run  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("value", only([float("-inf"), float("inf")], float("inf")))
+@pytest.mark.parametrize("strategy", only(STRATEGIES, "contiguous"))
 def test_logits_that_are_no_numbers_end_their_own_sequence(strategy: str, value: float) -> None:
     with small(cache=strategy) as llm:
         want = ids(llm.generate(prompts(), GREEDY))
@@ -186,8 +187,8 @@ def test_logits_that_are_no_numbers_end_their_own_sequence(strategy: str, value:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(35),
-        *(pytest.param(range(n, n + 322), marks=pytest.mark.full) for n in (35, 357, 679)),
+        range(12),
+        *(pytest.param(range(n, n + 344), marks=pytest.mark.full) for n in (12, 334, 656)),
     ],
 )
 def test_a_thousand_worlds(seeds: range) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from conformance.covering import only
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.kv import STRATEGIES
@@ -108,7 +109,7 @@ def test_a_prompt_is_held_once_where_blocks_are(strategy: str, options: dict[str
 
 @pytest.mark.parametrize(
     ("strategy", "max_num_seqs"),
-    [*((strategy, 2) for strategy in STRATEGIES), ("paged", 1), ("paged", 3)],
+    [("contiguous", 2), ("growing", 2), ("paged", 1), ("paged", 3), ("virtual", 2)],
 )
 def test_more_choices_than_may_run_at_once_take_turns(strategy: str, max_num_seqs: int) -> None:
     with small(cache=strategy, max_num_seqs=max_num_seqs) as llm:
@@ -117,9 +118,15 @@ def test_more_choices_than_may_run_at_once_take_turns(strategy: str, max_num_seq
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [*(("llama", strategy) for strategy in STRATEGIES), ("gemma3", "paged")]
+    "each",
+    only(
+        [*(("llama", strategy) for strategy in STRATEGIES), ("gemma3", "paged")],
+        ("llama", "growing"),
+        ("gemma3", "paged"),
+    ),
 )
-def test_too_little_memory_for_all_changes_no_choice(name: str, strategy: str) -> None:
+def test_too_little_memory_for_all_changes_no_choice(each: tuple[str, str]) -> None:
+    name, strategy = each
     options: dict[str, Any] = dict(cache=strategy, growth_tokens=16, block_size=4)
     with small(name, **options) as llm:
         choices(llm)

@@ -137,6 +137,26 @@ def test_a_full_house_fits_below_the_cap() -> None:
             assert [len(one.token_ids) for one in done] == [29] * 3
 
 
+def test_only_a_rule_that_asks_what_this_process_has_has_its_pages_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system counts them one by one: tens of milliseconds in a process with gigabytes."""
+    asked: list[str] = []
+    for name in ("read_limits", "read_machine"):
+        own = getattr(by_device, name)
+        monkeypatch.setattr(
+            by_device, name, lambda name=name, own=own, **told: asked.append(name) or own(**told)
+        )
+    model = tiny_model("llama")
+    options: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2)
+    by_share = {"budget": "vllm", "memory_utilization": 0.1}
+    for given in ({"kv_cache_memory_bytes": "1MiB", "budget": "llamacpp"}, {}, by_share):
+        LLM(model, **options, **given).close()
+    assert set(asked) == {"read_limits"}
+    LLM(model, **options, budget="llamacpp").close()
+    assert asked[-1] == "read_machine"
+
+
 # -- a system that does not say how much memory there is -------------------------------------------
 
 

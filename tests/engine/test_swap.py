@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.covering import in_turn
 from conformance.strategy_cases import layers_of, model_spec
 from engine.test_llm import ids, model_of, prompts
 from models.test_recurrent import HYBRIDS
@@ -60,14 +61,7 @@ def undisturbed(name: str, **options: Any) -> list[tuple[int, ...]]:
     return texts
 
 
-@pytest.mark.parametrize(
-    ("cache", "name"),
-    [
-        *((cache, "gemma3") for cache in CACHES),
-        ("paged", "llama"),
-        *(pytest.param(c, "llama", marks=pytest.mark.full) for c in CACHES if c != "paged"),
-    ],
-)
+@pytest.mark.parametrize(("cache", "name"), in_turn(CACHES, ["gemma3", "llama"]))
 def test_preempted_sequences_go_on_with_the_same_tokens(
     cache: str, name: str, tmp_path: Path
 ) -> None:
@@ -165,8 +159,9 @@ class FailingShelf:
             raise OSError(errno.ENOSPC, "no space left")
 
 
-@pytest.mark.parametrize("verb", ["put", "get"])
-@pytest.mark.parametrize("cache", ["paged without prefix caching", "virtual, shared"])
+@pytest.mark.parametrize(
+    ("verb", "cache"), in_turn(["put", "get"], ["virtual, shared", "paged without prefix caching"])
+)
 def test_what_swap_cannot_do_is_computed_again(
     cache: str, verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:

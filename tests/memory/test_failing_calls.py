@@ -283,6 +283,7 @@ FILL = """
 """
 
 
+@pytest.mark.full
 def test_private_memory_works_at_the_limit_of_mappings() -> None:
     run(
         textwrap.dedent(FILL)

@@ -168,7 +168,7 @@ class Pair:
             getattr(kept, verb)(argument)
 
 
-@pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], STORED, each=3))
+@pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], STORED, each=2))
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_rows_change_as_in_their_cache(strategy: str, name: str, data: st.DataObject) -> None:

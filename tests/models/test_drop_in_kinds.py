@@ -119,7 +119,7 @@ def reference(name: str, mode: str) -> Tensor:
     return MECHANISMS[name][mode](model, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize(("name", "strategy"), in_turn(MECHANISMS, STORED, each=2))
+@pytest.mark.parametrize(("name", "strategy"), in_turn(MECHANISMS, STORED))
 def test_the_same_tokens(strategy: str, name: str) -> None:
     model = model_named(name)
     for mode, run in MECHANISMS[name].items():

@@ -69,7 +69,7 @@ def theirs(name: str) -> DynamicCache:
 # -- what layers hold -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "stored"), in_turn(["gemma3", "deepseek_v3"], STORED, each=3))
+@pytest.mark.parametrize(("name", "stored"), in_turn(["gemma3", "deepseek_v3"], STORED, each=2))
 def test_keys_and_values_are_what_transformers_would_keep(stored: str, name: str) -> None:
     """After beams too, of which a row's tokens lie in several ranges; and they stay."""
     for mode in ({}, {"num_beams": 3}):
@@ -146,7 +146,7 @@ class Family:
             assert usage.committed_bytes == memory.committed_bytes
 
 
-@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=3))
+@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=2))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_copies_go_their_own_ways(stored: str, name: str, data: st.DataObject) -> None:
@@ -359,7 +359,7 @@ def test_gradients_of_one_forward(stored: str, name: str) -> None:
         same_gradients(gradients(name, kept, [ids]), gradients(name, theirs(name), [ids]))
 
 
-@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=3))
+@pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=2))
 def test_gradients_after_tokens_that_need_none(stored: str, name: str) -> None:
     chunks = [tokens(2, 9), tokens(2, 4, seed=1)]
     with make(name, stored) as kept:

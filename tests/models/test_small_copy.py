@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from conformance.covering import in_turn
 from quire import LLM
 from quire.attention import packed_tokens
 from quire.engine import runner
@@ -119,14 +120,14 @@ def reaching(by: int) -> Callable[[LoadedModel], LoadedModel]:
     return change
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("name", ["sliding", "sliding and full", "sinks", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "by"), in_turn(["sliding", "sliding and full", "sinks", "chunked"], [-1, 1])
+)
 def test_a_window_that_is_one_off_is_seen(name: str, by: int) -> None:
     assert taken(name, reaching(by)) != "table"
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "by"), in_turn(KINDS, [-1, 1]))
 def test_a_position_that_is_one_off_is_seen(
     name: str, by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +138,7 @@ def test_a_position_that_is_one_off_is_seen(
     assert taken(name) == "none"
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("what", ["scale", "heads"])
+@pytest.mark.parametrize(("name", "what"), in_turn(KINDS, ["scale", "heads"]))
 def test_another_scale_and_heads_of_a_neighbour_are_seen(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,18 +25,10 @@ from pretend.runtime import Gpu, cuda
 from pretend.tensor import PretendTensor
 from quire import devices as choice
 from quire.engine import assembly, build
-from quire.engine.parallel import (
-    process_group as group,
-)
-from quire.engine.parallel import (
-    worker as child,
-)
-from quire.engine.parallel import (
-    worker as follower,
-)
-from quire.engine.parallel import (
-    worker_group as crew,
-)
+from quire.engine.parallel import process_group as group
+from quire.engine.parallel import worker as child
+from quire.engine.parallel import worker as follower
+from quire.engine.parallel import worker_group as crew
 from quire.memory import MemoryProvider, by_device
 from quire.memory.residency import Residency
 

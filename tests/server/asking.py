@@ -6,7 +6,7 @@ It can read slowly, or not at all, and leave at any moment, as clients do.
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -168,13 +168,24 @@ def saying(client: Client, text: str, pieces: int = 7, reason: str = "stop") -> 
     client.service.llm.generate = generate
 
 
+def engine(model: Any = None, **options: Any) -> AsyncLLM:
+    """Of the demo model, unless there is another."""
+    defaults: dict[str, Any] = dict(max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8)
+    return AsyncLLM(demo() if model is None else model, **{**defaults, **options})
+
+
 @asynccontextmanager
 async def serving(
-    config: ServerConfig | None = None, model: Any = None, **options: Any
+    config: ServerConfig | None = None,
+    model: Any = None,
+    *,
+    llm: AsyncLLM | None = None,
+    **options: Any,
 ) -> AsyncIterator[Client]:
-    """A server in this process, with the demo model unless there is another; nothing is left."""
-    defaults: dict[str, Any] = dict(max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8)
-    async with AsyncLLM(demo() if model is None else model, **{**defaults, **options}) as llm:
+    """A server in this process, over an ``engine`` of its own or over ``llm``; nothing is left."""
+    async with AsyncExitStack() as stack:
+        if llm is None:
+            llm = await stack.enter_async_context(engine(model, **options))
         app = make_app(llm, config or ServerConfig())
         yield Client(app)
         app.state.service.close()

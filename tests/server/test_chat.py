@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.test_llm import demo
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import ServerConfig
 from server.asking import Answer, Client, nothing_runs, run, saying, serving
 
@@ -217,7 +217,9 @@ def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
     run(ask())
 
 
-@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, 9)])
+@pytest.mark.parametrize(
+    ("parallel", "most"), [(None, 1), pytest.param(False, 1, marks=pytest.mark.full), (True, 9)]
+)
 def test_one_call_is_required_unless_several_are_asked_for(
     parallel: bool | None, most: int
 ) -> None:
@@ -360,9 +362,11 @@ def test_tokens_are_said_as_ids_where_that_is_asked_for() -> None:
         ({"guided_regex": "a", "guided_choice": ["b"]}, "exactly one"),
     ],
 )
-def test_what_would_change_the_text_is_not_dropped(fields: dict[str, Any], said: str) -> None:
+def test_what_would_change_the_text_is_not_dropped(
+    llm: AsyncLLM, fields: dict[str, Any], said: str
+) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             answer = await client.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
             assert answer.status == 400
             assert said in answer.error["message"]
@@ -383,9 +387,11 @@ def test_what_would_change_the_text_is_not_dropped(fields: dict[str, Any], said:
         ({"guided_grammar": 'root ::= "up" | "down"'}, r"up|down"),
     ],
 )
-def test_vllms_older_names_of_forms_are_known(fields: dict[str, Any], fits: str) -> None:
+def test_vllms_older_names_of_forms_are_known(
+    llm: AsyncLLM, fields: dict[str, Any], fits: str
+) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             whole, streamed = await both(client, **fields, ignore_eos=False, max_tokens=20)
             assert re.fullmatch(fits, whole["choices"][0]["message"]["content"])
             assert "x-ignored-fields" not in streamed.headers
@@ -432,9 +438,9 @@ def test_the_last_message_can_be_gone_on_with() -> None:
         ({"model": "other"}, 404),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(fields: dict[str, Any], status: int) -> None:
+def test_what_is_wrong_is_said(llm: AsyncLLM, fields: dict[str, Any], status: int) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             body = {"messages": MESSAGES, "max_tokens": 1, **fields}
             answer = await client.post("/v1/chat/completions", body)
             assert answer.status == status, answer.body

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.test_llm import demo
-from quire import LLM, BeamSearchParams, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.engine.outputs import CompletionOutput
 from server.asking import Answer, Client, nothing_runs, run, serving
 
@@ -308,8 +308,10 @@ def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
         ({"structured_outputs": {"regex": "a", "json_object": True}}, 400, None),
     ],
 )
-def test_every_field_has_bounds(fields: dict[str, Any], status: int, param: str | None) -> None:
-    answer = _asked_of_one_server({"prompt": PROMPT, "max_tokens": 2, **fields})
+def test_every_field_has_bounds(
+    llm: AsyncLLM, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = _asked(llm, {"prompt": PROMPT, "max_tokens": 2, **fields})
     assert answer.status == status, answer.body
     if status != 200:
         assert answer.error["param"] == param, answer.error
@@ -370,26 +372,26 @@ def test_beams_are_the_engines_own() -> None:
     run(ask())
 
 
-def test_what_can_never_fit_is_said_with_the_sum() -> None:
-    answer = _asked_of_one_server({"prompt": [5] * 100, "max_tokens": 157})
+def test_what_can_never_fit_is_said_with_the_sum(llm: AsyncLLM) -> None:
+    answer = _asked(llm, {"prompt": [5] * 100, "max_tokens": 157})
     assert answer.status == 400
     assert answer.error["code"] == "context_length_exceeded"
     for number in ("157", "100", "257", "256", "156"):
         assert number in answer.error["message"]
-    answer = _asked_of_one_server({"prompt": [5] * 300})
+    answer = _asked(llm, {"prompt": [5] * 300})
     assert answer.status == 400
     assert answer.error["code"] == "context_length_exceeded"
 
 
-def test_fields_that_mean_nothing_are_named() -> None:
-    answer = _asked_of_one_server({"prompt": PROMPT, "max_tokens": 1, "foo": 1, "a\nb": 2})
+def test_fields_that_mean_nothing_are_named(llm: AsyncLLM) -> None:
+    answer = _asked(llm, {"prompt": PROMPT, "max_tokens": 1, "foo": 1, "a\nb": 2})
     assert answer.status == 200
     assert answer.headers["x-ignored-fields"] == "foo"
 
 
-def _asked_of_one_server(body: Any) -> Answer:
+def _asked(llm: AsyncLLM, body: Any) -> Answer:
     async def ask() -> Answer:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             return await client.post("/v1/completions", body)
 
     return run(ask())

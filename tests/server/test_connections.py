@@ -243,14 +243,14 @@ def test_slow_readers_are_sent_fewer_pieces_and_all_of_the_text() -> None:
     """What waits for each is what the transport holds, whatever it has asked for."""
 
     async def ask() -> None:
-        async with listening(send_bytes=4096, max_num_seqs=16) as server:
+        async with listening(send_bytes=4096, max_num_seqs=8) as server:
             body = {**EVENTS, "logprobs": 20, "max_tokens": 230}
             whole = (await server.client.post("/v1/completions", LONG | {"max_tokens": 230})).json
-            peers = [await server.connect(receive_bytes=4096) for _ in range(12)]
+            peers = [await server.connect(receive_bytes=4096) for _ in range(6)]
             for peer in peers:
                 await peer.send(posting(body))
             # Nobody reads, and all of it is computed.
-            await until(lambda: server.client.service.gate.num_under_way == 12)
+            await until(lambda: server.client.service.gate.num_under_way == 6)
             await until_running(server)
             async with asyncio.timeout(60):
                 while await running(server):

@@ -85,7 +85,7 @@ def test_a_row_that_is_no_number_fails_its_own_request_and_is_not_kept() -> None
     run(ask())
 
 
-@pytest.mark.parametrize("stride", [97, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [239, pytest.param(5, marks=pytest.mark.full)])
 def test_an_operator_without_memory_costs_no_client_a_token(
     stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -130,9 +129,8 @@ def test_a_form_begins_where_the_reasoning_ends(parser: str, prompt: str) -> Non
 
     async def run_it() -> None:
         async with serving(config, model_with(HARMONY if is_harmony else THINK)) as client:
-            asking, forms = (chat, messages, responses), ("schema", "required", "named")
-            pairs = zip(asking, forms, strict=True) if is_harmony else product(asking, forms)
-            for ask, form in pairs:
+            forms = ("schema", "required", "named")
+            for ask, form in zip((chat, messages, responses), forms, strict=True):
                 thoughts, text, arguments, _ = await ask(client, form)
                 if not (is_harmony and prompt == "the model opens it"):  # it may, or not
                     assert bool(thoughts) == (prompt != "the prompt has ended it")

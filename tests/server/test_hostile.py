@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.server.admission import Bodies, TextThreads
 from quire.server.api_keys import Caller
@@ -274,9 +275,9 @@ def test_a_body_has_to_come_as_a_whole_in_time() -> None:
 
 
 @pytest.mark.parametrize("packing", ["gzip", "br", "identity, gzip", "x" * 100])
-def test_a_packed_body_is_refused_by_its_header(packing: str) -> None:
+def test_a_packed_body_is_refused_by_its_header(llm: AsyncLLM, packing: str) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             body = gzip.compress(json.dumps(BRIEF).encode())
             answer = await client.post(AT, body, content_encoding=packing)
             assert answer.status == 415
@@ -306,10 +307,10 @@ CHAT = [{"role": "user", "content": TOO_LONG}]
     ],
 )
 def test_what_cannot_fit_is_not_tokenized_first(
-    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ask() -> None:
-        async with serving(ServerConfig(chat_template=TEMPLATE)) as client:
+        async with serving(ServerConfig(chat_template=TEMPLATE), llm=llm) as client:
             tokenizer = client.service.llm.llm.tokenizer
             lengths: list[int] = []
 

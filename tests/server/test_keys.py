@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.server import api_keys as keys_module
 from quire.server.api_keys import Keys
@@ -50,9 +51,9 @@ def test_every_route_but_the_open_ones_wants_a_key() -> None:
         *("/health/v1/models", "/ping/../metrics", "\\v1\\models", "/v1/models\0", ""),
     ],
 )
-def test_no_spelling_of_a_path_leads_around_the_guard(path: str) -> None:
+def test_no_spelling_of_a_path_leads_around_the_guard(llm: AsyncLLM, path: str) -> None:
     async def ask() -> None:
-        async with serving(KEYED) as client:
+        async with serving(KEYED, llm=llm) as client:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "TRACE"):
                 answer = await client.call(path, method=method).whole()
                 assert answer.status in (401, 404, 405, 307), answer.body

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.test_llm import demo
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import ServerConfig
 from quire.server.endpoints.messages import so_far
 from server.asking import (
@@ -385,9 +385,11 @@ def test_thinking_is_the_templates_business() -> None:
         ({"system": [{"type": "image", "source": {}}]}, "image"),
     ],
 )
-def test_what_is_wrong_is_said_in_anthropics_form(fields: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_said_in_anthropics_form(
+    llm: AsyncLLM, fields: dict[str, Any], said: str
+) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             answer = await anonymous.with_key("alice-key").post("/v1/messages", {**BODY, **fields})
             assert answer.status == 400
             assert answer.json["type"] == "error"

@@ -135,6 +135,7 @@ def ask_until_it_listens(client: httpx.Client, path: str) -> httpx.Response:
 @pytest.mark.skipif(
     NGINX is None or OPENSSL is None, reason="there is no nginx, or no openssl, on the path"
 )
+@pytest.mark.full
 def test_the_guides_nginx_asks_a_unix_socket(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

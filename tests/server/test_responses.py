@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from quire import AsyncLLM
 from quire.config import ServerConfig
 from server.asking import (
     Answer,
@@ -500,9 +501,9 @@ def test_a_conversation_that_is_too_long_loses_its_beginning() -> None:
         ({"truncation": "middle"}, "truncation"),
     ],
 )
-def test_what_is_wrong_is_said(fields: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_said(llm: AsyncLLM, fields: dict[str, Any], said: str) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             answer = await anonymous.with_key("alice-key").post("/v1/responses", {**BODY, **fields})
             assert answer.status == 400, answer.body
             assert said in answer.error["message"]

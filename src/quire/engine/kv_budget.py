@@ -10,7 +10,7 @@ from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spe
 from quire.engine.speculation.drafters import needs_with_draft
 from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
-from quire.memory.budget import Ledger
+from quire.memory.budget import BY_OWN_MEMORY, Ledger
 from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint
@@ -45,7 +45,9 @@ def kv_ledger(
     )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)
-    machine = known_machine(device, config.kv_cache_memory_bytes)
+    stated_bytes = config.kv_cache_memory_bytes
+    limits_only = stated_bytes is not None or config.budget not in BY_OWN_MEMORY
+    machine = known_machine(device, stated_bytes, limits_only=limits_only)
     if loaded.ranks is not None and machine is not None:
         machine = loaded.ranks.share_of(machine)
     return ledger_for(config, needs, machine)

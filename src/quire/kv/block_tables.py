@@ -58,7 +58,7 @@ class BlockTables:
         self.note((row,))
         for group, table in enumerate(self.ids):
             table[row, : self.ends[group, row]] = PASSED
-        self.starts[:, row] = self.ends[:, row] = self.sound[:, row] = 0
+        self.starts[:, row] = self.ends[:, row] = 0
         self.num_tokens[row] = self.num_computed[row] = 0
         self._free.append(row)
 

@@ -118,6 +118,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
             backend().attend(q, case.view, case.fresh_batch(), spec=case.spec, scale=1.0)
 
 
+@pytest.mark.full  # tests/devices/test_triton.py has it in graphs
 def test_an_engine_gives_the_same_tokens() -> None:
     config = CONFIGS["llama"]()
     config.num_hidden_layers = 2

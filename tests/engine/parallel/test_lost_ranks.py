@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
 
+from conformance.covering import only
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, gone, texts
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
@@ -100,7 +101,9 @@ def with_other_rank(folder: Path, refuses: Callable[[int], bool]) -> LoadedModel
     return replace(load(folder), ranks=PartedModel(crew, 1, owns_crew=False))
 
 
-@pytest.mark.parametrize("cache", ["contiguous", "growing", "paged", "virtual"])
+@pytest.mark.parametrize(
+    "cache", only(["contiguous", "growing", "paged", "virtual"], "growing", "paged")
+)
 def test_pages_that_one_rank_is_refused_are_refused_to_all(folder: Folder, cache: str) -> None:
     """The others have them already: all begin anew, in what the poorest of them has."""
     options = dict(OPTIONS, cache=cache)
@@ -241,6 +244,23 @@ def test_who_exchanges_nothing_is_waited_for_however_long_it_takes(
     assert [timeout_s > 7.0 for timeout_s in waited] == [patient]
 
 
+def test_who_does_not_answer_where_rank_0_has_failed_is_ended() -> None:
+    channel = SimpleNamespace(send_bytes=lambda _: None, poll=lambda _: False)
+    killed: list[bool] = []
+    process = SimpleNamespace(pid=7, kill=lambda: killed.append(True), poll=lambda: None)
+    crew = WorkerGroup(2, grace_s=7.0)
+    crew._members.append(_Member(1, process, channel))  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise ValueError("only here")
+
+    with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
+        crew.required(EXPECT, fail)
+    assert killed
+    with pytest.raises(RankLost):
+        crew.required(EXPECT, fail)
+
+
 # -- ranks that are gone --
 
 
@@ -288,6 +308,7 @@ def test_a_rank_that_is_killed_ends_the_llm_with_its_name(folder: Folder) -> Non
 
 
 @on_the_cpu
+@pytest.mark.full
 def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
     """Rank 0 fails while the other waits for it in an exchange; then the other way round."""
     pytest.importorskip("accelerate")

@@ -51,6 +51,7 @@ def test_ranks_end_with_the_process_that_started_them(
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
+@pytest.mark.full
 def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
+@pytest.mark.full
 def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,6 +47,8 @@ def expected(folder: Folder) -> Any:
         return texts(llm.generate(PROMPTS, GREEDY))
 
 
+# With an engine of one process: tests/engine/test_device_memory.py and test_residency.py.
+@pytest.mark.full
 @pytest.mark.parametrize("cache", ["growing", "paged", "virtual"])
 def test_every_rank_prepares_as_many_pages_and_gives_them_back(
     folder: Folder, driver: EmulatedDriver, expected: Any, cache: str
@@ -73,6 +75,7 @@ def test_every_rank_prepares_as_many_pages_and_gives_them_back(
         assert physical_bytes(llm, driver) == [0, 0]
 
 
+@pytest.mark.full
 def test_what_a_closed_engine_has_kept_is_gone(folder: Folder, driver: EmulatedDriver) -> None:
     with folder.ranked("llama") as llm:
         llm.generate(PROMPTS, GREEDY)
@@ -83,6 +86,7 @@ def test_what_a_closed_engine_has_kept_is_gone(folder: Folder, driver: EmulatedD
         assert physical_bytes(llm, driver) == [0, 0]
 
 
+@pytest.mark.full
 def test_prefault_takes_the_capacity_in_every_rank(
     folder: Folder, driver: EmulatedDriver, expected: Any
 ) -> None:

@@ -25,7 +25,6 @@ from engine.parallel.ranks import (
 from engine.parallel.ranks import PROMPTS as ALL_PROMPTS
 from pretend import Gpu, ranks
 from quire.engine.llm import LLM
-from quire.engine.parallel.worker_group import WorkerGroup
 from quire.kv import Usage
 from quire.sampling_params import SamplingParams
 
@@ -43,10 +42,22 @@ def gpu() -> Iterator[Gpu]:
 
 
 @pytest.fixture(scope="module")
-def folder(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    crew = WorkerGroup(2, "cuda").start()
-    yield Folder(tmp_path_factory.mktemp("models"), crew)
-    crew.close()
+def by_option(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Folder]]:
+    """An LLM of a folder and two options, and the folder. Its two processes end with it."""
+    folder = Folder(tmp_path_factory.mktemp("models"), None)
+    torch.cuda.set_device(1)
+    with LLM(folder.of("llama"), tensor_parallel_size=2, device="cuda", **OPTIONS) as llm:
+        assert gpu.current == 1, "the user's choice"
+        torch.cuda.set_device(0)
+        assert llm._ranks is not None
+        folder.crew = llm._ranks.crew
+        yield llm, folder
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def folder(by_option: tuple[LLM, Folder]) -> Folder:
+    return by_option[1]
 
 
 # Two of the prompts, and few tokens: every operation is one of Python's here.
@@ -64,8 +75,10 @@ def expected(folder: Folder, name: str, params: Any = GREEDY, **options: Any) ->
     "cache",
     [
         "paged",
-        "virtual, shared",
-        *(pytest.param(c, marks=pytest.mark.full) for c in ("contiguous", "growing", "virtual")),
+        *(
+            pytest.param(c, marks=pytest.mark.full)
+            for c in ("contiguous", "growing", "virtual", "virtual, shared")
+        ),
     ],
 )
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
@@ -82,9 +95,8 @@ def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
         assert want == [[of_generate(model, prompt, 8)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "deepseek_v3", pytest.param("mixtral", marks=pytest.mark.full)]
-)
+@pytest.mark.full  # on a CPU: test_two_ranks.py
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "mixtral"])
 def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
     assert generated(folder.ranked(name), PROMPTS, GREEDY) == expected(folder, name)
 
@@ -95,6 +107,7 @@ def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
     assert generated(folder.ranked("llama"), PROMPTS, params) == want
 
 
+@pytest.mark.full  # on a CPU: test_two_ranks.py
 def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     want = expected(folder, "llama", params)
@@ -118,20 +131,15 @@ def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:
     assert set(steps) == {(1, 1)}
 
 
-def test_the_option_takes_as_many_devices_as_there_are_ranks(folder: Folder, gpu: Gpu) -> None:
-    """From a folder and two options to two processes, which end with the LLM."""
-    assert folder.crew is not None
-    folder.crew.close()  # one crew at a time
-    want = expected(folder, "llama")
-    torch.cuda.set_device(1)
-    with LLM(folder.of("llama"), tensor_parallel_size=2, device="cuda", **OPTIONS) as llm:
-        assert gpu.current == 1, "the user's choice"
-        assert llm.ledger.committed_whole is False
-        assert str(llm.engine._runner.device) == "cuda:0"  # type: ignore[attr-defined]
-        gpu.free_bytes = gpu.total_bytes // 2  # of this rank's device
-        assert texts(llm.generate(PROMPTS, GREEDY, observe=Watch(llm))) == want
-        assert llm.elastic.memory is not None
-        assert llm.elastic.memory.available_bytes == gpu.free_bytes
-        gpu.free_bytes = 2 * gpu.total_bytes  # so that the other's is the least
-        assert llm._elastic._gauge.read().available_bytes == gpu.total_bytes
-    assert not torch.distributed.is_initialized()
+def test_the_option_takes_as_many_devices_as_there_are_ranks(
+    by_option: tuple[LLM, Folder], gpu: Gpu
+) -> None:
+    llm, folder = by_option
+    assert llm.ledger.committed_whole is False
+    assert str(llm.engine._runner.device) == "cuda:0"  # type: ignore[attr-defined]
+    gpu.free_bytes = gpu.total_bytes // 2  # of this rank's device
+    assert texts(llm.generate(PROMPTS, GREEDY, observe=Watch(llm))) == expected(folder, "llama")
+    assert llm.elastic.memory is not None
+    assert llm.elastic.memory.available_bytes == gpu.free_bytes
+    gpu.free_bytes = 2 * gpu.total_bytes  # so that the other's is the least
+    assert llm._elastic._gauge.read().available_bytes == gpu.total_bytes

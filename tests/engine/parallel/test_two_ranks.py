@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.covering import only
 from engine.parallel.ranks import (
     CACHES,
     GREEDY,
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", only(CACHES, "growing", "paged", "virtual, shared"))
 def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
     folder: Folder, cache: str
 ) -> None:
@@ -65,7 +66,7 @@ def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
         assert expected == [[of_generate(model, prompt, 16)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", only(["gemma3", "mixtral", "deepseek_v3"], "mixtral"))
 def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
     with folder.alone(name) as llm:
         expected, alone = texts(llm.generate(PROMPTS, GREEDY)), llm.spec.bytes_per_token
@@ -98,7 +99,9 @@ def test_samples_with_a_seed_and_guesses_are_the_same(folder: Folder) -> None:
         assert generated(folder.ranked("llama", **own), params=asked) == expected
 
 
-@pytest.mark.parametrize("swap", [dict(), dict(swap_space="1MiB"), dict(to_file=True)])
+@pytest.mark.parametrize(
+    "swap", only([dict(), dict(swap_space="1MiB"), dict(to_file=True)], dict(swap_space="1MiB"))
+)
 def test_who_makes_room_goes_on_with_the_same_tokens(
     folder: Folder, swap: dict[str, Any], tmp_path: Any
 ) -> None:
@@ -142,7 +145,7 @@ def test_what_begins_alike_is_computed_once_and_what_ends_early_is_given_back(
         assert texts(llm.generate([PROMPTS[0]], GREEDY, observe=Watch(llm))) == texts(first)
 
 
-@pytest.mark.parametrize("cache", sorted(STRATEGIES))
+@pytest.mark.parametrize("cache", only(sorted(STRATEGIES), "contiguous", "virtual"))
 def test_a_rank_commits_what_the_plan_of_its_files_says(folder: Folder, cache: str) -> None:
     options = dict(OPTIONS, cache=cache, attention_backend="reference", enable_prefix_caching=False)
     asked = PlannedLengths(input_tokens=26, output_tokens=14)

@@ -98,7 +98,7 @@ def rounded(result: Sampled) -> Sampled:
 
 
 @given(batch=any_batch())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_step_done_twice_gives_the_same(
     batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor],
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_step_done_twice_gives_the_same(
 
 
 @given(batch=any_batch(), drafted=st.randoms(use_true_random=False))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_what_is_kept_between_steps_is_what_a_new_sampler_finds(
     batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor], drafted: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.covering import only
 from planner.places import GIB, card, host, planned
 from quire.planner.fit import changes, longest, most_sequences
 from quire.planner.plan import CapacityPlan
@@ -14,7 +15,7 @@ def again(found: CapacityPlan, **options: object) -> CapacityPlan:
     return planned(found.subject, found.place, request=found.request, **{**said, **options})
 
 
-@pytest.mark.parametrize("budget", ["auto", "vllm", "llamacpp"])
+@pytest.mark.parametrize("budget", only(["auto", "vllm", "llamacpp"], "auto"))
 def test_the_longest_context_fits_and_one_token_more_does_not(budget: str) -> None:
     found = planned("Qwen2.5-14B", card("l40s"), budget=budget)
     tokens = longest(found)

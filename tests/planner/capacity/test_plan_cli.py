@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memory.cuda.emulator import EmulatedDriver
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from memory.cuda.fake_torch import fake_cuda
 from quire.cli import main
 from quire.memory import by_device
@@ -137,7 +137,7 @@ def test_this_machines_device_is_the_one_that_an_engine_takes(
     drivers = {0: EmulatedDriver(), 1: EmulatedDriver(can_map=False)}
 
     def memory_of(*, device: int, stream: int) -> CudaMemory:
-        return CudaMemory(device=0, stream=stream, driver=drivers[device])
+        return CudaMemory(stream=stream, driver=drivers[device], tensor_device=TENSOR_DEVICE)
 
     monkeypatch.setattr(by_device, "CudaMemory", memory_of)
     for has_driver, given, here in (

@@ -394,7 +394,7 @@ def test_required_calls_are_what_a_grammar_allows(parallel: bool) -> None:
     tools = checked_tools([function(name="a/b", parameters=RECURSIVE), function(name="g")])
     form = forced_form(ToolChoice(kind="required"), tools, parallel=parallel)
     params = [
-        SamplingParams(max_tokens=90, temperature=1.5, seed=seed, structured_outputs=form)
+        SamplingParams(max_tokens=60, temperature=1.5, seed=seed, structured_outputs=form)
         for seed in range(6)
     ]
     ended = [done.text for done in llm.generate(["x"] * 6, params) if done.finish_reason == "stop"]

@@ -97,7 +97,7 @@ def can_be_written(case: Case, calls: list[tuple[str, dict[str, Any]]]) -> bool:
 
 
 @ANY_CASE
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=calls_of_both, cuts=cuts)
 def test_calls_are_read_as_they_were_written(case: Case, calls: Any, cuts: list[int]) -> None:
     if not can_be_written(case, calls):
@@ -110,7 +110,7 @@ def test_calls_are_read_as_they_were_written(case: Case, calls: Any, cuts: list[
 
 
 @MARKED_CASE
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(calls=calls_of_both, cuts=cuts)
 def test_content_stands_beside_calls(case: Case, calls: Any, cuts: list[int]) -> None:
     if not can_be_written(case, calls):
@@ -122,7 +122,7 @@ def test_content_stands_beside_calls(case: Case, calls: Any, cuts: list[int]) ->
 
 
 @ANY_CASE
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     calls=calls_of_both,
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), texts), max_size=3),
@@ -206,7 +206,7 @@ def test_a_call_begins_before_its_arguments_are_complete(case: Case) -> None:
 
 
 @ANY_CASE
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(text=st.lists(texts, max_size=8).map("".join), cuts=cuts)
 def test_any_text_is_kept(case: Case, text: str, cuts: list[int]) -> None:
     found = events(reader(case.parser), pieces(text, cuts))

@@ -300,6 +300,8 @@ BUDGETS: Mapping[str, Callable[[_Case], _Offer]] = MappingProxyType(
         "fraction": _fraction,
     }
 )
+# Rules that take what this process has already from what there is.
+BY_OWN_MEMORY = frozenset({"mistralrs", "llamacpp"})
 
 
 def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:

@@ -157,7 +157,7 @@ class CudaMemory:
             if "OUT_OF_MEMORY" in str(error):
                 raise
             raise self._of_no_use(error) from error
-        except (RuntimeError, BufferError, TypeError) as error:
+        except (RuntimeError, SystemError, BufferError, TypeError) as error:
             raise self._of_no_use(error) from error
         finally:
             region.close()

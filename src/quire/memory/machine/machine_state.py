@@ -130,7 +130,7 @@ class Machine:
 
 
 def read_limits(root: Path = _ROOT, *, device: DeviceMemory | None = None) -> Machine:
-    """What limits memory now, and nothing about who uses it: enough for the rule ``auto``.
+    """What limits memory now, and nothing about who uses it: enough for most rules.
 
     A millisecond's work. What a process has (``smaps_rollup``) is counted page by page, which takes
     tens of milliseconds in a process with gigabytes.

@@ -142,7 +142,7 @@ class _Listening:
         )
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        """Yield what is said, as it is understood; leaving ends the request. Raises: as ``Generation``."""
+        """Yield what is said, as it is understood; leaving ends the request."""
         if not self._language:
             await self._find_language()
             self._follow(await self._request())
