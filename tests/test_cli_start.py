@@ -16,7 +16,7 @@ import pytest
 
 from quire.models.loader import load
 from quire.planner.subject import find_subject
-from quire.spec.files import find_folder
+from quire.spec.model_files import find_folder
 
 SEVERAL = """
 import json, sys

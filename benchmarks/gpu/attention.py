@@ -19,7 +19,7 @@ from quire.attention.flashinfer.backend import cannot_serve
 from quire.kv import LayerView
 from quire.kv.storage.entries import quantize
 from quire.spec import AttentionSpec, FullAttention, SlidingWindow
-from quire.spec.layers import dtype_bytes
+from quire.spec.layer_specs import dtype_bytes
 
 LEAST_OF_A_COPY, LEAST_OF_FLASHINFER = 0.85, 0.95
 ERROR = 2e-2  # max |Δ| over max |result|, of bfloat16 and of codes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.attention import make_batch, packed_tokens
 from quire.kv import STRATEGIES, Fits, build_accounting
-from quire.kv.packing import packed_positions
+from quire.kv.packed_slots import packed_positions
 from quire.spec import FullAttention, SlidingWindow
 from strategies.geometry import MIB, config, spec_of
 

@@ -19,10 +19,10 @@ from attention.machines import isa_or_skip
 from quire.attention.cpu.call_frame import AttendShape, Layout
 from quire.attention.cpu.decode_kernel import TILE, write_rows
 from quire.attention.cpu.prefill_kernel import KEYS, write_panels
-from quire.attention.cpu.worker import write_finish_row, write_merge
+from quire.attention.cpu.thread_loop import write_finish_row, write_merge
 from quire.kernels import amx
-from quire.kernels.formats import KIND_BYTES, kind_factor
 from quire.kernels.language import LANES, LOG2_E, LOWEST, Code
+from quire.kernels.number_formats import KIND_BYTES, kind_factor
 
 UNIT = 2.0**-23
 SHAPES = MappingProxyType(

@@ -8,7 +8,7 @@ import torch
 from quire.attention import sdpa
 from quire.attention.gather import readable
 from quire.spec import ChunkedAttention, FullAttention, SlidingWindow
-from quire.spec.layers import LatentAttention
+from quire.spec.layer_specs import LatentAttention
 
 OWN: dict[str, Any] = dict(num_kv_heads=2, head_dim=8, dtype="float32")
 SPECS = {

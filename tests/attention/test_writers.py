@@ -206,6 +206,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
 
 
 def test_every_pair_of_dtypes_is_here() -> None:
-    from quire.kernels.tensors import KINDS
+    from quire.kernels.compile import KINDS
 
     assert {getattr(torch, name) for name, _ in product(KEPT, SOURCES)} == set(KINDS)

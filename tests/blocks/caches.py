@@ -34,7 +34,7 @@ from quire.spec import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.spec.layers import StateTensor
+from quire.spec.layer_specs import StateTensor
 
 SIZE = 4  # tokens a block
 BLOCK_BYTES = 8

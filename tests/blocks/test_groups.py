@@ -25,7 +25,7 @@ from blocks.caches import (
 from quire.kv import Copy
 from quire.kv.eviction_queue import Ids
 from quire.spec import ChunkedAttention, FullAttention, LayerSpec, RecurrentState, SlidingWindow
-from quire.spec.layers import StateTensor
+from quire.spec.layer_specs import StateTensor
 
 NUM_BLOCKS = 6  # of the prompts whose blocks are dropped here
 PROMPT = span(0, NUM_BLOCKS * SIZE)

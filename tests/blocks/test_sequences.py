@@ -6,7 +6,7 @@ import pytest
 from blocks.caches import BLOCK_BYTES, FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
 from quire.kv import FITS, Copy, NotNow, PrefixKeys
 from quire.spec import LayerSpec, RecurrentState
-from quire.spec.layers import StateTensor
+from quire.spec.layer_specs import StateTensor
 
 # -- lookahead -----------------------------------------------------------------------------------
 

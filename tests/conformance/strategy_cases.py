@@ -18,7 +18,7 @@ from quire.spec import (
     SlidingWindow,
     StateTensor,
 )
-from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
 # name → strategy, and what differs from CacheConfig's defaults
 OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

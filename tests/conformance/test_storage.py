@@ -44,7 +44,7 @@ from quire.memory.cuda import CudaMemory, CudaRegion
 from quire.memory.host.heaps import HeapRegion
 from quire.memory.machine.probe import resident_bytes
 from quire.spec import ModelSpec
-from quire.spec.layers import dtype_bytes
+from quire.spec.layer_specs import dtype_bytes
 
 SETTINGS = settings(max_examples=2, stateful_step_count=25, deadline=None)
 MORE = settings(SETTINGS, max_examples=9)

@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.engine import assembly
 from quire.kv import STRATEGIES
 from quire.models.cuda_graphs import CapturedDecodes
-from quire.models.states import recurrent
+from quire.models.states import recurrent_layers as recurrent
 from quire.models.states.state_batch import state_groups
 from tiny import random_model
 from zoo import build as zoo

@@ -10,7 +10,7 @@ from quire import SamplingParams
 from quire.engine.llm import LLM
 from quire.engine.prompts import bad_word_ids
 from quire.errors import RequestError
-from quire.spec.files import find_folder
+from quire.spec.model_files import find_folder
 from tiny import VOCAB, tiny_model
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layers.products import ACTIVATIONS, linears
-from quire.kernels.tensors import KINDS
+from quire.kernels.compile import KINDS
 from quire.layers.cpu.row_kernels import (
     GateKernel,
     GateShape,

@@ -253,7 +253,7 @@ def test_locked_memory_is_locked_and_counts_as_ever() -> None:
         import torch
         from quire.memory.machine.probe import resident_bytes
         from quire.memory.residency import host_memory, resident_memory
-        from quire.memory.host.locked import _locked_bytes as locked
+        from quire.memory.host.syscalls import _locked_bytes as locked
         memory = resident_memory(host_memory("lock"), "lock", 4 << 20)
         assert locked() == 0
         assert memory.cannot_share == "it is told to be locked"
@@ -327,7 +327,7 @@ def test_a_limit_on_locking_is_named_before_anything_is_taken() -> None:
 def test_where_pages_cannot_be_locked_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryUnavailable, match=r"portable.*--residency prefault"):
         HostMemory(portable=True, locked=True)
-    monkeypatch.setattr("quire.memory.host.locked.sys.platform", "darwin")
+    monkeypatch.setattr("quire.memory.host.syscalls.sys.platform", "darwin")
     with pytest.raises(MemoryUnavailable, match=r"darwin cannot lock.*--residency prefault"):
         HostMemory(locked=True)
 

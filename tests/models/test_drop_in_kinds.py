@@ -23,7 +23,7 @@ from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory
 from quire.models.drop_in import DropInCache
 from quire.models.drop_in.row_states import RowStates, state_row_bytes
 from quire.spec import Group, ModelSpec, RecurrentState
-from quire.spec.layers import StateTensor
+from quire.spec.layer_specs import StateTensor
 from zoo.build import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

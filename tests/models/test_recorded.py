@@ -18,7 +18,7 @@ from conformance.covering import in_turn, only
 from quire import LLM, SamplingParams
 from quire.kv import STRATEGIES
 from quire.models.recorded import recordings as recordings_module
-from quire.models.recorded.arena import Arena
+from quire.models.recorded.operations import Arena
 from quire.models.recorded.recordings import SIZES, Recordings
 from tiny import CONFIGS, tiny_model, tokens
 

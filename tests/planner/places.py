@@ -3,8 +3,8 @@
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.planner.capacity import CapacityPlan, PlanTarget, plan
 from quire.planner.hardware import device, machine_of, machine_with
-from quire.planner.plan import CapacityPlan, PlanTarget, plan
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import Subject, find_subject
 

@@ -18,7 +18,7 @@ from quire.config import ServerConfig
 from quire.kv import CellState, Occupancy
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
-from quire.server.dashboard.routes import FILES
+from quire.server.dashboard.page_routes import FILES
 from quire.server.dashboard.snapshot import MOST_CELLS, OwnCells, Picture
 from server.asking import Call, run, serving
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.admission import AdmissionControl, Bounds, Permit
+from quire.server.admission_control import AdmissionControl, Bounds, Permit
 from quire.server.api_keys import Caller
 from quire.server.wire.error_responses import Refused
 

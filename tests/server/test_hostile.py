@@ -14,7 +14,7 @@ import pytest
 
 from quire import AsyncLLM
 from quire.config import ServerConfig
-from quire.server.admission import Bodies, TextThreads
+from quire.server.admission_control import Bodies, TextThreads
 from quire.server.api_keys import Caller
 from quire.server.wire import body as body_module
 from quire.server.wire.body import parse

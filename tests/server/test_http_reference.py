@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.dashboard.routes import FILES
+from quire.server.dashboard.page_routes import FILES
 from quire.server.routes import Operation
-from quire.server.schemas.fields import GenerationRequest
+from quire.server.schemas.request_fields import GenerationRequest
 from server.asking import run, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.server import api_keys as keys_module
 from quire.server.api_keys import Keys
-from quire.server.dashboard.routes import FILES
+from quire.server.dashboard.page_routes import FILES
 from quire.server.endpoints.tokens import tokenize
 from quire.server.routes import Operation
 from quire.server.wire.error_responses import Refused

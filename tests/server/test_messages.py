@@ -10,7 +10,7 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import ServerConfig
-from quire.server.endpoints.messages import so_far
+from quire.server.endpoints.anthropic_messages import so_far
 from server.asking import (
     Answer,
     leave_while_it_runs,

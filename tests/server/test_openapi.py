@@ -6,7 +6,7 @@ import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from quire.config import ServerConfig
-from quire.server.dashboard.routes import FILES
+from quire.server.dashboard.page_routes import FILES
 from quire.server.openapi import document as make_document
 from quire.server.schemas.completion_request import Completion, CompletionRequest
 from server.asking import Client, run, serving

@@ -13,8 +13,8 @@ from shutil import which
 import pytest
 
 from quire.errors import ConfigError
-from quire.traces import files as source_module
 from quire.traces import open_trace
+from quire.traces import trace_files as source_module
 from traces import files
 
 MOONCAKE = files.rows(files.MOONCAKE).encode()

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 import quire
 from quire import LLM, SamplingParams
-from quire.cli.validation import validate
+from quire.cli.plan_validation import validate
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
 from quire.models.loader import adopt
-from quire.planner.plan import PlanTarget
+from quire.planner.capacity import PlanTarget
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from quire.spec import (

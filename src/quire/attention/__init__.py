@@ -1,17 +1,6 @@
 """Tensors: a packed batch of chunks attends to what its sequences hold."""
 
-from quire.attention.choose import (
-    BACKENDS,
-    AttentionFailed,
-    RowMover,
-    TorchRows,
-    backend_for_graphs,
-    choose_backend,
-    fallback_backends,
-    find_padded_rows,
-    tried,
-)
-from quire.attention.interface import (
+from quire.attention.attention_backend import (
     AttentionBackend,
     AttentionBatch,
     FindWords,
@@ -23,7 +12,18 @@ from quire.attention.interface import (
     make_batch,
     packed_tokens,
 )
-from quire.attention.reference import ReferenceAttention
+from quire.attention.choose import (
+    BACKENDS,
+    AttentionFailed,
+    RowMover,
+    TorchRows,
+    backend_for_graphs,
+    choose_backend,
+    fallback_backends,
+    find_padded_rows,
+    tried,
+)
+from quire.attention.gather import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 
 __all__ = [

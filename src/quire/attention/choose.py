@@ -9,8 +9,8 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from quire.attention.interface import AttentionBackend, AttentionBatch
-from quire.attention.reference import ReferenceAttention
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
+from quire.attention.gather import ReferenceAttention
 from quire.attention.sdpa import SdpaAttention
 from quire.devices import wait_for
 from quire.errors import ConfigError, QuireError, one_line

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from quire.attention.attention_backend import AttentionBatch
 from quire.attention.gather import output_width, read_for, readable
-from quire.attention.interface import AttentionBatch
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention
 

@@ -15,11 +15,11 @@ from quire.chat.reasoning_parsers import REASONING, ReasoningFormat, reasoning_f
 from quire.chat.template_sandbox import TemplateLimits
 from quire.chat.templates import ChatTemplate
 from quire.chat.token_texts import TokenTexts
-from quire.chat.tools.choice import ToolChoice, allowed, checked_choice, forced_form
 from quire.chat.tools.declared import Tool, checked_tools
-from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import arguments_of, required
 from quire.chat.tools.registry import TOOL_FORMATS, tool_format
+from quire.chat.tools.tool_choice import ToolChoice, allowed, checked_choice, forced_form
+from quire.chat.tools.tool_format import ToolFormat
 from quire.errors import ConfigError, RequestError
 from quire.sampling_params import Reasoning, StructuredOutputsParams
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
-from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import called
+from quire.chat.tools.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"

@@ -30,9 +30,11 @@ from quire.bench.load import (
 from quire.bench.metrics import details, figures, parse_goodput, parse_percentiles, table
 from quire.bench.traffic import BenchTraffic, write_trace
 from quire.bench.workload import Query, RandomLengths, Vocabulary
-from quire.cli.client import ApiKey, Timeout, client
 from quire.cli.options import (
+    ApiKey,
     Temperature,
+    Timeout,
+    client,
     engine_of,
     load_llm,
     load_model,

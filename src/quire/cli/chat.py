@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from quire.bench.load import first_model, models_of
-from quire.cli.client import DEFAULT_URL, ApiKey, Timeout, Url, client
 from quire.cli.keyboard import unseen
+from quire.cli.options import DEFAULT_URL, ApiKey, Timeout, Url, client
 from quire.errors import ConfigError, RequestError
 from quire.http import Http, RefusedByServer
 from quire.units import format_count, format_seconds

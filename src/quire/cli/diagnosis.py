@@ -7,7 +7,7 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.budget import BUDGETS, Ledger, Needs
-from quire.memory.host.locked import why_no_locks
+from quire.memory.host.syscalls import why_no_locks
 from quire.memory.machine import DeviceMemory, Machine, cuda_devices, read_machine
 
 

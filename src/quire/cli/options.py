@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,8 +21,13 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from quire.config import ADVANCED, EngineConfig
+from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
-from quire.spec.files import find_spec
+from quire.http import Http
+from quire.spec.model_files import find_spec
+
+# -- options ---------------------------------------------------------------------------------------
+
 
 Model = Annotated[
     str | None,
@@ -196,3 +201,40 @@ def plain_table(title: str, first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+# -- client ----------------------------------------------------------------------------------------
+
+# What commands that ask a server share: where it is, its key, and how long it may say nothing.
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+Url: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        envvar="QUIRE_URL",
+        help="Any server of OpenAI's API; quire serve is there by default.",
+    ),
+]
+ApiKey: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="If the server wants one; @FILE reads it. Default: QUIRE_API_KEY for a server on this "
+        "machine or at QUIRE_URL, OPENAI_API_KEY for that of OPENAI_BASE_URL."
+    ),
+]
+Timeout: TypeAlias = Annotated[
+    float, typer.Option(min=1, help="Seconds that the server may say nothing.")
+]
+
+
+def client(
+    url: str, api_key: str | None, timeout_s: float, headers: dict[str, str] | None = None
+) -> Http:
+    """Raises: ConfigError for what is no address, or no key."""
+    http = Http(url, headers, timeout_s=timeout_s)
+    key = key_for(url, api_key)
+    if key is not None:
+        http.headers.setdefault("Authorization", f"Bearer {key}")
+    return http

@@ -19,11 +19,11 @@ from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
+from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, typical
+from quire.planner.capacity import plan as make_plan
 from quire.planner.fit import changes, longest, most_sequences
 from quire.planner.hardware import DEVICES, machine_of, machine_with
 from quire.planner.hardware import device as device_of
-from quire.planner.plan import CapacityPlan, Divide, PlanTarget, typical
-from quire.planner.plan import plan as make_plan
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
@@ -286,7 +286,7 @@ def _validate(
     place: PlanTarget,
     request: PlannedLengths,
 ) -> None:
-    from quire.cli.validation import print_checks, validate
+    from quire.cli.plan_validation import print_checks, validate
 
     console = Console(stderr=True)
     # Steps are run one by one, and compared with what was planned for the memory of the CPU.

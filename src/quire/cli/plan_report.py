@@ -11,8 +11,8 @@ from rich.table import Table
 
 from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
+from quire.planner.capacity import CapacityPlan, Cell
 from quire.planner.fit import OptionChange
-from quire.planner.plan import CapacityPlan, Cell
 from quire.planner.subject import PublishedModels as Models
 from quire.spec import (
     ChunkedAttention,
@@ -24,7 +24,7 @@ from quire.spec import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.spec.layers import LayerSpec
+from quire.spec.layer_specs import LayerSpec
 from quire.spec.tensor_parallel import is_replicated
 from quire.units import format_bytes, format_count
 

@@ -83,7 +83,7 @@ def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, in
     """Blocks in bytes. Raises: ConfigError, ModelNotLoadable."""
     from quire.engine.kv_sizing import stored_spec
     from quire.models.loader import read_config
-    from quire.spec.files import find_folder
+    from quire.spec.model_files import find_folder
 
     if count < 1:
         raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")

@@ -19,11 +19,11 @@ from quire.cli.plan import num_ranks_of, place_of
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
+from quire.planner.capacity import PlanTarget
 from quire.planner.hardware import SPEEDS, roofline
-from quire.planner.plan import PlanTarget
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
+from quire.planner.simulation.replica import ROUTES
 from quire.planner.simulation.result import Goals, SimulationResult
-from quire.planner.simulation.routing import ROUTES
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace

@@ -17,8 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from quire.cli.client import DEFAULT_URL, ApiKey, client
 from quire.cli.keyboard import unseen
+from quire.cli.options import DEFAULT_URL, ApiKey, client
 from quire.errors import ConfigError
 from quire.http import Http, RefusedByServer
 from quire.server.dashboard.frames import (

@@ -10,7 +10,8 @@ from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spe
 from quire.engine.speculation.drafters import needs_with_draft
 from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
-from quire.memory.budget import BY_OWN_MEMORY, Ledger
+from quire.memory.budget import BY_OWN_MEMORY
+from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint

@@ -34,7 +34,7 @@ from quire.models.executors.hooks import PackedStep, make_step
 from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
-from quire.models.states.recurrent import RecurrentLayers
+from quire.models.states.recurrent_layers import RecurrentLayers
 from quire.models.states.state_batch import make_state_batch, state_groups
 from quire.models.step_inputs import HostInputs, Inputs
 from quire.models.weight_placement import is_offloaded

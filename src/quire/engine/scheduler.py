@@ -19,9 +19,8 @@ from quire.engine.scheduling.admission import (
     SlotAllocator,
 )
 from quire.engine.scheduling.headroom import RunningSet
-from quire.engine.scheduling.limits import SchedulerLimits
 from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, PlanBuilder
-from quire.engine.scheduling.policy import POLICIES
+from quire.engine.scheduling.policy import POLICIES, SchedulerLimits
 from quire.engine.scheduling.preemption import Preemption, SchedulerStats
 from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.step_costs import Costs

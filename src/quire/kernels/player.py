@@ -11,8 +11,7 @@ import numpy.typing as npt
 from llvmlite import ir
 
 from quire.kernels.compile import Kernels
-from quire.kernels.isa import Isa
-from quire.kernels.language import I32, I64, LINE_BYTES, Code, Int
+from quire.kernels.language import I32, I64, LINE_BYTES, Code, Int, Isa
 from quire.kernels.threads import KernelCall, Threads, team_size, yielding
 from quire.units import align_up
 

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 from quire.errors import ConfigError
 from quire.spec import AttentionSpec, Group, KeptWhole
-from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.spec.layer_specs import dtype_bytes, scale_bytes
 from quire.units import align_up, ceil_div
 
 # -- stacking --------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
 from quire.kv.occupancy import Occupancy, block_census, used_tokens
-from quire.kv.packing import packed_positions
+from quire.kv.packed_slots import packed_positions
 from quire.kv.prefix_cache import PrefixCache, PrefixHit, TokenIds, no_hit, start_of
 from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixIndex, PrefixKeys
 from quire.kv.storage_ops import StorageOp

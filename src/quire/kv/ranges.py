@@ -14,7 +14,7 @@ from quire.kv.allocation import AllocationResult, Fits
 from quire.kv.block_pool import Ceiling
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import Stacking, stacking_of_ranges
-from quire.kv.packing import packed_ranges
+from quire.kv.packed_slots import packed_ranges
 from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
 from quire.kv.prefix_index import BlockKey
 from quire.kv.storage_ops import StorageOp

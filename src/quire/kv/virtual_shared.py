@@ -16,7 +16,7 @@ import numpy as np
 from quire.kv.allocation import FITS, AllocationResult, NotNow
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import Stacking, attention_groups, stacked_block_size, stacking
-from quire.kv.packing import packed_ranges
+from quire.kv.packed_slots import packed_ranges
 from quire.kv.paged import PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, start_of
 from quire.kv.prefix_index import NO_KEYS, PrefixKeys

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.tensors import KINDS
+from quire.kernels.compile import KINDS
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear import BoundLinear, CpuLinear
 from quire.layers.cpu.row_kernels import (

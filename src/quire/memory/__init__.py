@@ -3,7 +3,7 @@
 from quire.memory.checked import CheckedMemory
 from quire.memory.host.memory import HostMemory
 from quire.memory.provider import MemoryProvider, Region, Window
-from quire.memory.wrappers import CountedMemory, FailingMemory, LimitedMemory
+from quire.memory.provider_wrappers import CountedMemory, FailingMemory, LimitedMemory
 
 __all__ = [
     "CheckedMemory",

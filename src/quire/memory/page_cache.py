@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.errors import MemoryUnavailable
 from quire.memory.provider import MemoryProvider, Region, Window
-from quire.memory.wrappers import CountedMemory
+from quire.memory.provider_wrappers import CountedMemory
 from quire.units import align_down, ceil_div, format_bytes
 
 if TYPE_CHECKING:

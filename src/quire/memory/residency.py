@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias, final
 
-from quire.memory.host.locked import check_lockable
 from quire.memory.host.memory import HostMemory
+from quire.memory.host.syscalls import check_lockable
 from quire.memory.page_cache import PageCacheMemory
 from quire.memory.provider import MemoryProvider
 from quire.units import format_bytes

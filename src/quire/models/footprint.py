@@ -17,7 +17,7 @@ from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import auto_class, read_config
 from quire.models.weight_placement import device_of
 from quire.spec import ModelSpec
-from quire.spec.files import called, find_folder
+from quire.spec.model_files import called, find_folder
 
 
 def footprint(model: PreTrainedModel) -> Footprint:

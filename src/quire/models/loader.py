@@ -30,7 +30,7 @@ from quire.memory.host.backing import huge_pieces, let_go
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
-from quire.spec.files import called, check_weights, find_folder, first_line, hub_spec
+from quire.spec.model_files import called, check_weights, find_folder, first_line, hub_spec
 from quire.units import format_bytes
 
 # -- weights ---------------------------------------------------------------------------------------

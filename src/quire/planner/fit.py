@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory.machine import Machine, MemoryBound
-from quire.planner.plan import CapacityPlan, Course, PlanTarget, plan
+from quire.planner.capacity import CapacityPlan, Course, PlanTarget, plan
 from quire.planner.sequence_memory import PlannedLengths
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, format_bytes, format_count

@@ -25,8 +25,8 @@ from quire.planner.weights import (
 )
 from quire.spec import ModelSpec
 from quire.spec.config_json import load, text_section
-from quire.spec.files import DEMO_MODEL, cached_folder, first_line
-from quire.spec.layers import dtype_bytes
+from quire.spec.layer_specs import dtype_bytes
+from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line
 
 # -- published -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED
-from quire.server.dashboard.routes import FILES, memory_feed, page_file
+from quire.server.dashboard.page_routes import FILES, memory_feed, page_file
 from quire.server.endpoints.administration import (
     described,
     health,
@@ -32,11 +32,11 @@ from quire.server.endpoints.administration import (
     version,
     wake_up,
 )
+from quire.server.endpoints.anthropic_messages import count_tokens, messages
 from quire.server.endpoints.chat_completions import chat_completions
 from quire.server.endpoints.completions import completions
 from quire.server.endpoints.embeddings import embeddings, score
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
-from quire.server.endpoints.messages import count_tokens, messages
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.endpoints.transcriptions import transcriptions, translations

@@ -14,7 +14,7 @@ import msgspec
 
 from quire.server.api_keys import Access
 from quire.server.routes import Operation
-from quire.server.schemas.fields import Upload
+from quire.server.schemas.request_fields import Upload
 from quire.server.wire.error_responses import AnthropicErrorAnswer, Dialect, ErrorAnswer
 
 Json: TypeAlias = dict[str, Any]

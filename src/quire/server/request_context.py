@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.sequence import Request
-from quire.server.admission import Permit
+from quire.server.admission_control import Permit
 from quire.server.api_keys import Caller
-from quire.server.schemas.fields import Addressed, Upload
+from quire.server.schemas.request_fields import Addressed, Upload
 from quire.server.service import Service
 from quire.server.wire.body import (
     check,

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from quire.chat.tools.choice import closed
+from quire.chat.tools.tool_choice import closed
 from quire.errors import ConfigError
 from quire.sampling_params import (
     SAMPLING_DEFAULTS,
@@ -14,7 +14,12 @@ from quire.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.server.schemas.fields import ResponseFormat, Sampling, Searching, StructuredOutputs
+from quire.server.schemas.request_fields import (
+    ResponseFormat,
+    Sampling,
+    Searching,
+    StructuredOutputs,
+)
 from quire.server.wire.error_responses import Refused
 
 MAX_BIASES = 1024

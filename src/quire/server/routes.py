@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json
 from quire.server.request_context import RequestContext
-from quire.server.schemas.fields import Upload
+from quire.server.schemas.request_fields import Upload
 from quire.server.wire.error_responses import Dialect
 from quire.server.wire.streams import EventStream
 

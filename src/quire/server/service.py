@@ -16,13 +16,13 @@ from quire.engine.prompts import Prompt
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
-from quire.server.admission import AdmissionControl, Bodies, Bounds, Permit, TextThreads
+from quire.server.admission_control import AdmissionControl, Bodies, Bounds, Permit, TextThreads
 from quire.server.api_keys import Caller, Keys, Origins
 from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
 from quire.server.request_params import sampling_defaults, sampling_params
 from quire.server.response_store import Background, Store
-from quire.server.schemas.fields import Routed, Sampling, Searching
+from quire.server.schemas.request_fields import Routed, Sampling, Searching
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
 from quire.server.wire.error_responses import Refused

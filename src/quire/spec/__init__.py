@@ -1,6 +1,6 @@
 """What a model must remember, layer by layer, from its config.json alone. Imports no torch."""
 
-from quire.spec.layers import (
+from quire.spec.layer_specs import (
     AttentionSpec,
     ChunkedAttention,
     CrossAttention,

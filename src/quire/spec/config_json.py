@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import ConfigError, ModelNotLoadable
 from quire.spec.families import FAMILIES, ModelFamily
 from quire.spec.fields import Fields
-from quire.spec.layers import (
+from quire.spec.layer_specs import (
     AttentionSpec,
     ChunkedAttention,
     FullAttention,
@@ -33,9 +33,10 @@ from quire.spec.patterns import (
     RECURRENT,
     RULES,
     SLIDING,
+    of_decoder,
     stated,
+    with_source,
 )
-from quire.spec.sources import of_decoder, with_source
 
 # Where multimodal models keep the section of the part that writes text.
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from quire.spec import fields as heads
-from quire.spec import recurrent, sources
+from quire.spec import recurrent_states as recurrent
 from quire.spec.fields import Fields
-from quire.spec.layers import RecurrentState
+from quire.spec.layer_specs import RecurrentState
 from quire.spec.patterns import (
     CONV,
     FULL,
@@ -23,6 +23,7 @@ from quire.spec.patterns import (
     RECURRENT,
     SLIDING,
     Pattern,
+    as_long_as_the_text,
     at_indices,
     chosen,
     cycle,
@@ -34,6 +35,7 @@ from quire.spec.patterns import (
     listed,
     no_op_blocks,
     only,
+    stated_source,
     uniform,
     where_rope,
     zamba,
@@ -142,12 +144,10 @@ _QWEN3_HYBRID = ModelFamily(
 # No position is learnt; the length is that of their training.
 _T5 = ModelFamily(
     head_dim=heads.key_width,
-    source_tokens=sources.as_long_as_the_text,
+    source_tokens=as_long_as_the_text,
     defaults={"d_kv": 64, "max_position_embeddings": 512},
 )
-_BART = ModelFamily(
-    source_tokens=sources.as_long_as_the_text, defaults={"max_position_embeddings": 1024}
-)
+_BART = ModelFamily(source_tokens=as_long_as_the_text, defaults={"max_position_embeddings": 1024})
 _SWA = ModelFamily(pattern=every(4, at=0), defaults={"sliding_window": 128})
 
 # Encoders, unless they were made to write.
@@ -186,12 +186,12 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "blenderbot": replace(_BART, defaults={"max_position_embeddings": 128}),
         "blenderbot-small": replace(_BART, defaults={"max_position_embeddings": 512}),
         "led": ModelFamily(
-            source_tokens=sources.stated("max_encoder_position_embeddings", 16_384),
+            source_tokens=stated_source("max_encoder_position_embeddings", 16_384),
             defaults={"max_decoder_position_embeddings": 1024},
         ),
         "pegasus_x": replace(_BART, defaults={"max_position_embeddings": 16_384}),
         "whisper": ModelFamily(
-            source_tokens=sources.stated("max_source_positions", 1500),
+            source_tokens=stated_source("max_source_positions", 1500),
             defaults={"max_target_positions": 448},
         ),
         "afmoe": ModelFamily(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError, UnsupportedModel
-from quire.spec.layers import DTYPE_BYTES
+from quire.spec.layer_specs import DTYPE_BYTES
 
 # -- fields ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.spec import config_json
-from quire.spec.layers import (
+from quire.spec.layer_specs import (
     IN_WEIGHTS_DTYPE,
     ChunkedAttention,
     Count,

@@ -11,7 +11,7 @@ matter.
 from dataclasses import replace
 
 from quire.errors import ConfigError
-from quire.spec.layers import LatentAttention, LayerSpec, RecurrentState
+from quire.spec.layer_specs import LatentAttention, LayerSpec, RecurrentState
 from quire.spec.model import ModelSpec
 
 

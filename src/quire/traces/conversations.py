@@ -22,8 +22,8 @@ from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 
 from quire.errors import ConfigError
-from quire.traces.files import OnProgress, is_address, opened
 from quire.traces.trace import BadRow, Found, TraceRequest
+from quire.traces.trace_files import OnProgress, is_address, opened
 
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 _MOST_BYTES = 2**30  # of one conversation

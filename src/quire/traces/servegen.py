@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import ConfigError
-from quire.traces.files import OnProgress
 from quire.traces.trace import Found, TraceRequest
+from quire.traces.trace_files import OnProgress
 
 _TRACE = re.compile(r"chunk-(\d+)-trace\.csv")
 _MOST_IN_A_WINDOW: Final = 10**7

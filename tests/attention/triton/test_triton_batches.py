@@ -20,7 +20,7 @@ from conformance.attention_cases import (
     make_spec,
 )
 from quire.attention import AttentionBatch, ReferenceAttention
-from quire.attention.interface import PlacedBatch
+from quire.attention.attention_backend import PlacedBatch
 from quire.attention.triton import backend as backend_module
 from quire.kv import LayerView
 from quire.memory import HostMemory

@@ -29,7 +29,7 @@ from quire.config import EngineConfig
 from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Usage
-from quire.planner.plan import plan
+from quire.planner.capacity import plan
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from quire.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from conformance.covering import in_turn, only
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
-from quire.cli.validation import Check, validate
+from quire.cli.plan_validation import Check, validate
 from quire.config import EngineConfig
 from quire.kv import STRATEGIES
 from quire.memory import HostMemory
@@ -18,7 +18,7 @@ from quire.memory.cuda import CudaMemory
 from quire.memory.machine import read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.loader import adopt
-from quire.planner.plan import PlanTarget
+from quire.planner.capacity import PlanTarget
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from readers import tiny_reader

@@ -6,8 +6,8 @@ import pytest
 
 from conformance.covering import only
 from planner.places import GIB, card, host, planned
+from quire.planner.capacity import CapacityPlan
 from quire.planner.fit import changes, longest, most_sequences
-from quire.planner.plan import CapacityPlan
 
 
 def again(found: CapacityPlan, **options: object) -> CapacityPlan:

@@ -14,7 +14,7 @@ from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.memory.budget import BUDGETS
-from quire.planner.plan import CapacityPlan, sizes_of, typical
+from quire.planner.capacity import CapacityPlan, sizes_of, typical
 from quire.planner.sequence_memory import PlannedLengths, lengths, moments
 from quire.planner.subject import find_subject
 

@@ -15,7 +15,7 @@ from quire.cli import main
 from quire.errors import ConfigError
 from quire.models.loader import read_config
 from quire.models.rank_spec import part_of_type, part_spec, tensor_parallel_plan
-from quire.planner.plan import rank_footprint
+from quire.planner.capacity import rank_footprint
 from quire.planner.subject import find_subject
 from quire.spec import ModelSpec, RecurrentState
 from quire.spec.tensor_parallel import is_replicated, rank_spec

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleets import CACHES, FULL, WINDOW, fleet_of, request, spec_of
+from quire.planner.simulation.replica import ROUTES
 from quire.planner.simulation.result import Goals, SimulationResult
-from quire.planner.simulation.routing import ROUTES
 from quire.planner.simulation.simulator import simulate
 from quire.traces import TraceRequest
 

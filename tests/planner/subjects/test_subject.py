@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import ModelNotLoadable
 from quire.planner.subject import find_subject
-from quire.spec.files import find_folder
+from quire.spec.model_files import find_folder
 
 DEMO = find_folder(None)
 assert DEMO is not None

@@ -16,7 +16,7 @@ from quire.models.footprint import footprint
 from quire.models.loader import load
 from quire.planner.subject import find_subject
 from quire.planner.weights import read_header, stored_tensors
-from quire.spec.files import find_folder
+from quire.spec.model_files import find_folder
 from tiny import tiny_model
 
 KINDS = ("llama", "gemma3", "gpt_oss", "deepseek_v3")

@@ -14,9 +14,9 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.chat.conversation import Chat, ChatInput
 from quire.chat.output_events import OpenCall, Reply, reply
 from quire.chat.reasoning_parsers import REASONING
-from quire.chat.tools.choice import ToolChoice, forced_form
 from quire.chat.tools.declared import checked_tools
 from quire.chat.tools.registry import TOOL_FORMATS, tool_format
+from quire.chat.tools.tool_choice import ToolChoice, forced_form
 from quire.config import ServerConfig
 from quire.errors import ConfigError, RequestError
 from server.chat.answers import TOOLS, hermes, pieces

@@ -20,9 +20,9 @@ from quire.chat.output_events import (
     Reply,
     reply,
 )
-from quire.chat.tools.choice import ToolChoice
 from quire.chat.tools.declared import checked_tools
 from quire.chat.tools.registry import TOOL_FORMATS
+from quire.chat.tools.tool_choice import ToolChoice
 from server.chat.answers import CASES, TOOLS, Case, pieces
 
 ANY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -7,11 +7,11 @@ import pytest
 
 from engine.test_structured import taken_of
 from quire import StructuredOutputsParams
-from quire.chat.tools.choice import ToolChoice, arguments_schema, closed, forced_form, moved
 from quire.chat.tools.declared import checked_tools
+from quire.chat.tools.tool_choice import ToolChoice, arguments_schema, closed, forced_form, moved
 from quire.errors import RequestError
 from quire.server.request_params import sampling_params
-from quire.server.schemas.fields import JsonSchema, ResponseFormat, Sampling
+from quire.server.schemas.request_fields import JsonSchema, ResponseFormat, Sampling
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 CLOSED_POINT = {**POINT, "additionalProperties": False}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.attention.attention_backend import AttentionBatch, FindWords, VaryingCall
 from quire.attention.cpu.call_frame import (
     FRAME,
     GROUP,
@@ -21,15 +22,12 @@ from quire.attention.cpu.call_frame import (
     Layout,
 )
 from quire.attention.cpu.prefill_kernel import KEYS
-from quire.attention.cpu.worker import write_worker
+from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
-from quire.attention.interface import AttentionBatch, FindWords, VaryingCall
 from quire.kernels import amx
-from quire.kernels.compile import Kernels, native_isa
-from quire.kernels.formats import kind_factor
-from quire.kernels.isa import Isa
-from quire.kernels.language import LANES, LOG2_E
-from quire.kernels.tensors import KINDS, with_dense_rows, words
+from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows, words
+from quire.kernels.language import LANES, LOG2_E, Isa
+from quire.kernels.number_formats import kind_factor
 from quire.kernels.threads import KernelCall, Scratch, Threads
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention

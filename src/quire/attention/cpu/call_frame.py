@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from quire.attention.cpu.decode_kernel import RowShape
 from quire.attention.cpu.prefill_kernel import KEYS, PanelShape
-from quire.kernels.isa import Isa
-from quire.kernels.language import LANES, LINE_BYTES, Int
+from quire.kernels.language import LANES, LINE_BYTES, Int, Isa
 from quire.units import align_up, ceil_div
 
 MAX_PANELS = 32  # of an item

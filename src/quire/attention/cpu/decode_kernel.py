@@ -19,9 +19,8 @@ from llvmlite import ir
 from llvmlite.ir import Value
 
 from quire.kernels.exponential import exp2
-from quire.kernels.formats import KIND_BYTES, load_as
-from quire.kernels.isa import Isa
-from quire.kernels.language import F32, I16, INTS, LANES, LINE_BYTES, LOWEST, Code, Int
+from quire.kernels.language import F32, I16, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES, load_as
 from quire.units import align_up, ceil_div
 
 TILE = 64  # tokens of a tile: the width of a row of scores

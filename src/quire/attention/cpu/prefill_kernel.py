@@ -21,9 +21,8 @@ from llvmlite.ir import Value
 
 from quire.kernels import amx
 from quire.kernels.exponential import exp2
-from quire.kernels.formats import KIND_BYTES, load_as, narrow, pair_bf16
-from quire.kernels.isa import Isa
-from quire.kernels.language import F32, I16, I32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int
+from quire.kernels.language import F32, I16, I32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES, load_as, narrow, pair_bf16
 from quire.units import align_up
 
 # -- softmax ---------------------------------------------------------------------------------------

@@ -12,11 +12,9 @@ from llvmlite.ir import Value
 from torch import Tensor
 
 from quire.attention.cpu.call_frame import WORD_BYTES
-from quire.kernels.compile import Kernels
-from quire.kernels.formats import KIND_BYTES, load_as, store_as
-from quire.kernels.isa import Isa
-from quire.kernels.language import F32, INTS, LANES, Code, Int
-from quire.kernels.tensors import KINDS, with_dense_rows, words
+from quire.kernels.compile import KINDS, Kernels, with_dense_rows, words
+from quire.kernels.language import F32, INTS, LANES, Code, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
 from quire.kernels.threads import KernelCall, Threads
 from quire.kv import LayerView
 from quire.units import ceil_div

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.attention.attention_backend import AttentionBatch
 from quire.attention.flashinfer.wrappers import (
     CapturedPlans,
     Decode,
@@ -34,7 +35,6 @@ from quire.attention.flashinfer.wrappers import (
     page_tokens_of,
 )
 from quire.attention.gather import output_width
-from quire.attention.interface import AttentionBatch
 from quire.errors import ConfigError
 from quire.kv import LayerView, MakeWriter
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.attention.attention_backend import AttentionBatch, Counts, PlacedBatch
 from quire.attention.gather import output_width
-from quire.attention.interface import AttentionBatch, Counts, PlacedBatch
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention, SlidingWindow
 

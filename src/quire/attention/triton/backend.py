@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.attention.interface import AttentionBatch, NoHostPart, PlacedBatch
+from quire.attention.attention_backend import AttentionBatch, NoHostPart, PlacedBatch
 from quire.attention.triton import launch as tiles
 from quire.attention.triton.kernels import attend, join
 from quire.attention.triton.launch import (

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from quire.chat.lexer import Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
-from quire.chat.tools.interface import ToolFormat
+from quire.chat.tools.tool_format import ToolFormat
 
 _ARGUMENTS = ("arguments", "parameters")
 

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from quire.chat.lexer import MAX_DEPTH, MAX_NUMBER, NUMBER, Broken, IncrementalLexer, Put, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
-from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import quoted
 from quire.chat.tools.tagged import Arguments
+from quire.chat.tools.tool_format import ToolFormat
 
 _WORDS = MappingProxyType(
     {"True": "true", "False": "false", "None": "null"}

@@ -8,10 +8,10 @@ from quire.chat.harmony import HARMONY
 from quire.chat.lexer import IncrementalLexer, Reading
 from quire.chat.output_events import Events, short_call_id
 from quire.chat.tools.declared import Tool
-from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import call_list, called, llama, marked
 from quire.chat.tools.literals import gemma, olmo3, pythonic
 from quire.chat.tools.tagged import functions, glm45, invokes
+from quire.chat.tools.tool_format import ToolFormat
 from quire.errors import ConfigError
 
 # -- name, mark and arguments ----------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any
 from quire.chat.lexer import BLANKS, Broken, IncrementalLexer, Reading
 from quire.chat.output_events import Events
 from quire.chat.tools.declared import Tool
-from quire.chat.tools.interface import ToolFormat
 from quire.chat.tools.json_objects import quoted
+from quire.chat.tools.tool_format import ToolFormat
 
 _TEXT = frozenset(("string",))
 _PYTHON_WORDS = (("True", "true"), ("False", "false"), ("None", "null"))

@@ -21,7 +21,7 @@ from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
 from quire.models.rank_spec import part_spec
 from quire.spec import ModelSpec
-from quire.spec.files import find_folder
+from quire.spec.model_files import find_folder
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
-from quire.engine.scheduling.limits import SchedulerLimits
-from quire.engine.scheduling.plan_builder import PlanBuilder
-from quire.engine.scheduling.policy import Policy
+from quire.engine.scheduling.plan_builder import PlanBuilder, StateCheckpoints
+from quire.engine.scheduling.policy import Policy, SchedulerLimits
 from quire.engine.scheduling.queues import Queues
-from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import FinishReason, Sequence

@@ -18,8 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.scheduling.limits import SchedulerLimits
-from quire.engine.scheduling.policy import Policy
+from quire.engine.scheduling.policy import Policy, SchedulerLimits
 from quire.engine.sequence import Sequence
 from quire.kv import Accounting
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from quire.engine.scheduling.admission import SlotAllocator
-from quire.engine.scheduling.limits import SchedulerLimits
+from quire.engine.scheduling.policy import SchedulerLimits
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.sequence import Embedding, Sequence
 from quire.engine.step_plan import Chunk, Draw, Sampled, TokenOutput

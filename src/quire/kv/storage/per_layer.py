@@ -18,7 +18,7 @@ from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory, MemoryProvider, Region
 from quire.spec import AttentionSpec, Group
-from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

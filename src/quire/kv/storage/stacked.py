@@ -21,7 +21,7 @@ from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
 from quire.spec import AttentionSpec
-from quire.spec.layers import dtype_bytes, scale_bytes
+from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from quire.kv.storage.pages import Pages, back
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group, KeptWhole
-from quire.spec.layers import dtype_bytes
+from quire.spec.layer_specs import dtype_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

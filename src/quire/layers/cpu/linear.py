@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import amx
-from quire.kernels.compile import Kernels, native_isa
-from quire.kernels.isa import Isa
-from quire.kernels.tensors import KINDS, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows
+from quire.kernels.language import Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.kernels.formats import KIND_BYTES
-from quire.kernels.isa import Isa
-from quire.kernels.language import LANES, LINE_BYTES
+from quire.kernels.language import LANES, LINE_BYTES, Isa
+from quire.kernels.number_formats import KIND_BYTES
 from quire.units import align_up, ceil_div
 
 FRAME = (

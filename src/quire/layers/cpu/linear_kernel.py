@@ -10,9 +10,20 @@ from llvmlite import ir
 from llvmlite.ir import Value
 
 from quire.kernels import amx
-from quire.kernels.formats import load_as, store_as
-from quire.kernels.isa import Isa
-from quire.kernels.language import FLOATS, I8, I16, I32, I64, INTS, LANES, LINE_BYTES, Code, Int
+from quire.kernels.language import (
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    LINE_BYTES,
+    Code,
+    Int,
+    Isa,
+)
+from quire.kernels.number_formats import load_as, store_as
 from quire.layers.cpu import linear_kernel as tiles
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import (

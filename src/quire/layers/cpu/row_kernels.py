@@ -14,11 +14,9 @@ from llvmlite import ir
 from llvmlite.ir import Value
 from torch import Tensor
 
-from quire.kernels.compile import Kernels
-from quire.kernels.formats import KIND_BYTES, load_as, narrow, rounded, store_as
-from quire.kernels.isa import Isa
-from quire.kernels.language import F32, LANES, Code, Int
-from quire.kernels.tensors import KINDS
+from quire.kernels.compile import KINDS, Kernels
+from quire.kernels.language import F32, LANES, Code, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES, load_as, narrow, rounded, store_as
 from quire.kernels.threads import Threads
 from quire.layers.cpu.activation import activate
 from quire.units import ceil_div

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host.locked import MADV_DONTNEED_LOCKED
 from quire.memory.host.syscalls import (
+    MADV_DONTNEED_LOCKED,
     MAP_FIXED,
     MAP_NORESERVE,
     address_of,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, final
 from quire.errors import MemoryUnavailable
 from quire.memory.host import backing as pieces
 from quire.memory.host.heaps import HeapRegion, Heaps, why_no_heaps
-from quire.memory.host.locked import lock, unlock, why_no_locks
+from quire.memory.host.syscalls import lock, unlock, why_no_locks
 from quire.units import align_up, format_bytes
 
 if TYPE_CHECKING:

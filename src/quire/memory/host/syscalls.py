@@ -7,7 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+from quire.errors import MemoryUnavailable
+from quire.units import ceil_div, format_bytes
+
+# -- syscalls --------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,3 +94,85 @@ def knows_advice(advice: int) -> bool:
                 raise
             return False
     return True
+
+
+# -- locked ----------------------------------------------------------------------------------------
+
+# Pages that the system may not swap out, for servers that own their machine.
+
+
+MADV_DONTNEED_LOCKED = 24  # since Linux 5.18; MADV_DONTNEED refuses what is locked
+_MLOCK_ONFAULT = 1
+
+
+def lock(mapping: mmap.mmap) -> None:
+    """Lock each page of a mapping from the moment that it is committed.
+
+    One call for the whole range: piece by piece, every piece would become a mapping of its own, and
+    there may not be many. The price is that the limit counts addresses, committed or not.
+
+    Raises: MemoryUnavailable.
+    """
+    try:
+        patiently(_call, "mlock2", address_of(mapping), len(mapping), _MLOCK_ONFAULT)
+    except OSError as error:
+        raise MemoryUnavailable(_refusal(len(mapping), error)) from error
+
+
+def unlock(mapping: mmap.mmap) -> None:
+    """Let the system do as it likes with these pages again. Raises: OSError."""
+    patiently(_call, "munlock", address_of(mapping), len(mapping))
+
+
+def check_lockable(nbytes: int) -> None:
+    """Ask the system whether this much may be locked; no page is committed for it.
+
+    Raises: MemoryUnavailable, as ``lock`` does.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        mapping: mmap.mmap = patiently(mmap.mmap, -1, nbytes, flags=flags)
+    except OSError as error:
+        raise MemoryUnavailable(_refusal(nbytes, error)) from error
+    with mapping:
+        lock(mapping)
+
+
+def why_no_locks() -> str | None:
+    """Why this system cannot lock pages, tried on one; None if it can.
+
+    A limit that is too low is no such reason: ``lock`` names it. Raises: OSError where the system
+    does not say.
+    """
+    if sys.platform != "linux":
+        return f"{sys.platform} cannot lock pages that are committed later"
+    if not knows_advice(MADV_DONTNEED_LOCKED):
+        return "this kernel cannot give locked pages back (Linux before 5.18)"
+    return None
+
+
+def _call(name: str, *args: int) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int][: len(args)]
+    if call(*args):
+        raise last_error(name)
+
+
+def _refusal(nbytes: int, error: OSError) -> str:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    held = _locked_bytes()
+    need = held + nbytes
+    says = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    return (
+        f"the system refused to lock {format_bytes(nbytes)} ({error}): RLIMIT_MEMLOCK is {says} "
+        f"and {format_bytes(need)} are needed, {format_bytes(held)} of them locked already: raise "
+        f"it (ulimit -l {ceil_div(need, 1024)}, in a systemd unit LimitMEMLOCK={need}), give the "
+        f"process CAP_IPC_LOCK, or use --residency prefault"
+    )
+
+
+def _locked_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:"))

@@ -25,7 +25,12 @@ from transformers.cache_utils import (
 from quire.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from quire.kv import Usage
 from quire.memory import CountedMemory
-from quire.models.drop_in.layers import DropInLayer, DropInStateLayer, LayerStates, recurrent_layer
+from quire.models.drop_in.cache_layers import (
+    DropInLayer,
+    DropInStateLayer,
+    LayerStates,
+    recurrent_layer,
+)
 from quire.models.drop_in.rows import BatchRows, CacheFamily
 from quire.spec import (
     AttentionSpec,

@@ -17,7 +17,7 @@ from quire.errors import RequestTooLong, UnsupportedModel
 from quire.kv import Usage
 from quire.memory import CountedMemory
 from quire.models.drop_in.cache import DropInCache
-from quire.models.drop_in.layers import has_gradients, without_gradients
+from quire.models.drop_in.cache_layers import has_gradients, without_gradients
 from quire.models.drop_in.rows import BatchRows
 from quire.spec import CrossAttention, KeptWhole, ModelSpec
 from quire.units import format_count

@@ -28,7 +28,7 @@ from quire.kv import Accounting, LayerView, Storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.models.executors.encoder_source import KeptSource
 from quire.models.executors.latent import AbsorbedLatent, attend_latents
-from quire.models.states.recurrent import StepStates
+from quire.models.states.recurrent_layers import StepStates
 from quire.spec import AttentionSpec
 
 # -- gathered --------------------------------------------------------------------------------------

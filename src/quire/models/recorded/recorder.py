@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.row_kernels import Sums
-from quire.models.recorded.arena import Arena
-from quire.models.recorded.operations import Attend, Operator, Part, Write
+from quire.models.recorded.operations import Arena, Attend, Operator, Part, Write
 from quire.spec import AttentionSpec, LatentAttention
 
 _INPUT_DEPENDENT = (

@@ -16,8 +16,7 @@ from quire.kernels.threads import KernelCall
 from quire.layers.cpu import CpuLinear
 from quire.models.executors.hooks import PackedStep
 from quire.models.fingerprint import ModelFingerprint
-from quire.models.recorded.arena import Arena
-from quire.models.recorded.operations import Attend, Part, Write
+from quire.models.recorded.operations import Arena, Attend, Part, Write
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.spec import AttentionSpec
 

@@ -14,11 +14,10 @@ from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
 from quire.engine.scheduler import SchedulerLimits
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
-from quire.planner.plan import PlanTarget, rank_footprint, sizes_of
+from quire.planner.capacity import PlanTarget, rank_footprint, sizes_of
 from quire.planner.simulation.cost_model import StepCosts
-from quire.planner.simulation.replica import Replica
+from quire.planner.simulation.replica import ROUTES, Replica
 from quire.planner.simulation.result import Goals, LatencyTally, SimulationResult
-from quire.planner.simulation.routing import ROUTES
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject

@@ -14,7 +14,7 @@ from quire.server.endpoints.answers import Json, as_json
 from quire.server.endpoints.generation import Generation, one_by_one, prompts_of
 from quire.server.request_context import RequestContext
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
-from quire.server.schemas.fields import Addressed, Count, TokenUsage
+from quire.server.schemas.request_fields import Addressed, Count, TokenUsage
 from quire.server.wire.error_responses import Refused
 from quire.units import format_count
 

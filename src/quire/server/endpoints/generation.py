@@ -12,11 +12,11 @@ from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.server.admission import Permit
+from quire.server.admission_control import Permit
 from quire.server.request_context import RequestContext
 from quire.server.request_params import searched
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
-from quire.server.schemas.fields import GenerationRequest, Searching, TokenUsage
+from quire.server.schemas.request_fields import GenerationRequest, Searching, TokenUsage
 from quire.server.tracing import RequestRecord
 from quire.server.wire.error_responses import Refused, broken_off
 from quire.server.wire.streams import while_connected

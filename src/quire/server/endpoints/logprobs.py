@@ -6,7 +6,7 @@ from quire.chat.token_texts import TokenTexts
 from quire.engine.sequence import TokenLogprobs
 from quire.server.schemas.chat_request import ChatLogprob, ChatLogprobs, LikelyToken
 from quire.server.schemas.completion_request import CompletionLogprobs
-from quire.server.schemas.fields import PromptLogprob, PromptLogprobs
+from quire.server.schemas.request_fields import PromptLogprob, PromptLogprobs
 
 _LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
 

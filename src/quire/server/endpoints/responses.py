@@ -14,11 +14,17 @@ from quire.chat.responses_input import from_responses
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, refuse_several, take_turn
-from quire.server.endpoints.items import conversation_of, decoded, encoded, given_items, readable
+from quire.server.endpoints.kept_responses import (
+    conversation_of,
+    decoded,
+    encoded,
+    given_items,
+    readable,
+)
 from quire.server.endpoints.response_events import Responding
 from quire.server.request_context import RequestContext
 from quire.server.response_store import BackgroundRun, StoredResponse
-from quire.server.schemas.fields import JsonSchema, ResponseFormat
+from quire.server.schemas.request_fields import JsonSchema, ResponseFormat
 from quire.server.schemas.response_request import (
     ReasoningOptions,
     Response,

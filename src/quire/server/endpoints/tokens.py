@@ -10,7 +10,7 @@ from quire.chat.conversation import ChatInput as Conversation
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
-from quire.server.schemas.fields import Text
+from quire.server.schemas.request_fields import Text
 from quire.server.wire.error_responses import Refused
 
 # -- requests and answers --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from quire.server.audio import AudioFile, AudioWindow
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import Generation
 from quire.server.request_context import RequestContext
-from quire.server.schemas.fields import Sampling
+from quire.server.schemas.request_fields import Sampling
 from quire.server.schemas.transcription_request import (
     Duration,
     Segment,

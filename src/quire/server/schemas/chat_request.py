@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import (
+from quire.server.schemas.request_fields import (
     Count,
     NumLogprobs,
     PromptLogprobs,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
+from quire.server.schemas.request_fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
 
 MAX_PROMPTS = 1024
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatLogprob
-from quire.server.schemas.fields import Count, GenerationRequest, NumLogprobs, Text
+from quire.server.schemas.request_fields import Count, GenerationRequest, NumLogprobs, Text
 
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from quire.server.schemas.fields import Text, Upload
+from quire.server.schemas.request_fields import Text, Upload
 
 
 class TranscriptionRequest(Upload, kw_only=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.kernels.threads import KernelCall
 from quire.kv import Accounting, LayerView, MakeWriter
-from quire.kv.packing import packed_positions
+from quire.kv.packed_slots import packed_positions
 from quire.spec import AttentionSpec
 
 Counts: TypeAlias = npt.NDArray[np.int64]

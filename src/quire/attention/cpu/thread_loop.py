@@ -18,9 +18,8 @@ from quire.attention.cpu.prefill_kernel import KEYS
 from quire.attention.cpu.thread_code import Thread
 from quire.kernels import amx
 from quire.kernels.exponential import exp2
-from quire.kernels.formats import KIND_BYTES, kind_factor, store_as
-from quire.kernels.isa import Isa
-from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, LOWEST, Code, Int
+from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, LOWEST, Code, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES, kind_factor, store_as
 
 # -- an item of several queries --------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from msgspec.json import Decoder
 
 from quire.errors import ConfigError
 from quire.traces.conversations import Conversations, is_tar, knows_conversation
-from quire.traces.files import OnProgress, is_address, lines_of, opened
 from quire.traces.request_log import LogHead, LogRow
 from quire.traces.servegen import ServeGenClients, has_clients
 from quire.traces.trace import BadRow, Found, Trace, TraceRequest
+from quire.traces.trace_files import OnProgress, is_address, lines_of, opened
 
 # -- one request a line ----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ Shapes: W convolution width, I inner channels, N state size, H heads, D head dim
 """
 
 from quire.spec.fields import Fields, stated_head_dim, stated_kv_heads
-from quire.spec.layers import RecurrentState, StateTensor
+from quire.spec.layer_specs import RecurrentState, StateTensor
 
 _SCAN_DTYPE = "float32"
 

@@ -16,7 +16,7 @@ from quire.cli.options import plain_table
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import stored_spec
 from quire.kv import STRATEGIES
-from quire.planner.plan import PlanTarget, plan, sizes_of
+from quire.planner.capacity import PlanTarget, plan, sizes_of
 from quire.planner.sequence_memory import PlannedLengths, moments, tables_after
 from quire.planner.subject import Subject
 from quire.units import format_count

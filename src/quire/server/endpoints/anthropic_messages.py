@@ -22,7 +22,13 @@ from quire.server.endpoints.generation import (
 )
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
-from quire.server.schemas.fields import Count, GenerationRequest, JsonSchema, ResponseFormat, Text
+from quire.server.schemas.request_fields import (
+    Count,
+    GenerationRequest,
+    JsonSchema,
+    ResponseFormat,
+    Text,
+)
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import MESSAGES, EventStream
 
