@@ -62,7 +62,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[Generation, loopcontrols],
+            extensions=[GenerationTag, loopcontrols],
             finalize=self._written,
         )
         self.limits, self._spent = limits, _Spent()
@@ -267,7 +267,7 @@ class _Joins(NodeTransformer):
         return call.set_lineno(node.lineno)
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """``{% generation %}`` marks what an assistant said, for training. Here it is only text."""
 
     tags = frozenset(("generation",))  # type: ignore[assignment]

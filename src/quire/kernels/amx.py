@@ -51,7 +51,7 @@ def write_multiply(
     assert pairs
     assert word_bytes == 4
     assert rows % LANES == words % LANES == 0
-    product = _Product(code, rows, words, row_bytes, adds)
+    product = _TileProduct(code, rows, words, row_bytes, adds)
     # Four sums at a time hide how long one takes: two by two, or four rows of a single panel.
     panels = code.params[3]
     code.each(panels - 1, lambda p: product.write(p, height=2, width=2), step=2)
@@ -59,7 +59,7 @@ def write_multiply(
     code.end()
 
 
-class _Product:
+class _TileProduct:
     """c = a b for some panels, by tiles: sums in tiles 0 to 3, a in 4 to 6 in turn, b last."""
 
     def __init__(self, code: Code, rows: int, words: int, row_bytes: int, adds: bool) -> None:

@@ -109,7 +109,7 @@ class FirstFit:
 
 
 @dataclass(slots=True)
-class _Range:
+class _SequenceRange:
     max_tokens: int
     num_tokens: int = 0
     start: int | None = None  # None until the first token needs room
@@ -142,7 +142,7 @@ class ContiguousAccounting(RangeAccounting):
         # more behind the arena. Where every range is the longest, one arena of it is enough.
         past_end = longest if config.reserve == "request" else 0
         self._num_slots = max(num_slots + past_end, longest)
-        self._ranges: dict[int, _Range] = {}
+        self._ranges: dict[int, _SequenceRange] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -174,10 +174,10 @@ class ContiguousAccounting(RangeAccounting):
     ) -> None:
         if seq_id in self._ranges:
             raise KeyError(f"sequence {seq_id} is already here")
-        self._ranges[seq_id] = _Range(max_tokens=self._longest(max_tokens))
+        self._ranges[seq_id] = _SequenceRange(max_tokens=self._longest(max_tokens))
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        held = _Range(max_tokens=self._longest(max_tokens or num_tokens))
+        held = _SequenceRange(max_tokens=self._longest(max_tokens or num_tokens))
         if num_tokens > held.max_tokens or self._length(held) > self._longest_range:
             return self._never(held, num_tokens)
         return FITS
@@ -364,7 +364,7 @@ class ContiguousAccounting(RangeAccounting):
         beside = min(self._arena.free_slots, max(lengths, default=0))
         return length <= self._arena.free_slots and beside * self._token_bytes <= self._free_bytes
 
-    def _never(self, held: _Range, num_tokens: int) -> Never:
+    def _never(self, held: _SequenceRange, num_tokens: int) -> Never:
         length = "max_tokens" if self._config.reserve == "request" else "max_model_len"
         option = f"kv_cache_memory_bytes, or lower {length}"
         if num_tokens > held.max_tokens:
@@ -391,7 +391,7 @@ class ContiguousAccounting(RangeAccounting):
             self.groups[group], self.slot_bytes(group), self._align, self._config.block_size
         )
 
-    def _length(self, held: _Range) -> int:
+    def _length(self, held: _SequenceRange) -> int:
         return align_up(held.max_tokens, self._align)
 
     def _each_group(self, change: type[Commit] | type[Release], start: int, stop: int) -> None:

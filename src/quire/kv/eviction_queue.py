@@ -20,7 +20,7 @@ _SLACK = 1 << 12  # stale entries that are not worth a sweep
 
 
 @dataclass(slots=True)
-class _Run:
+class _QueuedRun:
     blocks: npt.NDArray[np.int32]
     begin: int = 0  # those before it have left
 
@@ -30,7 +30,7 @@ class EvictionQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._run_of = np.zeros(num_blocks, np.int32)  # serial of a block's run
-        self._heap: list[tuple[int, int, _Run]] = []  # score, serial: later runs come later
+        self._heap: list[tuple[int, int, _QueuedRun]] = []  # score, serial: later runs come later
         self._serial = _NO_RUN
         self._len = 0
         self._num_entries = 0  # blocks in runs, stale ones included
@@ -43,7 +43,7 @@ class EvictionQueue:
         if self._num_entries > 2 * self._len + _SLACK or self._serial == np.iinfo(np.int32).max:
             self._sweep()
         self._serial += 1
-        heapq.heappush(self._heap, (score, self._serial, _Run(blocks.astype(np.int32))))
+        heapq.heappush(self._heap, (score, self._serial, _QueuedRun(blocks.astype(np.int32))))
         self._run_of[blocks] = self._serial
         self._len += len(blocks)
         self._num_entries += len(blocks)
@@ -122,6 +122,6 @@ class EvictionQueue:
         self._heap, self._serial = [], _NO_RUN
         for score, blocks in runs:
             self._serial += 1
-            self._heap.append((score, self._serial, _Run(blocks.astype(np.int32))))
+            self._heap.append((score, self._serial, _QueuedRun(blocks.astype(np.int32))))
             self._run_of[blocks] = self._serial
         self._num_entries = self._len

@@ -430,7 +430,7 @@ class Rotations:
         return FusedModule(module=module, forward=turned, inside=(), holds=holds)
 
 
-class _Names(dict[str, Any]):
+class _RotationNames(dict[str, Any]):
     """Some names of a file mean something else; all the others what they mean there by then."""
 
     def __init__(self, file: dict[str, Any], others: dict[str, Any]) -> None:
@@ -445,7 +445,7 @@ def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType:
     """The same code, in which some of the names that it reads mean something else."""
     made = FunctionType(
         function.__code__,
-        _Names(function.__globals__, others),
+        _RotationNames(function.__globals__, others),
         function.__name__,
         function.__defaults__,
         function.__closure__,

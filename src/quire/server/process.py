@@ -1,4 +1,4 @@
-"""The process around a server: what it says of itself when it begins, and how it is told to stop."""
+"""A server's process: what it says of itself when it begins, and how it is told to stop."""
 
 import os
 import signal

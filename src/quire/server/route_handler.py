@@ -41,7 +41,7 @@ class RouteHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        sending = _Counted(self._service, self._path, http.method, send)
+        sending = _CountedAnswer(self._service, self._path, http.method, send)
         own = uuid4().hex
         headers = self._names(http.headers, own)
         with ExitStack() as stack:
@@ -100,7 +100,7 @@ def as_answer(refused: Refused, dialect: Dialect, headers: dict[str, str]) -> Re
 
 
 @final
-class _Counted:
+class _CountedAnswer:
     """Notes an answer's status when it begins."""
 
     def __init__(self, service: Service, path: str, method: str, send: Send) -> None:

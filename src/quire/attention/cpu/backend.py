@@ -403,7 +403,7 @@ class CpuAttention:
         spec: AttentionSpec,
         softcap: float | None,
         sinks: Tensor | None,
-    ) -> "_Step":
+    ) -> "_CpuStep":
         """What a group's layers have in common. Raises: ValueError for shapes that disagree."""
         shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
         num_tokens = int(batch.query_starts[-1])
@@ -411,7 +411,7 @@ class CpuAttention:
             raise ValueError(f"{q.shape[0]} queries given, the batch has {num_tokens}")
         work, layout = self._compiled(shape)
         plan = make_plan(batch, spec, shape, layout, self._threads.most)
-        return _Step(
+        return _CpuStep(
             spec=spec,
             work=work,
             plan=plan,
@@ -429,7 +429,7 @@ class CpuAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _CpuStep:
     """What is worked out once a step for all layers of a group."""
 
     spec: AttentionSpec  # kept, so that its id stays its own

@@ -124,7 +124,7 @@ MakeWrapper: TypeAlias = Callable[[Any, Tensor, Kind], Wrapper]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _PlannedPart:
     """Those of a step's sequences that one wrapper serves."""
 
     make: MakeWrapper
@@ -133,17 +133,17 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    parts: tuple[_Part, ...]
+class _FlashInferStep:
+    parts: tuple[_PlannedPart, ...]
     serves_all: bool  # else some queries are of no sequence, as in a batch that was padded
 
 
 @dataclass(slots=True, eq=False)
-class _Planned:
+class _PlannedStep:
     """A wrapper, and what it was planned for last."""
 
     wrapper: Wrapper
-    part: _Part | None = None
+    part: _PlannedPart | None = None
 
 
 class FlashInferAttention:
@@ -170,7 +170,7 @@ class FlashInferAttention:
         # Without a writer torch writes, and torch would write padding too.
         self.replays = CapturedPlans() if captures and make_writer is not None else None
         self._workspaces: dict[torch.device, Tensor] = {}
-        self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _Planned] = {}
+        self._wrappers: dict[tuple[torch.device, Kind, MakeWrapper], _PlannedStep] = {}
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return cannot_run(device) or cannot_serve(spec)
@@ -228,12 +228,12 @@ class FlashInferAttention:
             kv_dtype=view.k.dtype,
         )
 
-    def _planned(self, part: _Part, kind: Kind, device: torch.device) -> Wrapper:
+    def _planned(self, part: _PlannedPart, kind: Kind, device: torch.device) -> Wrapper:
         """A wrapper whose plan is of this part: made for a step's first layer of a kind."""
         key = (device, kind, part.make)
         held = self._wrappers.get(key)
         if held is None:
-            held = _Planned(part.make(self._imported(), self._workspace(device), kind))
+            held = _PlannedStep(part.make(self._imported(), self._workspace(device), kind))
             self._wrappers[key] = held
         if held.part is not part:
             held.part = None
@@ -256,10 +256,10 @@ class FlashInferAttention:
 
 def _step_of(
     batch: AttentionBatch, kind: Kind, view: LayerView, num_tokens: int, device: torch.device
-) -> _Step:
+) -> _FlashInferStep:
     """A step's parts, worked out for its first layer of a kind."""
     key = ("flashinfer", kind.spec, page_tokens_of(view), device)
-    step: _Step | None = batch.memo.get(key)
+    step: _FlashInferStep | None = batch.memo.get(key)
     if step is None:
         step = batch.memo[key] = _split(batch, kind.spec, view, num_tokens, device)
     return step
@@ -271,7 +271,7 @@ def _split(
     view: LayerView,
     num_tokens: int,
     device: torch.device,
-) -> _Step:
+) -> _FlashInferStep:
     query_lens = np.diff(batch.query_starts)
     live = (query_lens > 0) & (batch.context_lens > 0)
     sorts: tuple[tuple[MakeWrapper, npt.NDArray[np.bool_]], ...]
@@ -290,8 +290,8 @@ def _split(
                 page_tokens=page_tokens_of(view),
                 of_ranges=view.slots_per_row == 1,
             )
-            parts.append(_Part(make, tables, _queries(batch, rows, device)))
-    return _Step(tuple(parts), int(query_lens[live].sum()) == num_tokens)
+            parts.append(_PlannedPart(make, tables, _queries(batch, rows, device)))
+    return _FlashInferStep(tuple(parts), int(query_lens[live].sum()) == num_tokens)
 
 
 def _queries(

@@ -55,7 +55,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _TritonStep:
     """What a group's layers have in common."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
@@ -109,7 +109,7 @@ class TritonAttention:
         if step is None:
             shape = shape_of(q, view, spec)
             calls = self._calls(shape, placed, gpu, len(q))
-            step = batch.memo[key] = _Step(spec=spec, shape=shape, calls=calls)
+            step = batch.memo[key] = _TritonStep(spec=spec, shape=shape, calls=calls)
         shape = step.shape
         # Tokens beyond the last sequence's are padding, whose results are zeros.
         padded = len(q) != batch.query_starts[-1]

@@ -34,7 +34,7 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PinnedPiece:
     chunks: list[Tensor]  # u8, pinned
     num_bytes: int
     layers: list[list[_Form]]
@@ -60,7 +60,7 @@ class PinnedKVStore:
             spare.record(torch.cuda.current_stream(device))
         _pinned(_CHUNK_BYTES)  # to be refused now, if ever
         self._turn = 0
-        self._kept: dict[int, tuple[list[_Piece], Any]] = {}
+        self._kept: dict[int, tuple[list[_PinnedPiece], Any]] = {}
 
     def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
         most = len(self._buffers[0])
@@ -84,7 +84,7 @@ class PinnedKVStore:
         self.copying.synchronize()
         self._buffers = [buffer[:0].clone() for buffer in self._buffers]
 
-    def _copy_out(self, layers: list[Parts]) -> _Piece:
+    def _copy_out(self, layers: list[Parts]) -> _PinnedPiece:
         forms, num_bytes = _forms(layers)
         assert num_bytes <= len(self._buffers[0]), "a layer is larger than any was said to be"
         computing = torch.cuda.current_stream(self._device)
@@ -94,14 +94,14 @@ class PinnedKVStore:
             for part, form in zip(parts, places, strict=True):
                 form.within(buffer).copy_(part)
         self.copying.wait_event(computing.record_event())
-        piece = _Piece(_pinned(num_bytes), num_bytes, forms)
+        piece = _PinnedPiece(_pinned(num_bytes), num_bytes, forms)
         with torch.cuda.stream(self.copying):
             for chunk, there in _both(piece, buffer):
                 chunk.copy_(there, non_blocking=True)
         spare.record(self.copying)
         return piece
 
-    def _copied_in(self, piece: _Piece) -> Iterator[Parts]:
+    def _copied_in(self, piece: _PinnedPiece) -> Iterator[Parts]:
         buffer, spare = self._next_buffer()
         self.copying.wait_event(spare)
         with torch.cuda.stream(self.copying):
@@ -154,7 +154,7 @@ def _event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _both(piece: _Piece, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _both(piece: _PinnedPiece, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each chunk, and where its bytes are on the device."""
     start = 0
     for chunk in piece.chunks:

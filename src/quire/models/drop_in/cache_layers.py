@@ -66,7 +66,7 @@ class Owner(Protocol):
 # -- gradients ------------------------------------------------------------------------------------
 
 
-class _Refusal(torch.autograd.Function):
+class _RefusedLayer(torch.autograd.Function):
     """Passes a tensor on, and refuses to carry a gradient back to it."""
 
     @staticmethod
@@ -92,7 +92,7 @@ def has_gradients(*new: Tensor) -> bool:
 def without_gradients(kept: Tensor) -> Tensor:
     """What was computed with gradients and kept without: usable, but not in a backward pass."""
     anchor = torch.empty(0, requires_grad=True)
-    refused: Tensor = _Refusal.apply(kept, anchor)  # type: ignore[no-untyped-call]
+    refused: Tensor = _RefusedLayer.apply(kept, anchor)  # type: ignore[no-untyped-call]
     return refused
 
 

@@ -174,7 +174,7 @@ def hit_rate_curve(
             raise ConfigError(
                 f"a cache of {size:,} tokens holds not even one block of {prompts.block_tokens:,}"
             )
-    return _Run(prompts, sorted(set(cache_tokens)), skip_requests, on_work).all(policies)
+    return _CurveRun(prompts, sorted(set(cache_tokens)), skip_requests, on_work).all(policies)
 
 
 def round_sizes(prompts: Prompts) -> list[int]:
@@ -186,7 +186,7 @@ def round_sizes(prompts: Prompts) -> list[int]:
     return [size for size in several if least <= size < most] or [most]
 
 
-class _Run:
+class _CurveRun:
     """What the policies have in common."""
 
     def __init__(
