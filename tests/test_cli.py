@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from memory.cuda.emulator import EmulatedDriver
+from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from memory.cuda.fake_torch import fake_cuda
 from quire.cli import COMMANDS, command_line, main
 from quire.cli.compare import said_of_texts
@@ -239,7 +239,7 @@ def test_doctor_tells_the_gpus_and_what_each_rule_would_give_there(
     drivers = {0: EmulatedDriver(), 1: EmulatedDriver(can_map=False)}
 
     def memory_of(*, device: int, stream: int) -> CudaMemory:
-        return CudaMemory(device=0, stream=stream, driver=drivers[device])
+        return CudaMemory(stream=stream, driver=drivers[device], tensor_device=TENSOR_DEVICE)
 
     monkeypatch.setattr(by_device, "CudaMemory", memory_of)
     assert quire(monkeypatch, "doctor", "--json") == 0

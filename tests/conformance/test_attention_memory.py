@@ -16,7 +16,7 @@ from attention.machines import cpu_backend, isa_or_skip
 from conformance.attention_cases import CHUNKS, STORED, Case, error, make_case, make_spec, same_bits
 from conformance.attention_grid import MIXES, SAMPLE, build, name_of
 from quire.attention import AttentionBackend, SdpaAttention
-from quire.attention.cpu import backend as plan
+from quire.attention.cpu import backend as cpu
 from quire.kernels.threads import Scratch
 from quire.kv import LayerView
 
@@ -86,14 +86,15 @@ def test_what_lies_in_fresh_working_memory_changes_no_bit(
 
     def filled(byte: int) -> SimpleNamespace:
         def empty(*size: Any, **given: Any) -> torch.Tensor:
-            return torch.full(size, byte, **given)
+            shape = size[0] if isinstance(size[0], tuple) else size
+            return torch.full(shape, byte, **given)
 
-        return SimpleNamespace(empty=empty, uint8=torch.uint8, int64=torch.int64)
+        return SimpleNamespace(**{**vars(torch), "empty": empty})
 
     for case, options in cases(number):
         found = []
         for byte in (0, 0xFF):
-            monkeypatch.setattr(plan, "torch", filled(byte))
+            monkeypatch.setattr(cpu, "torch", filled(byte))
             fresh = Scratch()
             fresh.give_back(torch.full((2**25,), byte, dtype=torch.uint8))
             monkeypatch.setattr(backend, "_scratch", fresh)
@@ -167,4 +168,4 @@ def test_a_batch_serves_every_layer_of_its_step(number: int, use_threads: Thread
 
 def test_the_longest_of_this_suite_are_split() -> None:
     """Else the tests above would say nothing about it."""
-    assert max(map(sum, MIXES["one long"])) > 4 * plan.KEYS
+    assert max(map(sum, MIXES["one long"])) > 4 * cpu.KEYS

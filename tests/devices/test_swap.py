@@ -135,7 +135,7 @@ def test_tokens_are_the_same_after_a_swap(
             return texts
 
     assert outputs(256) == (want := outputs(1024))
-    monkeypatch.setattr("quire.engine.swap.kv_mover.PinnedShelf", no_pinned_memory)
+    monkeypatch.setattr("quire.engine.swap.kv_mover.PinnedKVStore", no_pinned_memory)
     assert outputs(256) == want
     assert "swap_space: steps wait for what is saved and brought back" in caplog.text
 

@@ -96,11 +96,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Faults:
     c = stand_in(ctypes, CDLL=lambda *_, **__: Library(faults))
     files = {name: faults.wrap(name, getattr(os, name)) for name in ("memfd_create", "ftruncate")}
     for name, module in {
-        "pieces.mmap": stand_in(mmap, mmap=Mapping),
-        "calls.ctypes": c,
-        "locked.ctypes": c,
-        "addresses.mmap": stand_in(mmap, mmap=Mapping),
-        "addresses.ctypes": c,
+        "backing.mmap": stand_in(mmap, mmap=Mapping),
+        "syscalls.ctypes": c,
+        "heaps.mmap": stand_in(mmap, mmap=Mapping),
+        "heaps.ctypes": c,
         "heaps.os": stand_in(os, **files),
     }.items():
         monkeypatch.setattr(f"quire.memory.host.{name}", module)

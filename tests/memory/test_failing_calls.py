@@ -257,7 +257,7 @@ FILL = """
     import mmap, torch
     from quire.errors import MemoryUnavailable
     from quire.memory import HostMemory
-    from quire.memory.page_cache import KeptMemory
+    from quire.memory.page_cache import PageCacheMemory
     from quire.memory.machine.probe import resident_bytes
 
     PAGE = mmap.PAGESIZE
@@ -290,7 +290,7 @@ def test_private_memory_works_at_the_limit_of_mappings() -> None:
         + textwrap.dedent(
             """
             regions = [HostMemory(huge_pages=huge).reserve(64 << 20) for huge in (False, True)]
-            kept = KeptMemory(HostMemory(huge_pages=True), limit_bytes=16 << 20)
+            kept = PageCacheMemory(HostMemory(huge_pages=True), limit_bytes=16 << 20)
             regions.append(kept.reserve(64 << 20))
             addresses = [region.tensor(torch.uint8).data_ptr() for region in regions]
             host = HostMemory()
@@ -364,7 +364,7 @@ def test_addresses_run_out_and_come_back() -> None:
             """
             import gc, resource
             host = HostMemory()
-            kept = KeptMemory(host, limit_bytes=1 << 20)
+            kept = PageCacheMemory(host, limit_bytes=1 << 20)
             region = host.reserve(1 << 30, heap_bytes=1 << 20)
             torch.zeros(1), region.tensor(torch.uint8), gc.collect()
             used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status")

@@ -405,13 +405,13 @@ def test_a_forked_child_keeps_nothing_and_takes_nothing(heap_bytes: int | None) 
         import os, torch
         from quire.errors import MemoryUnavailable
         from quire.memory import HostMemory
-        from quire.memory.page_cache import KeptMemory
+        from quire.memory.page_cache import PageCacheMemory
         from quire.memory.residency import KeepAlive
         host = HostMemory()
         heap_bytes = {heap_bytes}
         if heap_bytes and host.cannot_share:
             raise SystemExit
-        memory = KeptMemory(host, limit_bytes=1 << 20)
+        memory = PageCacheMemory(host, limit_bytes=1 << 20)
         region = memory.reserve(1 << 20, heap_bytes=heap_bytes)
         region.commit(0, 1 << 19)
         flat = region.tensor(torch.uint8)

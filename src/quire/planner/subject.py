@@ -73,7 +73,7 @@ class PublishedModels:
 
 def published_models() -> PublishedModels:
     """Read the table."""
-    said = json.loads((files("quire.planner.subjects") / _TABLE).read_text(encoding="utf-8"))
+    said = json.loads((files("quire.planner") / _TABLE).read_text(encoding="utf-8"))
     sources = said["sources"]
     return PublishedModels(
         read_on=said["read_on"],

@@ -35,8 +35,8 @@ def test_ranks_end_with_the_process_that_started_them(
 ) -> None:
     script = """
         import os, signal
-        from quire.engine.parallel.worker_group import Crew
-        crew = Crew(2).start()
+        from quire.engine.parallel.worker_group import WorkerGroup
+        crew = WorkerGroup(2).start()
         print(*crew.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -58,11 +58,11 @@ def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
     """The child has all that rank 0 has open, and all that is to be done when rank 0 ends."""
     script = """
         import gc, os, signal
-        from quire.engine.parallel.worker_group import Crew
+        from quire.engine.parallel.worker_group import WorkerGroup
         from quire.engine.parallel.messages import Disassemble
         from quire.errors import RankLost
 
-        crew = Crew(2).start()
+        crew = WorkerGroup(2).start()
         ask = Disassemble(engine=1), bool
         for lives_on in (False, True):
             there, said = os.pipe()

@@ -427,18 +427,18 @@ def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("more was done")
 
     sampling = "quire.engine.sampling"
-    monkeypatch.setattr(f"{sampling}.edits.Edits.make", never)
+    monkeypatch.setattr(f"{sampling}.logits_processors.Edits.make", never)
     for name in ("weights_of", "cut", "drawn", "logprobs_of"):
-        monkeypatch.setattr(f"{sampling}.on_host.{name}", never)
-    for name in ("Lots", "edits_to_send", "make_edits", "draw", "described"):
-        monkeypatch.setattr(f"{sampling}.device.choices.{name}", never)
+        monkeypatch.setattr(f"{sampling}.host.{name}", never)
+    for name in ("DrawBatch", "edits_to_send", "make_edits", "draw", "described"):
+        monkeypatch.setattr(f"{sampling}.device.{name}", never)
     assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
 
 
 def test_a_token_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the text is: a step adds what came since the last one."""
     counted: list[int] = []
-    add = "quire.engine.sampling.logits_processors.Tally.add"
+    add = "quire.engine.sampling.logits_processors.TokenCounts.add"
     monkeypatch.setattr(add, lambda _, token_id: counted.append(token_id))
     own, sampler = sequence(range(40), presence_penalty=1.0), sampler_of()
     for step in range(30):
