@@ -18,6 +18,7 @@ from pretend import Gpu, PretendAttention
 from quire import LLM
 from quire.attention import AttentionBackend, SdpaAttention, choose
 from quire.config import EngineConfig
+from quire.engine import assembly
 from quire.engine.fallbacks import OtherAttention
 from quire.engine.runner import ModelRunner
 from quire.engine.sampling import sampler
@@ -122,6 +123,24 @@ def test_kernels_that_fail_are_passed_over_for_torchs(
     (said,) = [r for r in caplog.records if "attention backend: sdpa instead" in r.message]
     assert said.levelno == logging.WARNING
     assert FAULTS[fault] in said.message
+
+
+def test_memory_that_cannot_be_given_back_after_a_fault_is_not_its_cause(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A small copy of the model has a cache too, where the model is in 16 bits."""
+    refusals = []
+
+    def refused(memory: Any) -> None:
+        refusals.append(memory)
+        raise MemoryUnavailable("cuMemUnmap failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(assembly, "give_back_kept", refused)
+    served_by(monkeypatch, triton=lambda: Faulty("cannot be launched"))
+    with auto(gpu, small_model().bfloat16()) as llm:
+        assert llm.attention_backend == "sdpa"
+    assert refusals
+    assert FAULTS["cannot be launched"] in caplog.text
 
 
 def test_what_was_asked_for_is_refused_with_the_option(
