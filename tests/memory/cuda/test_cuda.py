@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -504,6 +505,39 @@ def test_memory_that_is_not_what_it_should_be_is_refused(
     with pytest.raises(ConfigError, match=f"{why[refused]}.* or set device=cpu"):
         memory.try_out()
     assert prompt_driver.physical_bytes == 0
+
+
+def test_pages_that_are_not_as_new_where_they_stayed_stay_nowhere(
+    prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh: set[int] = set()
+    own_map, own_zero = EmulatedDriver.cuMemMap, EmulatedDriver.cuMemsetD8Async
+
+    def mapped(driver: EmulatedDriver, address: int, *rest: Any) -> Any:
+        fresh.add(address)
+        return own_map(driver, address, *rest)
+
+    def zeroed(driver: EmulatedDriver, address: int, *rest: Any) -> Any:
+        if address not in fresh:
+            return (CUresult.CUDA_SUCCESS,)
+        fresh.remove(address)
+        return own_zero(driver, address, *rest)
+
+    monkeypatch.setattr(EmulatedDriver, "cuMemMap", mapped)
+    monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", zeroed)
+    memory = memory_of(prompt_driver, keep_pages=8)
+    memory.try_out()
+    assert "not kept where they were: " in caplog.text
+    assert "new memory is not full of zeros" in caplog.text
+    region = memory.reserve(2 * PAGE)
+    own = region.tensor(torch.uint8)
+    for _ in range(3):
+        region.commit(0, PAGE)
+        assert own[:PAGE].eq(0).all()
+        own[:PAGE].fill_(7)
+        region.decommit(0, PAGE)
+        assert memory.parked_bytes == 0
+    assert memory.kept_bytes == PAGE
 
 
 def test_a_page_that_has_one_address_only_is_not_shared(
