@@ -44,7 +44,8 @@ def test_what_is_marked_for_a_device_belongs_to_one_part() -> None:
 # -- whatever goes wrong -------------------------------------------------------------------------
 
 PART = """
-import json, os, signal, subprocess, sys, time
+import faulthandler, json, os, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1)
 from benchmarks.gpu.parts import ENVIRONMENT, tell
 asked = json.load(sys.stdin)
 name, done = asked["part"], asked["done"]
@@ -75,6 +76,7 @@ for step in json.loads(os.environ["SCENE"]).get(name, []):
         case ["tell", found]: tell(**found)
         case ["end", code]: sys.exit(code)
         case ["hang"]: time.sleep(60)
+        case ["leave"]: subprocess.Popen(["sleep", "60"])
         case ["given", name]: tell(note=f"{name}={os.environ.get(name)}")
         case ["last"]: tell(note=f"last: {asked['last']}")
         case ["flood"]: print(("x" * 100 + chr(10)) * 11_000, flush=True)
@@ -186,13 +188,49 @@ def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
         "ends": [["say", "a sentence why"], ["end", 3]],
     }
     assert scene.play(parts, told) == 1
-    rows = outcomes(capfd.readouterr().out)
+    out = capfd.readouterr().out
+    assert 'part_of_the_test.py", line' in out  # where it was when it was ended
+    rows = outcomes(out)
     assert " ".join(rows["late"]).endswith("1 0 0 timed out after 2 s, at b")
     assert " ".join(rows["silent"]).endswith("hung: no output for 2 s")
     assert scene.kept["silent"]["notes"] == ["half"]
     assert rows["loud"][0] == "passed"
     assert " ".join(rows["ends"]).endswith("ended with 3: a sentence why")
     assert (scene.keep / "log.txt").stat().st_size < 1.1 * run.MOST_LOGGED_BYTES
+
+
+def test_what_a_part_leaves_running_is_not_waited_for(scene: Scene) -> None:
+    assert scene.play({"one": CHECK}, {"one": [["test", "a"], ["leave"]]}) == 0
+    assert scene.kept["one"]["seconds"] < 9
+
+
+def test_what_another_tree_did_comes_after_what_failed_on_this_one(
+    scene: Scene, capfd: Any
+) -> None:
+    parts, told = {"a": CHECK, "b": CHECK}, {"a": [["test", "x"]], "b": [["test", "y", "failed"]]}
+    assert scene.play(parts, told, "--only", "a") == 0
+    scene.tree = "another"
+    assert scene.play(parts, told, "--only", "b") == 1
+    capfd.readouterr()
+    assert scene.play(parts, told) == 1
+    out = capfd.readouterr().out
+    assert out.index("-- b (") < out.index("-- a (")
+    assert scene.play(parts, told) == 1
+    assert "-- a (" not in capfd.readouterr().out
+    assert scene.play(parts, told, "--again") == 1
+    assert "-- a (" in capfd.readouterr().out
+
+
+def test_a_tree_is_all_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    names = {run._tree()}
+    for folder in ("src", "tests", "benchmarks/gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "some.py").write_text("")
+        names.add(run._tree())
+        (tmp_path / folder / "some.py").write_text("1")
+        names.add(run._tree())
+    assert len(names) == 7
 
 
 def test_one_that_hangs_leaves_time_for_the_others() -> None:

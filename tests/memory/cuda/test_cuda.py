@@ -14,6 +14,7 @@ from memory.cuda.names import CUresult
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory.cuda import CudaMemory, CudaRegion
 from quire.memory.cuda.driver import load_driver_functions
+from quire.memory.cuda.memory import CudaWindow
 
 PAGE = 2**16
 
@@ -505,6 +506,25 @@ def test_memory_that_is_not_what_it_should_be_is_refused(
     with pytest.raises(ConfigError, match=f"{why[refused]}.* or set device=cpu"):
         memory.try_out()
     assert prompt_driver.physical_bytes == 0
+
+
+def test_a_trial_reads_what_it_wrote_at_each_address(
+    prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(prompt_driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaWindow, "tensor", lambda own, dtype: torch.zeros(own.nbytes, dtype=dtype))
+        memory.try_out()
+    assert "there it is not what was written here" in str(memory.cannot_share)
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda own, _: own)
+    with pytest.raises(ConfigError, match="what is written is not what is read"):
+        memory.try_out()
+
+
+def test_a_shortage_is_no_fault_of_the_device() -> None:
+    full = EmulatedDriver(total_bytes=0, fills_at_once=True)
+    with pytest.raises(MemoryUnavailable, match="OUT_OF_MEMORY"):
+        memory_of(full).try_out()
 
 
 def test_pages_that_are_not_as_new_where_they_stayed_stay_nowhere(
