@@ -1,7 +1,7 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.refusals import refuse_switching_positions, refuse_too_little
 from quire.engine.runner import ModelRunner, Ranks
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.loader import LoadedModel
@@ -139,7 +139,8 @@ def _small_runner(
         yield ModelRunner(copied, kv, backend)
     finally:
         kv.close()
-        give_back_kept(memory)
+        with suppress(MemoryUnavailable):  # as after a fault in a kernel, which is to be said
+            give_back_kept(memory)
 
 
 def prepare(
