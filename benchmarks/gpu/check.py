@@ -14,8 +14,6 @@ import torch
 from benchmarks.gpu.parts import PARTS, tell
 from benchmarks.gpu.process import ROOT
 
-FEW = 2  # tests of a file where all is emulated: `make test` runs all of them so
-
 
 def check(asked: dict[str, Any]) -> int:
     part, marked = PARTS[asked["part"]], "(gpu or device)"
@@ -36,7 +34,7 @@ class Telling:
     """A plugin of pytest."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        self._done = set(asked["done"])
+        self._done, self._last = set(asked["done"]), set(asked["last"])
         self._shard, self._num_shards = asked["shard"]
         self._emulated = asked["emulated"]
         self._session: Any = None
@@ -49,7 +47,8 @@ class Telling:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         chosen = few(items) if self._emulated else items
         mine = chosen[self._shard :: self._num_shards]
-        items[:] = [item for item in mine if item.nodeid not in self._done]
+        left = [item for item in mine if item.nodeid not in self._done]
+        items[:] = sorted(left, key=lambda item: item.nodeid in self._last)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._seconds = 0.0
@@ -88,11 +87,18 @@ class Telling:
 
 
 def few(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Some tests of each file, and those that run before those that are skipped."""
+    """The first and the last test of each file that run, or one that is skipped.
+
+    Where all is emulated: `make test` runs all of them so.
+    """
     by_file: dict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in sorted(items, key=lambda item: item.get_closest_marker("skip") is not None):
+    for item in items:
         by_file[item.path].append(item)
-    return [item for several in by_file.values() for item in several[:FEW]]
+    chosen = []
+    for several in by_file.values():
+        run = [item for item in several if item.get_closest_marker("skip") is None]
+        chosen += [run[0], run[-1]] if len(run) > 1 else run or several[:1]
+    return chosen
 
 
 def device_lost() -> str | None:

@@ -50,6 +50,7 @@ def look(emulated: bool) -> None:
         _say(module, lambda module=module, package=package: _imported(module, package))
     _say("vllm", lambda: version("vllm"))
     _say("GPU", lambda: _gpu(emulated))
+    _say("free memory", lambda: _free(emulated))
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(name)s: %(message)s")
     for name, tried in (
         ("device", _device),
@@ -111,11 +112,21 @@ def _gpu(emulated: bool) -> str:
     if not torch.cuda.is_available():
         raise _Missing("torch finds no GPU that it can use (is there one, and a driver?)")
     facts = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    return (
+    return (  # by which another call knows the machine again: nothing that changes
         f"{facts.name}, capability {facts.major}.{facts.minor}, {facts.multi_processor_count} "
-        f"processors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
+        f"processors, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     )
+
+
+def _free(emulated: bool) -> str:
+    if emulated:
+        return "emulated"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise _Missing("there is no GPU")
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB"
 
 
 def _device() -> str:

@@ -16,7 +16,7 @@ MARK = "::quire:: "  # what follows on the line is for the script, not for a rea
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     limit_s: float  # for all of it
-    quiet_s: float = 150.0  # without a line of output, after which it hangs
+    quiet_s: float = 60.0  # without a line of output, after which it hangs: a test, and its start
     files: tuple[str, ...] = ()  # below tests/; without any, it measures
     needs: tuple[str, ...] = ("torch", "numpy")
     full: bool = True  # also what is otherwise sampled
@@ -46,7 +46,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "kernels": Part(
             limit_s=240,
-            quiet_s=200,  # one compiles what others wait for
+            quiet_s=150,  # one compiles what others wait for
             needs=_TESTS,
             files=("conformance/test_attention.py", "conformance/test_attention_gpu.py"),
             shards=6,
@@ -65,10 +65,10 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "ranks": Part(
             limit_s=120, needs=_ENGINES, files=("engine/parallel/test_ranks_on_gpus.py",)
         ),
-        "decode": Part(limit_s=120),
-        "prefill": Part(limit_s=120),
+        "decode": Part(limit_s=120, quiet_s=120),
+        "prefill": Part(limit_s=120, quiet_s=120),
         "throughput": Part(limit_s=180, quiet_s=180, needs=("torch", "numpy", "transformers")),
-        "layouts": Part(limit_s=90),
+        "layouts": Part(limit_s=90, quiet_s=90),
         "growing": Part(limit_s=60),
         "bytes": Part(limit_s=60),
     }

@@ -95,10 +95,16 @@ class Run:
 
     def __init__(self, name: str, asked: Record, environment: dict[str, str], kept: Kept) -> None:
         self.part, self.name = PARTS[name], name
-        self._asked, self._environment, self._kept = asked, environment, kept
+        # On the host its tests compute what is tiny, and several processes share the cores.
+        threads = (
+            {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} if self.part.is_check else {}
+        )
+        self._asked, self._environment, self._kept = asked, {**environment, **threads}, kept
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._tail: deque[str] = deque(maxlen=15)
         self._tests: dict[str, list[Any]] = {}
+        self._last: list[str] = []  # which failed before, or were cut off: the others come first
+        self._cut_off: list[str] = []
         self._told: dict[str, list[Any]] = {kind: [] for kind in ("fact", "table", "note", "claim")}
 
     def run(self, limit_s: float, before: Record | None) -> Record:
@@ -106,6 +112,8 @@ class Run:
         begun = time.monotonic()
         if before is not None:
             self._tests = {k: v for k, v in before["tests"].items() if v[0] == "passed"}
+            failed = [k for k, v in before["tests"].items() if v[0] == "failed"]
+            self._last = failed + before.get("cut off", [])
         num_shards = 1 if self._asked["emulated"] else self.part.shards
         shards = [(number, num_shards) for number in range(num_shards)]
         with ThreadPoolExecutor(num_shards) as pool:
@@ -116,8 +124,12 @@ class Run:
                 raise
         why = "; ".join(dict.fromkeys(filter(None, ends)))
         counts = Counter(outcome for outcome, *_ in self._tests.values())
+        # A speed that is not reached is told; what is wrong or was left behind is a failure.
+        wrong = [x["claim"] for x in self._told["claim"] if not (x["holds"] or x.get("timed"))]
         if why:
             outcome = "timed out" if "timed out" in why else "failed"
+        elif wrong:
+            outcome, why = "failed", f"it does not hold: {'; '.join(wrong)}"[:160]
         elif self.part.is_check and not counts:
             outcome, why = "failed", "no test was found"
         elif counts["failed"]:
@@ -132,6 +144,7 @@ class Run:
             "seconds": round(time.monotonic() - begun, 1),
             "tests": self._tests,
             "tail": [] if outcome in ("passed", "skipped") else [*self._tail],
+            "cut off": self._cut_off,
             **{f"{kind}s": found for kind, found in self._told.items()},
         }
 
@@ -139,7 +152,8 @@ class Run:
         """Where a test takes its process or the device with it, another process does the rest."""
         for _ in range(MOST_RESTARTS):
             state: Record = {}
-            asked = {**self._asked, "part": self.name, "shard": shard, "done": [*self._tests]}
+            asked = {**self._asked, "part": self.name, "shard": shard}
+            asked |= {"done": [*self._tests], "last": self._last}
             ended = process.run(
                 asked,
                 self._environment,
@@ -154,6 +168,7 @@ class Run:
             if ended is not None and current and not self.part.is_check:
                 return f"{ended}, at {current}"
             if ended is not None and ended.startswith(("timed out", "interrupted")):
+                self._cut_off += [current] if current else []
                 return f"{ended}, at {current}" if current else ended
             if ended is not None and current:
                 self._take(current, "failed", ended)

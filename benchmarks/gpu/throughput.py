@@ -97,6 +97,8 @@ def _compare(load: Load, said: dict[str, str], seconds: dict[str, list[float]]) 
             ratio,
             timed=True,
         )
+    if said["quire"].startswith("failed"):  # of which no speed is told
+        raise RuntimeError(said["quire"])
 
 
 def _load(setting: Setting) -> Load:

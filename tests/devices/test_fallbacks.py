@@ -2,7 +2,9 @@
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,15 @@ from transformers import PreTrainedModel
 
 import pretend
 from attention.pretend_flashinfer import pretended_backend
+from benchmarks.gpu.attention import DECODE, small, step
+from benchmarks.gpu.setting import Setting
 from devices.test_engine import expected, generated, on
 from pretend import Gpu, PretendAttention
 from quire import LLM
-from quire.attention import AttentionBackend, SdpaAttention, choose
+from quire.attention import AttentionBackend, AttentionFailed, SdpaAttention, choose
+from quire.attention.choose import TriedAttention
 from quire.config import EngineConfig
+from quire.engine import assembly
 from quire.engine.fallbacks import OtherAttention
 from quire.engine.runner import ModelRunner
 from quire.engine.sampling import sampler
@@ -122,6 +128,51 @@ def test_kernels_that_fail_are_passed_over_for_torchs(
     (said,) = [r for r in caplog.records if "attention backend: sdpa instead" in r.message]
     assert said.levelno == logging.WARNING
     assert FAULTS[fault] in said.message
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_right"), [(1.0, True), (1.01, True), (1.03, False), (float("nan"), False)]
+)
+def test_results_in_16_bits_are_held_against_torchs(factor: float, is_right: bool) -> None:
+    q, view, batch = step(Setting(emulated=True, seed=0, rounds=1), small(DECODE[0]))
+
+    class Own(SdpaAttention):
+        def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+            return super().attend(*args, **options) * factor
+
+    refused = nullcontext() if is_right else pytest.raises(AttentionFailed, match="something else")
+    with refused:
+        TriedAttention(Own()).attend(q, view, batch, spec=small(DECODE[0]).spec, scale=0.1)
+
+
+def test_what_a_kernel_did_wrong_is_said_in_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(sys.modules["quire.attention.choose"], "wait_for", lost)
+    q, view, batch = step(Setting(emulated=True, seed=0, rounds=1), small(DECODE[0]))
+    with pytest.raises(AttentionFailed, match=r"fails here: .*illegal memory access"):
+        TriedAttention(SdpaAttention()).attend(
+            q, view, batch, spec=small(DECODE[0]).spec, scale=0.1
+        )
+
+
+def test_memory_that_cannot_be_given_back_after_a_fault_is_not_its_cause(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A small copy of the model has a cache too, where the model is in 16 bits."""
+    refusals = []
+
+    def refused(memory: Any) -> None:
+        refusals.append(memory)
+        raise MemoryUnavailable("cuMemUnmap failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(assembly, "give_back_kept", refused)
+    served_by(monkeypatch, triton=lambda: Faulty("cannot be launched"))
+    with auto(gpu, small_model().bfloat16()) as llm:
+        assert llm.attention_backend == "sdpa"
+    assert refusals
+    assert FAULTS["cannot be launched"] in caplog.text
 
 
 def test_what_was_asked_for_is_refused_with_the_option(

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import process, run
+from benchmarks.gpu import check, environment, process, run, throughput
 from benchmarks.gpu.attention import DECODE, ERROR, Checked, small, step
 from benchmarks.gpu.parts import ENVIRONMENT, PARTS, Part
 from benchmarks.gpu.setting import Setting
@@ -44,7 +44,8 @@ def test_what_is_marked_for_a_device_belongs_to_one_part() -> None:
 # -- whatever goes wrong -------------------------------------------------------------------------
 
 PART = """
-import json, os, signal, subprocess, sys, time
+import faulthandler, json, os, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1)
 from benchmarks.gpu.parts import ENVIRONMENT, tell
 asked = json.load(sys.stdin)
 name, done = asked["part"], asked["done"]
@@ -75,6 +76,9 @@ for step in json.loads(os.environ["SCENE"]).get(name, []):
         case ["tell", found]: tell(**found)
         case ["end", code]: sys.exit(code)
         case ["hang"]: time.sleep(60)
+        case ["leave"]: subprocess.Popen(["sleep", "60"])
+        case ["given", name]: tell(note=f"{name}={os.environ.get(name)}")
+        case ["last"]: tell(note=f"last: {asked['last']}")
         case ["flood"]: print(("x" * 100 + chr(10)) * 11_000, flush=True)
 """
 CHECK, SPEED = Part(limit_s=60, quiet_s=9.0, files=("some.py",)), Part(limit_s=60)
@@ -184,13 +188,126 @@ def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
         "ends": [["say", "a sentence why"], ["end", 3]],
     }
     assert scene.play(parts, told) == 1
-    rows = outcomes(capfd.readouterr().out)
+    out = capfd.readouterr().out
+    assert 'part_of_the_test.py", line' in out  # where it was when it was ended
+    rows = outcomes(out)
     assert " ".join(rows["late"]).endswith("1 0 0 timed out after 2 s, at b")
     assert " ".join(rows["silent"]).endswith("hung: no output for 2 s")
     assert scene.kept["silent"]["notes"] == ["half"]
     assert rows["loud"][0] == "passed"
     assert " ".join(rows["ends"]).endswith("ended with 3: a sentence why")
     assert (scene.keep / "log.txt").stat().st_size < 1.1 * run.MOST_LOGGED_BYTES
+
+
+def test_what_a_part_leaves_running_is_not_waited_for(scene: Scene) -> None:
+    assert scene.play({"one": CHECK}, {"one": [["test", "a"], ["leave"]]}) == 0
+    assert scene.kept["one"]["seconds"] < 9
+
+
+def test_what_another_tree_did_comes_after_what_failed_on_this_one(
+    scene: Scene, capfd: Any
+) -> None:
+    parts, told = {"a": CHECK, "b": CHECK}, {"a": [["test", "x"]], "b": [["test", "y", "failed"]]}
+    assert scene.play(parts, told, "--only", "a") == 0
+    scene.tree = "another"
+    assert scene.play(parts, told, "--only", "b") == 1
+    capfd.readouterr()
+    assert scene.play(parts, told) == 1
+    out = capfd.readouterr().out
+    assert out.index("-- b (") < out.index("-- a (")
+    assert scene.play(parts, told) == 1
+    assert "-- a (" not in capfd.readouterr().out
+    assert scene.play(parts, told, "--again") == 1
+    assert "-- a (" in capfd.readouterr().out
+
+
+def test_a_tree_is_all_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    names = {run._tree()}
+    for folder in ("src", "tests", "benchmarks/gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "some.py").write_text("")
+        names.add(run._tree())
+        (tmp_path / folder / "some.py").write_text("1")
+        names.add(run._tree())
+    assert len(names) == 7
+
+
+def test_one_that_hangs_leaves_time_for_the_others() -> None:
+    """Each call would otherwise end at the same test."""
+    for name, part in PARTS.items():
+        assert not part.is_check or part.quiet_s <= part.limit_s - 60, name
+
+
+def test_what_was_cut_off_or_failed_comes_last_the_next_time(scene: Scene) -> None:
+    parts = {"late": Part(limit_s=2, quiet_s=60, files=("some.py",))}
+    told = [["last"], ["test", "a"], ["test", "b", "failed"], ["test", "c", "hangs"]]
+    assert scene.play(parts, {"late": told}) == 1
+    assert scene.kept["late"]["notes"] == ["last: []"]
+    assert scene.play(parts, {"late": told}) == 1
+    assert scene.kept["late"]["notes"] == ["last: ['b', 'c']"]
+    items: Any = [SimpleNamespace(nodeid=name) for name in "abcde"]
+    asked = {"done": ["d"], "last": ["b", "c"], "shard": (0, 1), "emulated": False}
+    check.Telling(asked).pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["a", "e", "b", "c"]
+
+
+def test_of_a_file_the_first_and_the_last_test_are_run_where_all_is_emulated() -> None:
+    def item(file: str, name: str) -> Any:
+        skipped = object() if name.startswith("skipped") else None
+        return SimpleNamespace(path=file, name=name, get_closest_marker=lambda _: skipped)
+
+    names = {"x": ["skipped", "1", "2", "3"], "y": ["1"], "z": ["skipped", "skipped too"]}
+    items = [item(file, name) for file, several in names.items() for name in several]
+    chosen = [(each.path, each.name) for each in check.few(items)]
+    assert chosen == [("x", "1"), ("x", "3"), ("y", "1"), ("z", "skipped")]
+
+
+def test_tests_compute_with_one_thread_of_the_host_and_measurements_as_users_do(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch reads it when it is imported, which is before the tests' own setting."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    told = [["given", "OMP_NUM_THREADS"], ["test", "a"]]
+    assert scene.play({"one": CHECK, "two": SPEED}, {"one": told, "two": told}) == 0
+    assert scene.kept["one"]["notes"] == ["OMP_NUM_THREADS=1"]
+    assert scene.kept["two"]["notes"] == ["OMP_NUM_THREADS=None"]
+
+
+def test_a_measurement_that_finds_something_wrong_has_failed(scene: Scene, capfd: Any) -> None:
+    """And is done again by another call; a speed that is not reached is only told."""
+    wrong = {"claim": "the kernel beside torch", "holds": False, "timed": False}
+    slow = {"claim": "beside a copy", "holds": False, "timed": True}
+    parts = {"slow": SPEED, "wrong": SPEED}
+    told = {"slow": [["tell", {"claim": slow}]], "wrong": [["tell", {"claim": wrong}]]}
+    assert scene.play(parts, told) == 1
+    rows = outcomes(capfd.readouterr().out)
+    assert rows["slow"][0] == "passed"
+    assert " ".join(rows["wrong"]).endswith("it does not hold: the kernel beside torch")
+    scene.play(parts, told)
+    assert "-- wrong (" in capfd.readouterr().out
+
+
+def test_without_quire_there_is_no_throughput() -> None:
+    load = throughput.Load(prompts=[[1]], answer_tokens=1, max_model_len=2, seed=0, emulated=True)
+    with pytest.raises(RuntimeError, match="failed: its process ended"):
+        throughput._compare(load, {"quire": "failed: its process ended with 1"}, {"quire": []})
+
+
+def test_a_machine_is_known_again_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing that was kept would count."""
+    facts = SimpleNamespace(
+        name="A GPU", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    said = set()
+    for free in (70 * 2**30, 60 * 2**30):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80 * 2**30))
+        said.add(environment._gpu(emulated=False))
+    assert said == {"A GPU, capability 9.0, 132 processors, 80 GiB, CUDA 13.0"}
+    assert environment._free(emulated=False) == "60.0 of 80.0 GiB"
 
 
 def test_an_interrupted_call_leaves_nothing_running(scene: Scene, capfd: Any) -> None:
@@ -290,25 +407,20 @@ def emulated(keep: Path, *options: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        pytest.param(["kernels", "prefill", "growing", "bytes"], id="some"),
-        pytest.param([*PARTS], id="all", marks=pytest.mark.full),
-    ],
-)
-def test_it_runs_where_all_is_emulated(parts: list[str], tmp_path: Path) -> None:
-    """And claims nothing about speed."""
-    code, out = emulated(tmp_path, "--only", ",".join(parts))
+@pytest.mark.full  # CI runs the script itself
+def test_it_runs_where_all_is_emulated(tmp_path: Path) -> None:
+    """From end to end. And it claims nothing about speed."""
+    code, out = emulated(tmp_path)
     rows = outcomes(out)
     assert code == 0, out
-    assert set(rows) == {ENVIRONMENT, *parts}
+    assert set(rows) == {*PARTS}
     needs_one = {"graphs", "sampling", "ranks"}
-    for name in parts:
+    for name in rows:
         assert rows[name][0] == ("skipped" if name in needs_one else "passed"), out
+    assert int(rows["kernels"][2]) > 2  # the formula's own tests; and FlashInfer's, pretended
     assert "The times mean nothing" in out
     claims = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert len(claims) > len(parts)
+    assert len(claims) > len(PARTS)
     assert all(claim["emulated"] for claim in claims)
     assert all(
         claim["holds"] in (True, None) or claim["claim"].startswith(tuple(needs_one))

@@ -1,7 +1,7 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.runner import ModelRunner, Ranks
 from quire.engine.validation import refuse_switching_positions, refuse_too_little
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.memory import MemoryProvider
@@ -139,7 +139,8 @@ def _small_runner(
         yield ModelRunner(copied, kv, backend)
     finally:
         kv.close()
-        give_back_kept(memory)
+        with suppress(MemoryUnavailable):  # as after a fault in a kernel, which is to be said
+            give_back_kept(memory)
 
 
 def prepare(

@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from memory.cuda.names import CUresult
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory.cuda import CudaMemory, CudaRegion
 from quire.memory.cuda.driver import load_driver_functions
+from quire.memory.cuda.memory import CudaWindow
 
 PAGE = 2**16
 
@@ -504,6 +506,58 @@ def test_memory_that_is_not_what_it_should_be_is_refused(
     with pytest.raises(ConfigError, match=f"{why[refused]}.* or set device=cpu"):
         memory.try_out()
     assert prompt_driver.physical_bytes == 0
+
+
+def test_a_trial_reads_what_it_wrote_at_each_address(
+    prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(prompt_driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaWindow, "tensor", lambda own, dtype: torch.zeros(own.nbytes, dtype=dtype))
+        memory.try_out()
+    assert "there it is not what was written here" in str(memory.cannot_share)
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda own, _: own)
+    with pytest.raises(ConfigError, match="what is written is not what is read"):
+        memory.try_out()
+
+
+def test_a_shortage_is_no_fault_of_the_device() -> None:
+    full = EmulatedDriver(total_bytes=0, fills_at_once=True)
+    with pytest.raises(MemoryUnavailable, match="OUT_OF_MEMORY"):
+        memory_of(full).try_out()
+
+
+def test_pages_that_are_not_as_new_where_they_stayed_stay_nowhere(
+    prompt_driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh: set[int] = set()
+    own_map, own_zero = EmulatedDriver.cuMemMap, EmulatedDriver.cuMemsetD8Async
+
+    def mapped(driver: EmulatedDriver, address: int, *rest: Any) -> Any:
+        fresh.add(address)
+        return own_map(driver, address, *rest)
+
+    def zeroed(driver: EmulatedDriver, address: int, *rest: Any) -> Any:
+        if address not in fresh:
+            return (CUresult.CUDA_SUCCESS,)
+        fresh.remove(address)
+        return own_zero(driver, address, *rest)
+
+    monkeypatch.setattr(EmulatedDriver, "cuMemMap", mapped)
+    monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", zeroed)
+    memory = memory_of(prompt_driver, keep_pages=8)
+    memory.try_out()
+    assert "not kept where they were: " in caplog.text
+    assert "new memory is not full of zeros" in caplog.text
+    region = memory.reserve(2 * PAGE)
+    own = region.tensor(torch.uint8)
+    for _ in range(3):
+        region.commit(0, PAGE)
+        assert own[:PAGE].eq(0).all()
+        own[:PAGE].fill_(7)
+        region.decommit(0, PAGE)
+        assert memory.parked_bytes == 0
+    assert memory.kept_bytes == PAGE
 
 
 def test_a_page_that_has_one_address_only_is_not_shared(

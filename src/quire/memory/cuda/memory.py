@@ -14,18 +14,20 @@ This has run on an emulator of the driver only, never on a GPU: see docs/concept
 """
 
 import ctypes
+import logging
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 from quire.errors import ConfigError, MemoryUnavailable, one_line
-from quire.memory.cuda import memory as dlpack
 from quire.memory.cuda.driver import Driver, DriverFunctions, load_driver_functions
 from quire.memory.cuda.granules import Granule, Granules
 from quire.units import align_up, format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ class CudaMemory:
     MemoryUnavailable if the driver refuses so much as to begin.
     """
 
-    __slots__ = ("_granules", "_tensor_device", "cannot_share", "device")
+    __slots__ = ("_granules", "_parks", "_tensor_device", "cannot_share", "device")
 
     def __init__(
         self,
@@ -69,8 +71,9 @@ class CudaMemory:
             )
         self.device = device
         self.cannot_share: str | None = None
+        self._parks = True
         self._granules = Granules(calls, page_bytes, keep_bytes)
-        self._tensor_device = tensor_device or (dlpack.CUDA, device)
+        self._tensor_device = tensor_device or (CUDA, device)
 
     @property
     def page_bytes(self) -> int:
@@ -127,16 +130,30 @@ class CudaMemory:
                 f"{self.page_bytes} bytes"
             )
         nbytes = align_up(nbytes, heap_bytes or self.page_bytes)
-        addresses = _Addresses(self._granules, nbytes, self._tensor_device, parks=True)
+        addresses = _Addresses(self._granules, nbytes, self._tensor_device, parks=self._parks)
         return CudaRegion(self._granules, addresses, has_windows=heap_bytes is not None)
 
     def try_out(self) -> None:
         """Use a page as an engine will: by a tensor whose first page is not there, and once more.
 
         Where a page cannot be seen at a second address, ``cannot_share`` says so: less is shared.
+        Where one that stayed where it was is not as new, none stays from now on.
 
         Raises: ConfigError, in words, where such memory is refused or is not what it should be;
         MemoryUnavailable where the device has too little.
+        """
+        parked = self._refused()
+        if parked is None:
+            return
+        self._parks = False
+        if (refused := self._refused()) is not None:
+            raise self._of_no_use(refused)
+        log.warning("pages that are kept are not kept where they were: %s", parked)
+
+    def _refused(self) -> str | None:
+        """What goes wrong only with a page that is used again, which may be parked until then.
+
+        Raises: as ``try_out``, for what goes wrong with a new one.
         """
         import torch
 
@@ -144,29 +161,36 @@ class CudaMemory:
             self.page_bytes,
             self.reserve(2 * self.page_bytes, heap_bytes=self.page_bytes),
         )
+        is_new = True
         try:
             own = region.tensor(torch.uint8)[page:]
-            for _ in range(2):  # the second time it is parked
+            for _ in range(2):  # the second time it may be parked
                 region.commit(page, page)
                 _require(not bool(own.any()), "new memory is not full of zeros")
                 own.fill_(7)
                 _require(bool((own == 7).all()), "what is written is not what is read")
                 self._try_window(region, own)
                 region.decommit(page, page)
+                is_new = False
         except MemoryError as error:
             if "OUT_OF_MEMORY" in str(error):
                 raise
-            raise self._of_no_use(error) from error
+            refused = one_line(error)
         except (RuntimeError, SystemError, BufferError, TypeError) as error:
-            raise self._of_no_use(error) from error
+            refused = one_line(error)
+        else:
+            return None
         finally:
             region.close()
             with suppress(MemoryUnavailable):  # what the driver does not take back is used later
                 self.trim()
+        if is_new:
+            raise self._of_no_use(refused)
+        return refused
 
-    def _of_no_use(self, error: Exception) -> ConfigError:
+    def _of_no_use(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"KV memory of CUDA device {self.device} is of no use here: {one_line(error)}. Choose "
+            f"KV memory of CUDA device {self.device} is of no use here: {reason}. Choose "
             f"another device, or set device=cpu"
         )
 
@@ -239,7 +263,7 @@ class _Addresses:
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         """A flat tensor over the whole range, which keeps it."""
         table = self.table
-        return dlpack.bytes_at(table.start, table.nbytes, self._tensor_device, self).view(dtype)
+        return bytes_at(table.start, table.nbytes, self._tensor_device, self).view(dtype)
 
 
 @final
