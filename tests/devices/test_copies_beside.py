@@ -48,7 +48,8 @@ class Device:
         llm = LLM(model.to("cuda"), provider=self.provider, **{**SIZES, **options})
         storage = llm._kv.storage
         assert isinstance(storage, StackedStorage)
-        assert len(self.memory._granules.fences.streams) == 2
+        num_streams = 1 if options.get("enforce_eager") else 2
+        assert len(self.memory._granules.fences.streams) == num_streams
         return llm
 
 
@@ -101,6 +102,27 @@ def test_tokens_are_those_of_generate(backend: str, growth: str) -> None:
         assert len(device.memory._granules.fences.streams) == 2
         llm.close()
         assert len(device.memory._granules.fences.streams) == 1
+        device.memory.trim()
+    assert driver.physical_bytes == 0
+    assert driver.refused == []
+
+
+@pytest.mark.parametrize("backend", ["captured"], indirect=True)
+def test_enforce_eager_copies_in_line_with_the_steps(backend: str) -> None:
+    """One stream, and one order: nothing has to be waited for."""
+    model = tiny_model("llama")
+    want = own(model)
+    driver = EmulatedDriver(granularity=PAGE, total_bytes=2**26, fills_at_once=True)
+    with pretend.cuda(queues=driver.streams) as gpu:
+        device = Device(gpu, driver)
+        llm = device.llm(model, enforce_eager=True)
+        assert gpu.late is not None
+        begun = gpu.late.num_late
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == want
+        assert gpu.late.num_late == begun
+        llm.engine.begin_anew()
+        assert len(device.memory._granules.fences.streams) == 1
+        llm.close()
         device.memory.trim()
     assert driver.physical_bytes == 0
     assert driver.refused == []

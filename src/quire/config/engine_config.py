@@ -124,7 +124,8 @@ class EngineConfig:
     )
     enforce_eager: bool = option(
         False,
-        "Compute each step anew: no CUDA graphs, and nothing recorded on a CPU.",
+        "Compute each step anew, and all of it in one order: no CUDA graphs, no copies of grown "
+        "buffers beside the steps of a GPU, and nothing recorded on a CPU.",
         panel=ADVANCED,
     )
     max_model_len: int | None = option(

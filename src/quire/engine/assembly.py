@@ -166,7 +166,13 @@ def prepare(
         accounting = build_accounting(strategy, spec, sizes)
 
         def make_storage() -> Storage:
-            return build_storage(strategy, accounting, provider, make_writer)
+            return build_storage(
+                strategy,
+                accounting,
+                provider,
+                make_writer,
+                one_stream=config.enforce_eager,
+            )
 
         return accounting, make_storage() if team is None else team.make_storage(make_storage)
 

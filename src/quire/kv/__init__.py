@@ -91,12 +91,18 @@ def build_storage(
     accounting: Accounting,
     provider: MemoryProvider,
     make_writer: MakeWriter | None = None,
+    *,
+    one_stream: bool = False,
 ) -> Storage:
-    """Where the bytes of an accounting lie, in pages of ``provider``.
+    """Make the place where the bytes of an accounting lie, in pages of ``provider``.
 
     ``make_writer`` is asked once for each layer, and what it gives writes there instead of torch.
+    With ``one_stream`` nothing is copied beside the steps of a GPU.
     """
-    return STRATEGIES[strategy][1](accounting, provider, make_writer)
+    storage = STRATEGIES[strategy][1](accounting, provider, make_writer)
+    if one_stream and isinstance(storage, StackedStorage):
+        storage.copy_in_line()
+    return storage
 
 
 __all__ = [

@@ -196,7 +196,12 @@ class StackedStorage:
             stack.region.close()
         for rows in self._states.values():
             rows.close()
+        self.copy_in_line()
+
+    def copy_in_line(self) -> None:
+        """Copy on the stream of the steps from now on, between two of them."""
         if self._beside is not None:
+            self._beside.settle()
             self.memory.used_on(self._beside.stream, ends=True)
             self._beside = None
 
