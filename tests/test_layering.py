@@ -237,6 +237,76 @@ def module_of(name: str) -> str:
     return ".".join(parts)
 
 
+# Modules of one name: each implements one interface, which is what the name says.
+SIBLINGS = {
+    "backend": {
+        "attention.cpu.backend",
+        "attention.flashinfer.backend",
+        "attention.triton.backend",
+    },
+    "memory": {"memory.cuda.memory", "memory.host.memory"},
+}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """A command of the command line may have the name of what it runs."""
+    named: dict[str, set[str]] = {}
+    for module in MODULES:
+        if module.path.stem != "__init__" and not module.name.startswith("cli."):
+            named.setdefault(module.path.stem, set()).add(module.name)
+    report(
+        (
+            f"{', '.join(sorted(modules))}"
+            for name, modules in named.items()
+            if len(modules) > 1 and SIBLINGS.get(name) != modules
+        ),
+        "Say in the name what tells it from the other.",
+    )
+
+
+def test_no_class_has_anothers_name() -> None:
+    named: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name, []).append(module.where(node))
+    report(
+        (f"{name}: {', '.join(places)}" for name, places in named.items() if len(places) > 1),
+        "One word a thing, one thing a word: say in the name what tells it from the other.",
+    )
+
+
+# Words of our own for which the field has others: no class or module is named by one again.
+RETIRED = (
+    *("Desk", "Ticket", "Mailbox", "Stepper", "Chooser", "Machinery", "Crew", "Team", "Follower"),
+    *("Shelf", "Mover", "Vacancies", "Verdict", "Census", "Contest", "StandIn", "Tally", "Lots"),
+    *("Company", "Suspects", "Room", "NoRoom", "Governor", "KeptMemory", "Turnstile", "Entrance"),
+    *("Exchange", "Gate", "Pass", "Doors", "Tape", "Patience", "Asked", "Pieces", "LoneModel"),
+    *("Coordinator", "Snapshots", "Pace", "Runs"),
+)
+
+
+def test_no_class_or_module_has_a_retired_word_for_a_name() -> None:
+    modules = {word.lower() for word in RETIRED}
+    problems = [module.where() for module in MODULES if module.path.stem in modules]
+    for module in MODULES:
+        problems += [
+            f"{module.where(node)} class {node.name}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.ClassDef) and node.name in RETIRED
+        ]
+    report(problems, "docs/glossary.md has the word that the field uses.")
+
+
+def test_the_map_has_every_room() -> None:
+    told = (SRC.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = {name.split(".")[0] for name in MAY_IMPORT}
+    report(
+        (room for room in sorted(rooms) if not re.search(rf"[/`]{room}(/|\.py)`", told)),
+        "Say in CONTRIBUTING.md, under 'Where things live', what this room is for.",
+    )
+
+
 def test_no_module_imports_the_package_itself() -> None:
     report(
         (

@@ -194,8 +194,8 @@ async def serving(
 async def leave_while_it_runs(client: Client, path: str, body: Any, *, events: int) -> Answer:
     """Ask, and leave: a stream after so many events, else when the engine has begun.
 
-    What is asked for between two steps comes after the end of the request that left: so whoever
-    asks next sees that nothing is left of it.
+    What is asked for between two steps comes after the end of the request that left: so the caller
+    that asks next sees that nothing is left of it.
     """
     call = client.call(path, body)
     if body["stream"]:

@@ -249,7 +249,7 @@ def test_slow_readers_are_sent_fewer_pieces_and_all_of_the_text() -> None:
             peers = [await server.connect(receive_bytes=4096) for _ in range(6)]
             for peer in peers:
                 await peer.send(posting(body))
-            # Nobody reads, and all of it is computed.
+            # No client reads, and all of it is computed.
             await until(lambda: server.client.service.gate.num_under_way == 6)
             await until_running(server)
             async with asyncio.timeout(60):

@@ -28,7 +28,7 @@ def texts(answers: list[Answer]) -> list[str]:
 def test_an_engine_that_dies_is_seen_at_once_by_all(
     how: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who read, those who wait, those who come, and whoever asks for its health."""
+    """Those who read, those who wait, those who come, and a client that asks for its health."""
 
     async def ask() -> None:
         async with serving(max_num_seqs=2) as client:

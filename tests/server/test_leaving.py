@@ -1,4 +1,4 @@
-"""Clients who leave, read slowly or not at all: what they held goes back, and nobody else waits."""
+"""Clients that leave, or read slowly or not at all: what they held goes back; no other waits."""
 
 import asyncio
 import gc
@@ -112,7 +112,7 @@ def test_an_abort_storm_leaves_nothing(num: int) -> None:
             resident = 0
             for begin in range(0, num, 1000):
                 ended = await asyncio.gather(*map(one, range(begin, min(num, begin + 1000))))
-                assert sum(ended) >= min(num, 1000) // 10  # nobody who stays is lost
+                assert sum(ended) >= min(num, 1000) // 10  # no client that stays is lost
                 if begin == 1000:
                     resident = _resident_bytes()
             await nothing_runs(client)

@@ -122,7 +122,7 @@ def test_every_family_is_exported_once_and_with_its_type(llm: LLM) -> None:
     families = {f.name: f for f in Scrape(Metrics(llm, "tiny")).families}
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
     for family in FAMILIES:
-        if family.name != "http_requests_total":  # nobody has asked for anything yet
+        if family.name != "http_requests_total":  # no client has asked for anything yet
             shown = family.name if family.kind != "counter" else family.name[: -len("_total")]
             assert families[shown].type == family.kind
             assert families[shown].documentation == family.meaning

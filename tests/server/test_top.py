@@ -247,8 +247,8 @@ def test_a_server_is_asked_once_and_watched_until_a_key() -> None:
 
 
 def test_where_no_server_is_it_says_so() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unserved.getsockname()[1]}"
         found = CliRunner().invoke(command_line(["top"]), ["top", "--url", url, "--once"])
     assert f"no memory feed at {url} (All connection attempts failed)" in str(found.exception)

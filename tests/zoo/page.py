@@ -54,7 +54,7 @@ def page(findings: Iterable[Finding]) -> str:
         "## Not exact\n",
         _refused([f for f in own if f.generates and f.verdict != "exact"]),
         "## Encoders and halves of encoder-decoders\n",
-        "Transformers' `generate` runs these too, but nobody trained them to be used so.\n",
+        "Transformers' `generate` runs these too, but they were not trained to be used so.\n",
         _exact([f for f in others if f.verdict == "exact"]),
         _refused([f for f in others if f.verdict != "exact"]),
         "## Not judged\n",

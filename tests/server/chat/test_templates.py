@@ -30,7 +30,7 @@ WITH_CALLS = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "There.", "tool_call_id": "abcdefghi", "name": "find"},
 ]
-# Each goes on for ever, or takes what nobody has; the part of the message says what stopped it.
+# Each goes on for ever, or takes more than there is; the part of the message says what stopped it.
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
