@@ -12,9 +12,9 @@ from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
 from quire.engine.runner import ModelRunner
 from quire.engine.swap import kv_mover as mover
-from quire.engine.swap import pinned_store as pinned
+from quire.engine.swap import kv_store as pinned
 from quire.engine.swap.kv_mover import DeviceTimer
-from quire.engine.swap.pinned_store import PinnedKVStore
+from quire.engine.swap.kv_store import PinnedKVStore
 from quire.errors import MemoryUnavailable
 from tiny import tiny_model, tokens
 

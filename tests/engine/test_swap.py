@@ -20,8 +20,7 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
 from quire.engine.swap.kv_mover import HostTimer, KVMover, StoreMover
-from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore
-from quire.engine.swap.pinned_store import _forms
+from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore, _forms
 from quire.engine.swap.swapper import make_swap_store
 from quire.errors import ConfigError
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage

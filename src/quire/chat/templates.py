@@ -1,6 +1,6 @@
 """From messages to the text of a prompt, by the operator's template, or else the model's.
 
-It runs for a limited time (``sandbox.py``); a client brings none. The text has its
+It runs for a limited time (``template_sandbox.py``); a client brings none. The text has its
 beginning-of-sequence token where the template writes one, so it is to be tokenized without any.
 """
 

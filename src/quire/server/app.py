@@ -1,6 +1,6 @@
 """The server as an ASGI app: every route, and who may use it.
 
-What there is beyond a route is in ``entrance.py``.
+What there is beyond a route is in ``route_handler.py``.
 """
 
 from collections.abc import AsyncIterator

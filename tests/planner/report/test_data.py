@@ -10,9 +10,8 @@ from planner.fleets import BLOCK_BYTES, fleet_of, spec_of
 from planner.reports import report
 from quire.kv import CacheConfig
 from quire.planner.report import held_by_batch, held_by_one
-from quire.planner.report.content import Lengths
+from quire.planner.report.content import Lengths, duration, rate
 from quire.planner.report.memory_section import series_of
-from quire.planner.report.number_format import duration, rate
 from quire.planner.simulation.timeline import FIGURES, State, Timeline
 from quire.planner.subject import find_subject
 from quire.units import ceil_div

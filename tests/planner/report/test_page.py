@@ -9,7 +9,7 @@ import pytest
 
 from planner.reports import HOSTILE, STRATEGIES, report
 from quire.planner.report import Report, render
-from quire.planner.report.number_format import count, duration, rate, share, size
+from quire.planner.report.content import count, duration, rate, share, size
 from quire.planner.simulation.timeline import TimelinePoint
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from quire.chat.anthropic_input import from_anthropic
+from quire.chat.api_inputs import from_anthropic, from_responses
 from quire.chat.conversation import Chat
-from quire.chat.responses_input import from_responses
 from quire.chat.templates import checked_messages
 from quire.errors import RequestError
 from server.chat.families import CHATML, tokenizer

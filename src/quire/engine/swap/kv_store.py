@@ -5,13 +5,18 @@ Entries are kept as they are stored, codes with their scales, so that they come 
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+from quire.units import align_up
+
+# -- memory and files ------------------------------------------------------------------------------
+
 
 Parts: TypeAlias = list[Tensor]  # of one layer, tokens first
 
@@ -150,3 +155,159 @@ class FileKVStore:
 
 def _on_host(layers: Iterable[Parts]) -> list[Parts]:
     return [[part.cpu() for part in parts] for parts in layers]
+
+
+# -- pinned memory ---------------------------------------------------------------------------------
+
+# Saved entries in pinned memory of the host: a GPU copies them there and back by itself.
+#
+# Layers go in pieces: gathered into a buffer on the device, and copied from there on a stream of
+# their own, while the device goes on with the step. Two buffers take turns, as large as the ledger
+# has them, so that a sequence of any length needs no more of the device's memory. The host waits
+# for nothing.
+
+
+_CHUNK_BYTES = 8 * 2**20  # of pinned memory, which torch rounds up to a power of two
+_ALIGNMENT = 16  # of every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a part of a layer was, and where it is in its piece."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def within(self, buffer: Tensor) -> Tensor:
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        return buffer[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedPiece:
+    chunks: list[Tensor]  # u8, pinned
+    num_bytes: int
+    layers: list[list[_Form]]
+
+
+@final
+class PinnedKVStore:
+    """Of one device. See ``shelves.KVStore``. ``buffer_bytes``: of each, which hold any layer.
+
+    Raises: OutOfMemoryError, and RuntimeError where no memory of the host can be pinned.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        self._device = device
+        self.copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        # … and when each may be written to again. Torch gives memory to the stream that last had
+        # it, which may still read what was there: the other stream has to wait for that.
+        self._spare = [_event() for _ in self._buffers]
+        for spare in self._spare:
+            spare.record(torch.cuda.current_stream(device))
+        _pinned(_CHUNK_BYTES)  # to be refused now, if ever
+        self._turn = 0
+        self._kept: dict[int, tuple[list[_PinnedPiece], Any]] = {}
+
+    def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
+        most = len(self._buffers[0])
+        pieces = [self._copy_out(several) for several in _in_pieces(layers, most)]
+        saved = _event()
+        saved.record(self.copying)
+        self._kept[seq_id] = pieces, saved
+
+    def get(self, seq_id: int) -> Iterator[Parts]:
+        """Each layer's parts, on the device; they are good until the next ones are asked for."""
+        pieces, saved = self._kept[seq_id]
+        saved.synchronize()  # that was steps ago
+        for piece in pieces:
+            yield from self._copied_in(piece)
+
+    def drop(self, seq_id: int) -> None:
+        self._kept.pop(seq_id, None)
+
+    def close(self) -> None:
+        self._kept.clear()
+        self.copying.synchronize()
+        self._buffers = [buffer[:0].clone() for buffer in self._buffers]
+
+    def _copy_out(self, layers: list[Parts]) -> _PinnedPiece:
+        forms, num_bytes = _forms(layers)
+        assert num_bytes <= len(self._buffers[0]), "a layer is larger than any was said to be"
+        computing = torch.cuda.current_stream(self._device)
+        buffer, spare = self._next_buffer()
+        computing.wait_event(spare)
+        for parts, places in zip(layers, forms, strict=True):
+            for part, form in zip(parts, places, strict=True):
+                form.within(buffer).copy_(part)
+        self.copying.wait_event(computing.record_event())
+        piece = _PinnedPiece(_pinned(num_bytes), num_bytes, forms)
+        with torch.cuda.stream(self.copying):
+            for chunk, there in _both(piece, buffer):
+                chunk.copy_(there, non_blocking=True)
+        spare.record(self.copying)
+        return piece
+
+    def _copied_in(self, piece: _PinnedPiece) -> Iterator[Parts]:
+        buffer, spare = self._next_buffer()
+        self.copying.wait_event(spare)
+        with torch.cuda.stream(self.copying):
+            for chunk, there in _both(piece, buffer):
+                there.copy_(chunk, non_blocking=True)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(self.copying.record_event())
+        try:
+            for forms in piece.layers:
+                yield [form.within(buffer) for form in forms]
+        finally:
+            spare.record(computing)
+
+    def _next_buffer(self) -> tuple[Tensor, Any]:
+        """The one whose turn it is."""
+        self._turn ^= 1
+        return self._buffers[self._turn], self._spare[self._turn]
+
+
+def _in_pieces(layers: Iterable[Parts], most_bytes: int) -> Iterator[list[Parts]]:
+    """As many layers together as a buffer holds."""
+    several: list[Parts] = []
+    for parts in layers:
+        if several and _forms([*several, parts])[1] > most_bytes:
+            yield several
+            several = []
+        several.append(parts)
+    if several:
+        yield several
+
+
+def _forms(layers: list[Parts]) -> tuple[list[list[_Form]], int]:
+    """Where each part goes in a piece, and how long that is."""
+    end = 0
+    found: list[list[_Form]] = []
+    for parts in layers:
+        found.append([])
+        for part in parts:
+            found[-1].append(_Form(end, part.shape, part.dtype))
+            end = align_up(end + part.nbytes, _ALIGNMENT)
+    return found, end
+
+
+def _pinned(num_bytes: int) -> list[Tensor]:
+    sizes = [min(_CHUNK_BYTES, num_bytes - start) for start in range(0, num_bytes, _CHUNK_BYTES)]
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _both(piece: _PinnedPiece, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each chunk, and where its bytes are on the device."""
+    start = 0
+    for chunk in piece.chunks:
+        yield chunk, buffer[start : start + len(chunk)]
+        start += len(chunk)

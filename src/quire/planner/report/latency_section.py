@@ -12,8 +12,12 @@ from quire.planner.report.content import (
     ReportTable,
     Section,
     Variant,
+    count,
+    duration,
+    share,
+    short,
+    size,
 )
-from quire.planner.report.number_format import count, duration, share, short, size
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
 _LABEL = 44  # that a name of a mark may be wide

@@ -13,8 +13,12 @@ from quire.planner.report.content import (
     ReportTable,
     Section,
     Variant,
+    axis_of_bytes,
+    axis_of_counts,
+    duration,
+    share,
+    size,
 )
-from quire.planner.report.number_format import axis_of_bytes, axis_of_counts, duration, share, size
 from quire.planner.simulation.result import SimulationResult
 from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 

@@ -20,11 +20,6 @@ from quire.planner.report.content import (
     ReportTable,
     Section,
     Variant,
-    strategy_color,
-)
-from quire.planner.report.latency_section import latency_section, work_section
-from quire.planner.report.memory_section import memory_section, utilization_section
-from quire.planner.report.number_format import (
     axis_of_bytes,
     axis_of_counts,
     count,
@@ -33,8 +28,11 @@ from quire.planner.report.number_format import (
     rate,
     share,
     size,
+    strategy_color,
     times,
 )
+from quire.planner.report.latency_section import latency_section, work_section
+from quire.planner.report.memory_section import memory_section, utilization_section
 from quire.planner.report.prefix_section import prefix_section
 from quire.planner.simulation.result import SimulationResult
 

@@ -6,8 +6,12 @@ from types import MappingProxyType
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
 from quire.kv import DEFAULT_POLICY
 from quire.planner.hit_rates.curve import HitRate, HitRates
-from quire.planner.report.content import Hover, Panel, Report, ReportTable, Section
-from quire.planner.report.number_format import (
+from quire.planner.report.content import (
+    Hover,
+    Panel,
+    Report,
+    ReportTable,
+    Section,
     axis_of_powers,
     axis_of_shares,
     count,

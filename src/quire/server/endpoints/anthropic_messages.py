@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.chat.anthropic_input import from_anthropic
+from quire.chat.api_inputs import from_anthropic
 from quire.chat.conversation import ChatInput as Conversation
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown
 from quire.server.endpoints.answers import Json, as_events, as_json

@@ -8,9 +8,9 @@ from functools import partial
 
 import msgspec
 
+from quire.chat.api_inputs import from_responses
 from quire.chat.conversation import Chat
 from quire.chat.conversation import ChatInput as Conversation
-from quire.chat.responses_input import from_responses
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, refuse_several, take_turn
