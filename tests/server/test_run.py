@@ -18,7 +18,7 @@ from quire.cli import main
 from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.server.listen import open_doors
-from quire.server.process import StopSignals
+from quire.server.stop import StopSignals
 from server.process import body, events, running
 
 SECRET = "def a_name_that_no_log_may_have():"

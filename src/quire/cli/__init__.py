@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from quire.errors import QuireError
-from quire.server.process import StopSignals
+from quire.server.stop import StopSignals
 
 # What each does: the first line of its own help, and the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(

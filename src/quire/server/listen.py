@@ -1,4 +1,4 @@
-"""Where the server listens: sockets that are bound before a model is loaded.
+"""Where the server listens, by sockets bound before a model is loaded; what it says of itself.
 
 A port in use, or a certificate that is none, is said at once and not after minutes of loading.
 """
@@ -12,9 +12,13 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
 
 _OPEN_FILES = 65_536
 
@@ -174,3 +178,49 @@ def _check_certificate(config: ServerConfig) -> None:
             f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} is no "
             f"certificate with its key: {error}"
         ) from error
+
+
+# -- what it says of itself ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """Facts, to be shown once."""
+
+    url: str
+    model: str  # as clients call it
+    strategy: str
+    kv_bytes: int
+    kv_tokens: int  # that these hold, while nothing is forgotten
+    kv_bound: str  # what decided that they are so many
+    max_model_len: int
+    num_longest: float  # sequences of that length that fit
+    max_num_seqs: int
+    num_keys: int
+    has_admin_key: bool
+    is_local: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether clients of other machines may ask, and need no key."""
+        return not self.is_local and not self.num_keys
+
+
+def start_up(llm: "AsyncLLM", config: ServerConfig, url: str) -> StartUp:
+    """Of an engine and how it is served."""
+    own = llm.llm
+    kv_bytes = own.ledger.kv_bytes
+    return StartUp(
+        url=url,
+        model=config.served_model_name[0] if config.served_model_name else own.name,
+        strategy=own.config.cache,
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_bytes // max(1, own.spec.bytes_per_token),
+        kv_bound=own.ledger.bound,
+        max_model_len=own.max_model_len,
+        num_longest=kv_bytes / max(1, own.spec.bytes_for(own.max_model_len)),
+        max_num_seqs=own.config.max_num_seqs,
+        num_keys=len(set(config.api_key)),
+        has_admin_key=bool(config.admin_api_key),
+        is_local=config.is_local,
+    )

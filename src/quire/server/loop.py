@@ -18,9 +18,9 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.app import make_app
 from quire.server.connections import UNIX_PEER, Connection, LoopErrors
-from quire.server.listen import Listeners, refused
-from quire.server.process import StartUp, StopSignals, start_up
+from quire.server.listen import Listeners, StartUp, refused, start_up
 from quire.server.service import Service
+from quire.server.stop import StopSignals
 from quire.units import format_bytes
 
 # -- the line of statistics ------------------------------------------------------------------------

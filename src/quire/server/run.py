@@ -14,11 +14,11 @@ from quire.chat.tools.registry import tool_format
 from quire.config import ServerConfig
 from quire.server.listen import allow_open_files, open_doors
 from quire.server.logs import log_to_stderr
-from quire.server.process import StopSignals
+from quire.server.stop import StopSignals
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
-    from quire.server.process import StartUp
+    from quire.server.listen import StartUp
 
 LAST_WORDS_S = 10.0  # that /health says 503 after the engine has failed, before the process ends
 
