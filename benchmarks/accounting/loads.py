@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.engine.scheduler import Scheduler, SchedulerLimits
+from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs
-from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig

@@ -34,9 +34,8 @@ from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.preemption import slots_of
+from quire.engine.scheduling.preemption import SwapSpace, slots_of
 from quire.engine.scheduling.step_costs import Costs, Prices
-from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, Sampled, StepPlan
 from quire.errors import RequestTooLong

@@ -18,7 +18,7 @@ from quire.engine import scheduler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.admission import InBatchPrefixes, SlotAllocator
 from quire.engine.scheduling.plan_builder import PlanBuilder
-from quire.engine.scheduling.swap_space import SwapSpace
+from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.update import mark_computed
 from quire.engine.sequence import Request, Sequence
 from quire.kv import STRATEGIES, BlockCoordinator, CacheConfig

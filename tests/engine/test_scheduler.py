@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.scheduler import Scheduler, SchedulerLimits
+from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs, Prices
-from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
 from quire.engine.step_plan import Sampled
 from quire.errors import RequestTooLong

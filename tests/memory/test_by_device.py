@@ -103,7 +103,7 @@ def test_no_bindings_no_driver_and_no_mapping_are_said(
         memory_for(torch.device("cuda:0"), "on-demand")
     assert "cannot map memory" in str(why_no_memory(torch.device("cuda:0")))
     monkeypatch.setattr(cuda, "load_driver_functions", lambda: EmulatedDriver(fills_at_once=True))
-    monkeypatch.setattr(cuda.dlpack, "CUDA", cuda.dlpack.CPU)  # where the emulator's tensors are
+    monkeypatch.setattr(cuda, "CUDA", cuda.CPU)  # where the emulator's tensors are
     assert why_no_memory(torch.device("cuda:0")) is None
     monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", lambda *_: (CUresult.CUDA_SUCCESS,))
     assert "new memory is not full of zeros" in str(why_no_memory(torch.device("cuda:0")))

@@ -21,10 +21,9 @@ from quire.engine.scheduling.admission import (
 from quire.engine.scheduling.headroom import RunningSet
 from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, PlanBuilder
 from quire.engine.scheduling.policy import POLICIES, SchedulerLimits
-from quire.engine.scheduling.preemption import Preemption, SchedulerStats
+from quire.engine.scheduling.preemption import Preemption, SchedulerStats, SwapSpace
 from quire.engine.scheduling.queues import Queues, WaitingReason
 from quire.engine.scheduling.step_costs import Costs
-from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.scheduling.update import (
     FaultIsolation,
     append,

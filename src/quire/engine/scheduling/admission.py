@@ -16,9 +16,9 @@ import numpy as np
 from quire.engine.scheduling.headroom import Counts, Curves, Outlook, OutputLengths, Prospects
 from quire.engine.scheduling.plan_builder import PlanBuilder, StateCheckpoints
 from quire.engine.scheduling.policy import Policy, SchedulerLimits
+from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.queues import Queues
 from quire.engine.scheduling.step_costs import Costs
-from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import FinishReason, Sequence
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import Chunk
