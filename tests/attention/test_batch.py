@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv.geometry import MIB, config, spec_of
 from quire.attention import make_batch, packed_tokens
 from quire.kv import STRATEGIES, Fits, build_accounting
 from quire.kv.packed_slots import packed_positions
 from quire.spec import FullAttention, SlidingWindow
-from strategies.geometry import MIB, config, spec_of
 
 FULL = FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16")
 WINDOW = SlidingWindow(num_kv_heads=1, head_dim=16, dtype="bfloat16", window=20)

@@ -25,7 +25,7 @@ from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.kv.windows import Windows
 
 # make test-all goes through 50,000 steps and more of these machines, of those of test_accounting.py
-# and of tests/blocks; make fuzz goes through as many as there is time for.
+# and of tests/kv; make fuzz goes through as many as there is time for.
 SETTINGS = settings(max_examples=6, stateful_step_count=60, deadline=None)
 MORE = settings(SETTINGS, max_examples=74)
 FEWER = settings(SETTINGS, max_examples=5)

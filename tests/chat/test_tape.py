@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat.answers import pieces
 from quire.chat.lexer import Broken, IncrementalLexer, Reading
-from server.chat.answers import pieces
 
 cuts = st.lists(st.integers(0, 10**6), max_size=12)
 

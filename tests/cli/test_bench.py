@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.sse_server import serving
+from cli.test_commands import quire
 from quire.traces import open_trace
-from test_cli import quire
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "5")
 VLLM_KEYS = {

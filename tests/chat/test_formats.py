@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chat.answers import CASES, TOOLS, Case, pieces
 from quire.chat.conversation import ChatPrompt, Reader
 from quire.chat.output_events import (
     ArgumentsDelta,
@@ -23,7 +24,6 @@ from quire.chat.output_events import (
 from quire.chat.tools.declared import checked_tools
 from quire.chat.tools.registry import TOOL_FORMATS
 from quire.chat.tools.tool_choice import ToolChoice
-from server.chat.answers import CASES, TOOLS, Case, pieces
 
 ANY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 MARKED_CASE = pytest.mark.parametrize(

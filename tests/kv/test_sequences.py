@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from blocks.caches import BLOCK_BYTES, FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
+from kv.caches import BLOCK_BYTES, FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
 from quire.kv import FITS, Copy, NotNow, PrefixKeys
 from quire.spec import LayerSpec, RecurrentState
 from quire.spec.layer_specs import StateTensor

@@ -6,11 +6,11 @@ from dataclasses import fields
 
 import pytest
 
+from cli.test_commands import quire
 from quire.cli.vllm import REWRITES, Translation, translate
 from quire.cli.vllm_flags import FOREIGN, Foreign
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
-from test_cli import quire
 
 OWN = {"--help": False, "--enable-prefix-caching": False, "--no-enable-prefix-caching": False} | {
     f"--{option.name.replace('_', '-')}": True

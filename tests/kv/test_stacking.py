@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv.geometry import GIB, MIB, QWEN3_4B, config
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.kv import Fits, build_accounting, build_storage
 from quire.kv.layout import Stacking, apart, stacking, stacking_of_ranges
 from quire.memory.cuda import CudaMemory
 from quire.spec import FullAttention, Group, LatentAttention, RecurrentState, StateTensor
-from strategies.geometry import GIB, MIB, QWEN3_4B, config
 
 PAGE = 2 * MIB
 

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from blocks.caches import FULL, STATE, Cache, sliding, span
+from kv.caches import FULL, STATE, Cache, sliding, span
 from quire.kv import NO_KEYS, Image, PrefixKeys
 from quire.spec import LayerSpec
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from blocks.caches import FULL, SIZE, STATE, Cache, sliding, span
+from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
 from quire.kv import Release
 from quire.kv.block_pool import FreeList
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat.answers import TOOLS, hermes, pieces
+from chat.families import CHATML, DEEPSEEK, FAMILIES, LLAMA3, MISTRAL, tokenizer
 from engine.test_llm import demo
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.chat.conversation import Chat, ChatInput
@@ -19,8 +21,6 @@ from quire.chat.tools.registry import TOOL_FORMATS, tool_format
 from quire.chat.tools.tool_choice import ToolChoice, forced_form
 from quire.config import ServerConfig
 from quire.errors import ConfigError, RequestError
-from server.chat.answers import TOOLS, hermes, pieces
-from server.chat.families import CHATML, DEEPSEEK, FAMILIES, LLAMA3, MISTRAL, tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 cuts = st.lists(st.integers(0, 10**6), max_size=12)
@@ -253,7 +253,7 @@ def test_the_parser_of_each_family_is_found(
 
 def test_the_table_has_every_parser_and_all_are_documented() -> None:
     assert {name for *_, name in TABLE} | {"qwen3_coder"} == set(TOOL_FORMATS)
-    page = (Path(__file__).parents[3] / "docs/reference/tool-calls.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/reference/tool-calls.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in [*TOOL_FORMATS, *REASONING])
     helps = {each.name: each.metadata["help"] for each in fields(ServerConfig)}
     for option, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING)):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat.answers import TOOLS, pieces
+from chat.families import GPT_OSS, LLAMA3, tokenizer
 from quire.chat.conversation import Chat, ChatInput, ChatPrompt
 from quire.chat.harmony import HARMONY
 from quire.chat.output_events import Reply, reply
 from quire.errors import ConfigError
-from server.chat.answers import TOOLS, pieces
-from server.chat.families import GPT_OSS, LLAMA3, tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from blocks.caches import FULL, SIZE, STATE, Cache, sliding, span
+from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
 from quire.kv import FITS, Image, PrefixKeys
 from quire.kv.prefix_index import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from quire.spec import LayerSpec

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from cli.test_commands import quire
 from quire.cli.config_file import read_entries
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
-from test_cli import quire
 
 
 class Served:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from kv.geometry import QWEN3_4B, config, spec_of
 from quire.kv import Commit, Copy, Extension, Fits, NotNow, Release
 from quire.kv.virtual import VirtualAccounting
 from quire.spec import ChunkedAttention, FullAttention, SlidingWindow
-from strategies.geometry import QWEN3_4B, config, spec_of
 
 PAGE = 4  # tokens a page: 32 bytes a head's key, pages of 128 bytes
 FULL = FullAttention(num_kv_heads=1, head_dim=16, dtype="bfloat16")

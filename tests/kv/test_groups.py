@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocks.caches import (
+from kv.caches import (
     BLOCK_BYTES,
     FULL,
     LATENT,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kv.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
 from quire.errors import ConfigError
 from quire.kv import Commit, Copy, Fits, Never, NotNow, Release
 from quire.kv.paged import PagedAccounting
@@ -15,7 +16,6 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from strategies.geometry import QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config, spec_of
 
 BLOCK = 16
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from chat.families import CHATML, tokenizer
 from quire.chat.api_inputs import from_anthropic, from_responses
 from quire.chat.conversation import Chat
 from quire.chat.templates import checked_messages
 from quire.errors import RequestError
-from server.chat.families import CHATML, tokenizer
 
 
 def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from kv.geometry import MIB, QWEN3_4B, SMALL, config, spec_of
 from quire.kv import Commit, Copy, Fits, Growth, NotNow, Release, StorageOp
 from quire.kv.growing import GROWTH, GrowingAccounting
 from quire.spec import FullAttention
-from strategies.geometry import MIB, QWEN3_4B, SMALL, config, spec_of
 
 LAYER_TOKEN_BYTES = 4096  # of Qwen3-4B
 

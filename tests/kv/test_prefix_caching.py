@@ -6,7 +6,7 @@ the behaviour is one of its. Contents are followed slot by slot in ``caches``.
 
 import pytest
 
-from blocks.caches import BLOCK_BYTES, FULL, LATENT, SIZE, STATE, Cache, ids, sliding, span
+from kv.caches import BLOCK_BYTES, FULL, LATENT, SIZE, STATE, Cache, ids, sliding, span
 from quire.kv import FITS, Commit, Copy, NotNow, PrefixHit
 from quire.spec import LayerSpec
 

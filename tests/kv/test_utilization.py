@@ -2,8 +2,8 @@
 
 import pytest
 
+from kv.geometry import GIB, QWEN3_4B, config
 from quire.kv import STRATEGIES, Fits, build_accounting
-from strategies.geometry import GIB, QWEN3_4B, config
 
 # Prompt and answer together, in tokens: the 2.5th, 7.5th, … 97.5th percentiles of 19,366 requests.
 # Source: AzureLLMInferenceTrace_conv, Azure/AzurePublicDataset, CC-BY 4.0 (Splitwise, ISCA'24).

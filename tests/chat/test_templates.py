@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from jinja2 import Environment, TemplateSyntaxError
 
+from chat.families import CHATML, DEEPSEEK, FAMILIES, PARTS, tokenizer
 from quire.chat.template_sandbox import Sandbox, TemplateLimits
 from quire.chat.templates import ChatTemplate
 from quire.errors import ConfigError, RequestError
-from server.chat.families import CHATML, DEEPSEEK, FAMILIES, PARTS, tokenizer
 
 TOOLS = [
     {

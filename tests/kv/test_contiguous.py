@@ -2,9 +2,9 @@
 
 import pytest
 
+from kv.geometry import GIB, QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config
 from quire.kv import Commit, Copy, Fits, NotNow, Release
 from quire.kv.contiguous import ContiguousAccounting
-from strategies.geometry import GIB, QWEN3_4B, SMALL, SMALL_PAGE_BYTES, config
 
 TOKEN_BYTES = SMALL.bytes_per_token
 ONE_TOKEN_PAGE = TOKEN_BYTES // 2  # its key fills one page, its value another

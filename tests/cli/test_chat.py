@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from bench.sse_server import Behaviour, serving
+from cli.test_commands import quire
 from quire.cli.chat import Conversation, Figures, Talk, described
 from quire.cli.keyboard import unseen
 from quire.http import Http, RefusedByServer
-from test_cli import quire
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from conformance.memory_cases import memfd_bytes, rollup_bytes
+from kv.geometry import MIB, QWEN3_4B, config, spec_of
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kv import (
@@ -39,7 +40,6 @@ from quire.spec import (
     LatentAttention,
     SlidingWindow,
 )
-from strategies.geometry import MIB, QWEN3_4B, config, spec_of
 from tiny import tiny_model, tokens
 
 pytestmark = pytest.mark.skipif(HostMemory().cannot_share is not None, reason="no heaps here")
