@@ -153,7 +153,7 @@ def _give_keys(cache: BlockCoordinator, blocks: Ids, content: int) -> None:
     rows = index.rows(nodes)
     index.attach(0, rows, blocks)
     cache.pools[0].nodes[blocks] = rows
-    index.let_go(tip)
+    index.decref(tip)
 
 
 # -- a decode step -------------------------------------------------------------------------------

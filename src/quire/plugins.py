@@ -35,7 +35,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.kind, self.group = kind, group
         self._own, self._check = dict(own), check
         self._registered: dict[str, T] = {}
-        self._found: dict[str, "EntryPoint"] | None = None  # None: not looked for yet
+        self._found: dict[str, EntryPoint] | None = None  # None: not looked for yet
 
     def __getitem__(self, name: str) -> T:
         """Find an implementation. Raises: KeyError for an unknown name; ConfigError if it fails."""

@@ -223,7 +223,7 @@ class EventMachine(RuleBasedStateMachine):
             root = index.root(keys.of_root())
             data = np.array(tokens, np.int32).tobytes()
             rows = index.rows(index.walk(root, data, keys.of_blocks(SIZE)))
-            index.let_go(root)
+            index.decref(root)
             there = np.ones(len(rows), bool)
             for group in range(len(self.specs)):
                 there &= index.blocks[group][rows] >= 0

@@ -46,7 +46,7 @@ def nodes(cache: Cache) -> Ids:
     index = cache.blocks.index
     root = index.root()
     rows = index.rows(index.walk(root, np.array(PROMPT, np.int32).tobytes()))
-    index.let_go(root)
+    index.decref(root)
     return rows
 
 

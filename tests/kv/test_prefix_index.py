@@ -95,14 +95,14 @@ def test_a_node_ends_with_the_last_that_needs_it() -> None:
     tip = grow(index, index.root(), A)
     index.attach(0, index.rows([tip]), ids(5))
     index.attach(1, index.rows([tip]), ids(6))
-    index.let_go(tip)
+    index.decref(tip)
     root = index.root()
     assert index.walk(root, A) == [tip]
     index.detach(0, index.rows([tip]))
     assert index.walk(root, A) == [tip]
     index.detach(1, index.rows([tip]))
     assert index.walk(root, A) == []
-    index.let_go(root)
+    index.decref(root)
     assert len(index) == 0
     index.check()
 
@@ -114,7 +114,7 @@ def test_a_node_outlives_its_block_while_it_has_children() -> None:
     root = index.root()
     path = index.walk(root, A + B + C)
     index.attach(0, index.rows(path), ids(0, 1, 2))
-    index.let_go(tip)
+    index.decref(tip)
     index.detach(0, index.rows(path[:2]))
     assert index.walk(root, A + B + C) == path
     assert index.blocks[0][index.rows(path)].tolist() == [NO_BLOCK, NO_BLOCK, 2]
@@ -133,11 +133,11 @@ def test_ids_are_never_used_again() -> None:
         tip = grow(index, index.root(), data(turn, 0, 0, 0))
         assert tip not in seen
         seen.add(tip)
-        index.let_go(tip)
+        index.decref(tip)
         index.check()
     assert len({index.row(node) for node in seen}) == 1
     assert len(index) == 1
-    index.let_go(root)
+    index.decref(root)
 
 
 def test_a_key_with_a_dead_parent_matches_nothing() -> None:
@@ -145,8 +145,8 @@ def test_a_key_with_a_dead_parent_matches_nothing() -> None:
     root = index.root()
     old = grow(index, index.root(), A)
     child = grow(index, index.root(), A, B)
-    index.let_go(child)
-    index.let_go(old)
+    index.decref(child)
+    index.decref(old)
     new = grow(index, index.root(), C)  # on the row that A had, or B
     assert index.row(new) in (index.row(old), index.row(child))
     assert index.walk(root, C + B) == [new]
@@ -161,7 +161,7 @@ def test_a_row_that_is_used_again_has_nothing_of_the_node_before() -> None:
     tip = grow(index, index.root(), A)
     index.attach(0, index.rows([tip]), ids(3))
     before = index.block_hash(index.row(tip))
-    index.let_go(tip)
+    index.decref(tip)
     index.detach(0, index.rows([tip]))
     again = grow(index, index.root(), B)
     row = index.row(again)
@@ -169,7 +169,7 @@ def test_a_row_that_is_used_again_has_nothing_of_the_node_before() -> None:
     assert index.blocks[0][row] == NO_BLOCK
     assert index.tokens(row) == B
     assert index.block_hash(row) != before
-    index.let_go(root)
+    index.decref(root)
 
 
 def test_more_rows_than_there_was_room_for() -> None:
@@ -253,7 +253,7 @@ def test_nearest_child_shares_most(
     root = index.root()
     tips = [grow(index, index.root(), data(*child)) for child in children]
     for tip in tips[:num_gone]:
-        index.let_go(tip)
+        index.decref(tip)
     left = dict(zip(tips[num_gone:], children[num_gone:], strict=True))
     for block, length in wanted:
         prompt = block[:length]
@@ -329,7 +329,7 @@ def test_a_long_chain_needs_no_deep_recursion() -> None:
     index = PrefixIndex(1, SIZE)
     tip = grow(index, index.root(), *(data(i, 0, 0, 0) for i in range(5000)))
     assert len(index.block_hash(index.row(tip))) == 32
-    index.let_go(tip)
+    index.decref(tip)
     assert len(index) == 0
 
 
@@ -365,7 +365,7 @@ def test_events_say_what_is_found_and_what_no_longer() -> None:
     )
     assert index.events == [one, two, again]
     index.events.clear()
-    index.let_go(tip)
+    index.decref(tip)
     index.detach(0, index.rows(path[::-1]))
     removed = [BlockRemoved(block_hash=each, group_idx=0) for each in (second, first)]
     assert index.events == removed

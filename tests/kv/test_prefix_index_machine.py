@@ -96,14 +96,14 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 5))
     def fork(self, at: int) -> None:
         node, path = self.tips[at % len(self.tips)]
-        self.index.need(node)
+        self.index.incref(node)
         self.tips.append((node, path))
 
     @precondition(lambda self: self.tips)
     @rule(at=st.integers(0, 5))
     def end(self, at: int) -> None:
         node, _ = self.tips.pop(at % len(self.tips))
-        self.index.let_go(node)
+        self.index.decref(node)
 
     @rule(draw=st.data(), group=st.integers(0, 1))
     def attach(self, draw: st.DataObject, group: int) -> None:

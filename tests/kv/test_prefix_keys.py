@@ -54,7 +54,7 @@ def test_keys_do_not_run_into_each_other() -> None:
     for seq_id, keys in enumerate(tricky):
         assert cache.start(seq_id, span(0, 5), keys=keys) == 0
     index = cache.blocks.index
-    tips = [cache.blocks._cache.tip(row) for row in cache.blocks.tables.rows.values()]
+    tips = [cache.blocks._cache.tail(row) for row in cache.blocks.tables.rows.values()]
     assert len({index.block_hash(index.row(tip)) for tip in tips}) == len(tricky)
 
 

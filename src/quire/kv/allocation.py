@@ -1,7 +1,6 @@
-"""What accounting answers when it is asked for room: three types, each with the sum that proves it.
+"""The results of an allocation: three types, each with the numbers that prove it.
 
-A refusal has changed nothing. ``NotNow`` can be waited out; ``Never`` cannot, so the caller is told
-at once.
+A refusal has changed nothing. After ``NotNow`` the caller can wait; ``Never`` does not change.
 """
 
 from collections.abc import Sequence
@@ -19,22 +18,23 @@ from quire.units import format_bytes, format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """There is room; a caller that asked to take it has it."""
+    """There is room; a caller that asked for it has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotNow:
-    """No room at present: ``need_bytes > free_bytes - kept_bytes``. It fits once holders end.
+    """There is no room at present: ``need_bytes > free_bytes - kept_bytes``.
 
-    Where bytes are not what is lacking, ``option`` says what is: a window for one more sequence
-    (max_num_seqs), or mappings of addresses to pages (vm.max_map_count, of the system).
+    It fits once holders end. If bytes are not what is lacking, ``option`` says what is: a window
+    for one more sequence (max_num_seqs), or mappings of addresses to pages (vm.max_map_count, of
+    the system).
 
-    The asking sequence may be the only holder: where it must copy itself to grow, or lies scattered
+    The asking sequence may be the only holder: if it must copy itself to grow, or lies scattered
     over pages, it fits only if it ends too and begins again.
     """
 
     need_bytes: int  # by which the held bytes would rise
-    free_bytes: int  # that no sequence holds; what is only cached counts as free
+    free_bytes: int  # that no sequence holds; cached blocks count as free
     holders: tuple[int, ...]  # ids of the sequences that hold memory, the asking one included
     kept_bytes: int = 0  # of the free ones, set aside for others
     option: str = "kv_cache_memory_bytes"  # what to raise
@@ -55,10 +55,10 @@ class NotNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Never:
-    """No room for this even if all others ended: ``need_bytes > capacity_bytes``, or too long.
+    """There is no room even if all others ended: ``need_bytes > capacity_bytes``, or too long.
 
-    As a verdict on one step: behind a window, smaller steps may still go further, because what a
-    step adds is held at once.
+    It is the result of one step. Behind a window smaller steps may go further, because a sequence
+    holds at once what a step adds.
     """
 
     need_bytes: int
@@ -80,10 +80,9 @@ FITS = Fits()
 
 # -- the most on the way ---------------------------------------------------------------------------
 
-# The most that one sequence holds at once on its way to a length: what can ever fit.
-#
-# Under full attention that is what it holds at the end. Windows give back what they have passed,
-# so the peak is a matter of where blocks and window fall; it is found by walking, once a cache.
+# The most that one sequence holds at once on its way to a length decides what can ever fit. Under
+# full attention that is what it holds at the end. Windows release the blocks that they have passed,
+# so the peak depends on where blocks and window fall: each cache walks over all lengths once.
 
 
 def peak_bytes(
@@ -94,10 +93,10 @@ def peak_bytes(
     *,
     granule_units: Sequence[int] | None = None,
 ) -> Counts:
-    """i64[max_tokens + 1]: for each length, the most bytes held on the way, token by token.
+    """Compute, for each length, the most bytes held on the way, token by token.
 
-    A group is held in units (blocks, pages) of so many tokens and bytes. ``granule_units`` are
-    committed together.
+    A group is held in units (blocks, pages) of ``unit_tokens`` and ``unit_bytes``; a granule of
+    ``granule_units`` is committed as one. Returns: i64[max_tokens + 1].
     """
     held = np.zeros(max_tokens + 1, np.int64)
     begin = np.arange(max_tokens, dtype=np.int64)  # before each token
@@ -114,7 +113,7 @@ def peak_bytes(
 
 
 def verdict_on_length(num_tokens: int, peaks: Counts, capacity_bytes: int) -> Fits | Never:
-    """Whether a sequence could ever become so long, ``peaks`` being those of each length."""
+    """Tell whether a sequence can ever be ``num_tokens`` long; ``peaks``: bytes of each length."""
     longest = len(peaks) - 1
     if num_tokens <= longest and peaks[num_tokens] <= capacity_bytes:
         return FITS

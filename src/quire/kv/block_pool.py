@@ -1,9 +1,9 @@
-"""The pools of all groups under one budget of bytes, and what happens to their pages.
+"""The block pools of all groups under one budget of bytes, and what happens to their pages.
 
-Each group has blocks of its own size and its own address space; bytes go to whichever needs them.
-So no group's block is padded to another's, and none keeps memory that another could use. Room is
-made by evicting what is only cached, the least recently used of all groups first; bytes that stay
-in their group are handed on with their pages, without a word to the system.
+Each group has blocks of its own size and its own address space; all groups share the bytes. So no
+group's block is padded to another's, and no group keeps memory that another could use. The pools
+make room by evicting cached blocks, the least recently used of all groups first. Pages that stay
+in their group go from an evicted block to a new one without a system call.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from quire.units import ceil_div
 # unused page: pages are committed for a *granule* (the fewest blocks that fill whole pages) and
 # given back when all blocks of the granule are empty.
 #
-# Every verb takes a batch of ids and costs a few numpy operations whatever the size of the pool.
+# Every method takes a batch of ids and costs a few numpy operations at any size of the pool.
 
 
 # -- free list -------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ NO_NODE = -1
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks - 1. How many of them may be used at once, the coordinator decides."""
+    """Blocks 0 … num_blocks - 1. The coordinator decides how many may be used at once."""
 
     def __init__(
         self, num_blocks: int, evictable: EvictionPolicy, *, granule_blocks: int = 1
@@ -278,17 +278,17 @@ class BlockPool:
 
     @property
     def num_held_granules(self) -> int:
-        """Granules that would keep their pages if all that is only cached were evicted."""
+        """Granules that would keep their pages if all cached blocks were evicted."""
         return self.num_held if self.granule_blocks == 1 else self._num_held_granules
 
     # -- questions -------------------------------------------------------------------------------
 
     def held_granules_after(self, released: Ids, held: Ids, num_new: int) -> int:
-        """``num_held_granules`` if these lost and gained a holder, and new blocks were taken.
+        """Return ``num_held_granules`` after blocks lost and gained a holder, and new ones came.
 
-        A block may stand in ``released`` once for each holder that it loses; those in ``held`` are
-        distinct, and not in ``released``. With several blocks a granule this is the least: as long
-        as there is room, blocks are taken where nothing has to be evicted for them.
+        A block is in ``released`` (i64[n]) once for each holder that it loses; those in ``held``
+        (i64[m]) are distinct, and not in ``released``. With several blocks a granule this is the
+        least: while there is room, the pool takes blocks for which it evicts nothing.
         """
         lost = released
         if len(released):
@@ -309,13 +309,13 @@ class BlockPool:
         return num_granules + ceil_div(max(0, num_new - gaps), self.granule_blocks)
 
     def num_granules_for(self, count: int) -> int:
-        """Granules that would be opened to take so many empty blocks."""
+        """Count the granules that the pool would open to take ``count`` empty blocks."""
         return ceil_div(max(0, count - self._num_gaps), self.granule_blocks)
 
     def cached_granules(self) -> tuple[Ids, Times]:
-        """Granules with pages of which no block is held, the first to go first.
+        """List the granules with pages of which no block is held, in the order of eviction.
 
-        Returns: them, and when the last of its blocks to go was used last.
+        Returns: the granules (i64[n]), and when the last block of each was used (i32[n]).
         """
         blocks, times = self.evictable.order()
         if self.granule_blocks == 1:
@@ -332,9 +332,9 @@ class BlockPool:
     def take(self, count: int, after: Ids | int | None = None) -> tuple[Ids, Ids]:
         """Take empty blocks, one holder each. Returns: the blocks, and the granules to commit.
 
-        ``after``: of each, which block it should lie behind; see ``FreeList.take``. A number: all
-        of them behind this block, side by side; -1 for any place. If a granule has several blocks,
-        filling granules comes first and decides alone.
+        ``after`` (i64[count]): the block behind which each should lie; see ``FreeList.take``. A
+        number: all of them behind this block, side by side; -1 for any place. If a granule has
+        several blocks, the pool fills granules first and ignores ``after``.
         """
         if self.granule_blocks == 1:
             if after is None:
@@ -359,7 +359,7 @@ class BlockPool:
         return blocks, opened
 
     def hold(self, blocks: Ids) -> None:
-        """One more holder for each of these distinct blocks, which have content."""
+        """Count one more holder for each of these distinct blocks (i64[n]), which have content."""
         if not len(blocks):
             return
         refs = self.refs[blocks]
@@ -370,9 +370,10 @@ class BlockPool:
         self.refs[blocks] = refs + 1
 
     def release(self, blocks: Ids, now: int, priority: Priority) -> Ids:
-        """One holder less for each, deepest first. Returns: granules whose pages may go.
+        """Count one holder less for blocks (i64[n]), deepest first.
 
-        What the index knows stays, as cached; the rest is empty.
+        Blocks that the index knows stay cached; the others are empty. Returns: granules whose
+        pages may go (i64[m]).
         """
         # Asking for indices costs a third of asking whether there are any.
         known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
@@ -401,15 +402,15 @@ class BlockPool:
         return self.empty(blocks)
 
     def evict(self, count: int, *, alike: bool) -> tuple[Ids, Ids]:
-        """Choose cached blocks (as many, or all) and take them out of the cache.
+        """Choose ``count`` cached blocks, or all, and take them out of the cache.
 
-        Returns: them, and their nodes. The caller hands them to ``empty``.
+        Returns: the blocks and their nodes (i64[n] each). The caller hands the blocks to ``empty``.
         """
         blocks = self.evictable.evict(count, alike=alike)
         return blocks, self._out_of_cache(blocks)
 
     def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:
-        """Take what is in these, which are not held, out of the cache. Returns: as ``evict``."""
+        """Take all blocks of granules (i64[n]) that are not held out of the cache, as ``evict``."""
         blocks = granules
         if self.granule_blocks > 1:
             blocks, _ = self.evictable.order()
@@ -418,7 +419,10 @@ class BlockPool:
         return blocks, self._out_of_cache(blocks)
 
     def empty(self, blocks: Ids) -> Ids:
-        """Drop evicted blocks. Returns: granules whose pages may go; the last is opened first."""
+        """Drop evicted blocks (i64[n]). Returns: granules whose pages may go (i64[m]).
+
+        The last of them will be opened first.
+        """
         if self.granule_blocks == 1:
             self.closed.put(blocks)
             return blocks
@@ -436,7 +440,7 @@ class BlockPool:
         return closed
 
     def take_over(self, blocks: Ids) -> None:
-        """Hold cached blocks, which the index knows no more."""
+        """Hold cached blocks (i64[n]) that the index has forgotten."""
         self.nodes[blocks] = NO_NODE
         self.evictable.hold(blocks)
         self.evictable.drop(blocks)
@@ -444,7 +448,10 @@ class BlockPool:
         self._count_held(blocks, 1)
 
     def forget(self, blocks: Ids) -> Ids:
-        """The index knows these no more. Returns: granules whose pages may go."""
+        """Note that the index has forgotten blocks (i64[n]).
+
+        Returns: granules whose pages may go (i64[m]).
+        """
         self.nodes[blocks] = NO_NODE
         free = blocks[self.refs[blocks] == 0]
         self.evictable.hold(free)
@@ -452,6 +459,7 @@ class BlockPool:
         return self.empty(free)
 
     def check(self) -> None:
+        """Raise AssertionError if counts and lists contradict each other."""
         assert (self.refs >= 0).all(), "a reference count is negative"
         held = np.flatnonzero(self.refs)
         assert len(held) == self.num_held, "the held blocks are miscounted"
@@ -475,7 +483,7 @@ class BlockPool:
             assert sorted(self._gaps) == gaps.tolist(), "the gaps are not where they are noted"
 
     def _out_of_cache(self, blocks: Ids) -> Ids:
-        """These have left the cache. Returns: their nodes."""
+        """Note that blocks have left the cache. Returns: their nodes."""
         nodes = self.nodes[blocks].astype(np.intp)
         self.nodes[blocks] = NO_NODE
         return nodes
@@ -494,7 +502,7 @@ class BlockPool:
 
     def _take_gaps(self, count: int) -> Ids:
         found: list[int] = []
-        # Where a block is held the page stays anyway: those gaps first.
+        # A granule with a held block keeps its pages anyway: its gaps come first.
         for granule in sorted(reversed(self._gaps), key=lambda granule: not self._held_in[granule]):
             first = granule * self.granule_blocks
             inside = slice(first, first + self.granule_blocks)
@@ -511,14 +519,14 @@ class BlockPool:
 
 # -- the ceiling -----------------------------------------------------------------------------------
 
-# How much may be committed: what sequences can count on, and what there is for now.
+# How much may be committed: the capacity that sequences can count on, and what there is at present.
 
 
 @dataclass(slots=True)
 class Ceiling:
     """``now_bytes`` ≤ ``capacity_bytes``: below it only while the machine is short of memory.
 
-    What can ever fit is judged by the capacity, and what fits at present by the ceiling.
+    The capacity decides what can ever fit, the ceiling what fits at present.
     """
 
     capacity_bytes: int
@@ -528,7 +536,10 @@ class Ceiling:
         self.now_bytes = self.capacity_bytes
 
     def move(self, num_bytes: int, held_bytes: int, *, for_now: bool) -> int:
-        """Set the ceiling, or the capacity with it; where it is then, never below what is held."""
+        """Set the ceiling, or the capacity with it, but never below ``held_bytes``.
+
+        Returns: the ceiling in bytes.
+        """
         num_bytes = max(num_bytes, held_bytes)
         if not for_now:
             self.capacity_bytes = num_bytes
@@ -548,10 +559,10 @@ class PoolSize:
 
     block_bytes: int  # in all layers of the group
     num_blocks: int  # that can be used at once: a multiple of granule_blocks
-    spare_blocks: int = 0  # address space beyond that, in which neighbours find room: another one
+    spare_blocks: int = 0  # more address space, so that neighbours find room
     granule_blocks: int = 1  # the fewest blocks that fill whole pages
     slots: int = 1  # of one block, as changes count them: its tokens; 1 for a state
-    forgets: bool = False  # the group loses blocks while a sequence runs: windows, states
+    forgets: bool = False  # whether the group loses blocks while a sequence runs: windows, states
 
     @property
     def num_ids(self) -> int:
@@ -561,7 +572,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What a step does to a pool: the question that ``held_bytes_after`` answers."""
+    """What a step does to a pool; ``held_bytes_after`` tells what it costs."""
 
     released: Ids  # once for each holder that a block loses
     held: Ids  # distinct blocks that gain a holder, none of them among the released
@@ -569,7 +580,7 @@ class Moves:
 
 
 class Pools:
-    """Blocks of every group; ``changes`` is what storage has to be told, in order."""
+    """Blocks of every group; ``changes`` lists the operations for storage, in order."""
 
     def __init__(
         self,
@@ -586,7 +597,7 @@ class Pools:
         self._pools = [
             BlockPool(
                 size.num_ids,
-                # Where blocks go one by one, a prompt that comes back to them teaches nothing.
+                # A group that loses blocks one by one learns nothing from a prompt's return.
                 (lru if size.forgets else make_policy)(
                     size.num_blocks, partial(self._prints, n), size.spare_blocks
                 ),
@@ -612,7 +623,7 @@ class Pools:
 
     @property
     def held_bytes(self) -> int:
-        """What would stay committed if all that is only cached were evicted."""
+        """Bytes that would stay committed if all cached blocks were evicted."""
         total = 0
         for pool, size in zip(self._pools, self._granule_bytes, strict=True):
             total += pool.num_held_granules * size
@@ -625,18 +636,18 @@ class Pools:
         return sum(pool.num_cached * size.block_bytes for pool, size in sizes)
 
     def held_bytes_after(self, moves: Sequence[Moves]) -> int:
-        """``held_bytes`` after a step. It fits if that is within the ceiling."""
+        """Return ``held_bytes`` after a step. The step fits if that is within the ceiling."""
         total = 0
         for pool, move, size in zip(self._pools, moves, self._granule_bytes, strict=True):
             total += pool.held_granules_after(move.released, move.held, move.num_new) * size
         return total
 
     def evicts(self, num_new: Sequence[int]) -> bool:
-        """Whether taking so many blocks of each group needs what is only cached."""
+        """Tell whether taking ``num_new`` blocks of each group evicts cached ones."""
         return self._lacking_bytes(num_new) > 0
 
     def is_only_cached(self, group: int, block: Ids) -> bool:
-        """Whether this is a block, and no sequence holds it."""
+        """Tell whether ``block`` (i64[0] or i64[1]) is a block that no sequence holds."""
         return len(block) > 0 and not self._pools[group].refs[block[0]]
 
     # -- verbs -----------------------------------------------------------------------------------
@@ -644,10 +655,11 @@ class Pools:
     def allocate(
         self, num_new: Sequence[int], after: Sequence[Ids | int | None] | None = None
     ) -> list[Ids]:
-        """Take so many blocks of each group, one holder each, evicting as needed.
+        """Take ``num_new`` blocks of each group, one holder each, evicting as needed.
 
-        The caller knows that they fit, and may say which blocks they should lie behind, as
-        ``BlockPool.take`` has it. Granules that go from one block to another keep their pages.
+        The caller knows that they fit, and may say behind which blocks they should lie, as for
+        ``BlockPool.take``. Granules that go from one block to another keep their pages. Returns:
+        the blocks of each group (i64[num_new[group]]).
         """
         self._clock += sum(num_new)
         closed = self._make_room(num_new)
@@ -670,11 +682,11 @@ class Pools:
         return taken
 
     def hold(self, group: int, blocks: Ids) -> None:
-        """One more holder for each of these distinct blocks."""
+        """Count one more holder for each of these distinct blocks (i64[n])."""
         self._pools[group].hold(blocks)
 
     def release(self, group: int, blocks: Ids, priority: Priority = 0) -> None:
-        """One holder less for each, deepest first. What the index knows stays as cached."""
+        """Count one holder less for blocks (i64[n]), deepest first; known content stays cached."""
         if len(blocks):
             self._clock += 1
             while self._clock >= _LATEST:
@@ -685,27 +697,27 @@ class Pools:
             self._note(Release, group, granules)
 
     def copy(self, group: int, sources: Ids, targets: Ids, num_slots: Sequence[int]) -> None:
-        """The first slots of some blocks are to be copied into others."""
+        """Note a copy of the first ``num_slots[i]`` slots of block ``sources[i]`` (i64[n])."""
         size = self.sizes[group].slots
         pairs = zip(sources.tolist(), targets.tolist(), num_slots, strict=True)
         self.changes.extend(Copy(group, a * size, b * size, n) for a, b, n in pairs if n)
 
     def forget(self, group: int, blocks: Ids) -> None:
-        """The index is to know these blocks no more, held or not."""
+        """Take blocks (i64[n]), held or not, out of the index."""
         if len(blocks):
             pool = self._pools[group]
             self._index.detach(group, pool.nodes[blocks].astype(np.intp))
             self._note(Release, group, pool.forget(blocks))
 
     def take_over(self, group: int, blocks: Ids) -> None:
-        """Hold cached blocks alone: the index is to know them no more, their content stays."""
+        """Hold cached blocks (i64[n]) alone: the index forgets them, their content stays."""
         self._index.detach(group, self._pools[group].nodes[blocks].astype(np.intp))
         self._pools[group].take_over(blocks)
 
     def evict(self, num_bytes: int) -> None:
         """Evict until at most ``num_bytes`` are committed, or a block of each page is held.
 
-        Pages go whole: what is cached beside a block that is held is evicted for nothing.
+        Pages go whole: evicting a cached block beside a held one would free nothing.
         """
         excess = self.committed_bytes - num_bytes
         if excess <= 0:
@@ -722,6 +734,7 @@ class Pools:
             self._note(Release, group, self._dropped(group, *evicted))
 
     def check(self) -> None:
+        """Raise AssertionError if pools and index contradict each other."""
         for group, pool in enumerate(self._pools):
             pool.check()
             known = np.flatnonzero(pool.nodes >= 0)
@@ -739,9 +752,9 @@ class Pools:
         return lacking
 
     def _make_room(self, num_new: Sequence[int]) -> dict[int, Ids]:
-        """Evict until so many blocks can be taken. Returns: the granules of each group that closed.
+        """Evict until ``num_new`` blocks can be taken. Returns: each group's closed granules.
 
-        At worst all that is only cached goes; what is then open is held, as the plan counted.
+        At worst all cached blocks go; then every open granule is held, as the plan counted.
         """
         closed: dict[int, list[Ids]] = {}
         while (lacking := self._lacking_bytes(num_new)) > 0:
@@ -754,7 +767,7 @@ class Pools:
         }
 
     def _stalest(self) -> int | None:
-        """The group whose next victim was used longest ago."""
+        """Return the group whose next victim was used longest ago; None if nothing is cached."""
         best: tuple[int, int] | None = None
         for group, pool in enumerate(self._pools):
             if pool.num_cached:
@@ -765,7 +778,7 @@ class Pools:
         return None if best is None else best[1]
 
     def _evict(self, group: int, num_bytes: int) -> Ids:
-        """Evict about so many bytes, in one go as far as the order of all groups allows.
+        """Evict about ``num_bytes``, at once as far as the order of all groups allows.
 
         Returns: granules whose pages may go.
         """
@@ -774,13 +787,13 @@ class Pools:
         return self._dropped(group, *evicted)
 
     def _dropped(self, group: int, blocks: Ids, nodes: Ids) -> Ids:
-        """What has left the cache is to be found no more. Returns: granules whose pages may go."""
+        """Take evicted blocks out of the index. Returns: granules whose pages may go."""
         self._index.detach(group, nodes)
         self.num_evicted_blocks += len(blocks)
         return self._pools[group].empty(blocks)
 
     def _prints(self, group: int, blocks: Ids) -> Prints:
-        """Fingerprints of the prefixes that end in these blocks."""
+        """Return the fingerprints of the prefixes that end in these blocks."""
         prints: Prints = self._index.prints[self._pools[group].nodes[blocks]]
         return prints
 

@@ -1,8 +1,8 @@
-"""What a step does to the tables: the question before the act.
+"""Plan what a step does to the block tables, without changing them.
 
-A step takes sequences from ``begin`` tokens to room for ``end``. In each group, windows pass what
-the first new token cannot read, a shared block that is about to be written is copied, and tables
-grow. Nothing is changed here; the coordinator asks whether it fits, and then carries it out.
+A step takes sequences from ``begin`` tokens to room for ``end``. In each group, windows pass the
+blocks that the first new token cannot read, a shared block that the step writes is copied, and
+tables grow. The coordinator asks whether the plan fits, and then carries it out.
 """
 
 from dataclasses import dataclass
@@ -35,13 +35,13 @@ class GroupStep:
 
     starts: Counts  # of the rows' tables afterwards
     ends: Counts
-    passed: Places  # left behind by a window
-    passed_blocks: Ids  # … what lies there
-    copied: Places  # shared, and about to be written
+    passed: Places  # that a window leaves behind
+    passed_blocks: Ids  # … and the blocks there
+    copied: Places  # whose blocks are shared, and written in the step
     copied_blocks: Ids
-    copied_slots: list[int]  # of each, how many hold something
+    copied_slots: list[int]  # of each, how many hold tokens
     rewritten: Ids  # blocks that are written in place, and that the index must forget
-    grown: Places  # get a new block
+    grown: Places  # that get a new block
 
     @property
     def num_new(self) -> int:
@@ -53,16 +53,17 @@ class GroupStep:
         return np.concatenate([self.passed_blocks, self.copied_blocks])
 
     def changed_rows(self) -> list[int]:
-        """Rows whose tables list other blocks afterwards."""
+        """List the rows whose tables have other blocks afterwards."""
         rows: list[int] = []
         for changed, _ in (self.passed, self.copied, self.grown):
             rows += changed.tolist()
         return rows
 
     def after(self, table: npt.NDArray[np.int32]) -> Ids | None:
-        """Which block each new one should lie behind: the one before it, or a copy's source.
+        """Return the block behind which each new one should lie, i64[num_new], or None for any.
 
-        The table has a column more than there are blocks: what is before the first one is PASSED.
+        It is the one before it in the table ([rows, columns]), or a copy's source. The table has a
+        column more than there are blocks: before the first one it says PASSED.
         """
         if not len(self.grown[0]):
             return None
@@ -72,14 +73,14 @@ class GroupStep:
         return after
 
     def moves(self) -> Moves:
-        """What becomes of the pool's blocks."""
+        """Return what the step does to the pool's blocks."""
         return Moves(released=self._released(), held=NO_IDS, num_new=self.num_new)
 
 
 def first_columns(group: Group, block_size: int, start: Start, begin: int, end: int) -> range:
-    """Columns that get a new block when a sequence begins at token ``begin``, to room for ``end``.
+    """Return the columns that get a new block when a sequence begins with ``start``.
 
-    What it takes over is its ``start``.
+    It computes from token ``begin`` on and gets room for ``end`` tokens.
     """
     first = start.first + len(start.blocks)
     if isinstance(group.spec, KeptWhole):
@@ -97,10 +98,10 @@ def group_step(
     tokens: tuple[Counts, Counts],
     columns: tuple[Counts, Counts],
 ) -> GroupStep:
-    """The step of these distinct rows of one group's table.
+    """Plan the step of distinct rows (i64[S]) of one group's table (i32[rows, columns]).
 
-    ``tokens``: of each, those at the beginning and those to have room for; ``columns``: where its
-    blocks begin and end.
+    ``tokens``: for each row, how many it has and how many it gets room for (i64[S] each);
+    ``columns``: where its blocks begin and end (i64[S] each).
     """
     (begin, end), (starts, ends) = tokens, columns
     if isinstance(group.spec, KeptWhole):
@@ -144,9 +145,10 @@ def _step_of_whole(
     end: Counts,
     ends: Counts,
 ) -> GroupStep:
-    """A state is one block, and one more for each token that may be undone, at any length.
+    """Plan a step of states or sources, which have a fixed number of blocks.
 
-    A source is one block too, but no step writes it again: it stays shared.
+    A state is one block, and one more for each token that may be undone. A source is one block
+    that no step writes again: it stays shared.
     """
     new_ends = np.maximum(ends, (end > 0) * spec.num_places)
     written = spans(rows, np.zeros_like(ends), ends)
@@ -169,14 +171,17 @@ def _step_of_whole(
 def _writes(
     table: npt.NDArray[np.int32], pool: BlockPool, written: Places, passed_blocks: Ids
 ) -> tuple[Ids, Ids, Ids]:
-    """Of the places that are about to be written: which are shared and must be copied first (by
-    index), what lies there, and what the index must forget, since only its writer holds it."""
+    """Sort the places that the step writes.
+
+    Returns: the indices of places whose blocks are shared and must be copied first, those blocks,
+    and blocks that only their writer holds, which the index must forget.
+    """
     blocks = table[written].astype(np.intp)
     known = pool.nodes[blocks] != NO_NODE
     shared = pool.refs[blocks] > 1
     if not np.count_nonzero(shared):
         return NO_IDS, NO_IDS, blocks[known.nonzero()[0]]
-    # Where all holders write, or pass it, in one step, the last writer writes in place.
+    # If all holders write or pass a block in one step, the last writer writes in place.
     for block in np.unique(blocks[shared]).tolist():
         writers = (blocks == block).nonzero()[0]
         if len(writers) + (passed_blocks == block).sum() == pool.refs[block]:
@@ -185,7 +190,7 @@ def _writes(
 
 
 def check_trim(tables: BlockTables, number: int, group: Group, row: int, num_tokens: int) -> None:
-    """Raises: ValueError if the group has given back what it would read again."""
+    """Raise ValueError if the group has released blocks that the shorter sequence would read."""
     if isinstance(group.spec, CrossAttention):
         return
     if isinstance(group.spec, RecurrentState):
@@ -200,9 +205,9 @@ def check_trim(tables: BlockTables, number: int, group: Group, row: int, num_tok
 
 
 def check_window(group: Group, first_held: int, num_tokens: int) -> None:
-    """Refuse to go back to where a window would use places that have been given back.
+    """Raise ValueError if a window would read places that have been released.
 
-    Raises: ValueError. Undoing the last extension is always possible: see ``Accounting.trim``.
+    Undoing the last extension is always possible: see ``Accounting.trim``.
     """
     first = group.live_start(num_tokens)
     if first < first_held:

@@ -1,4 +1,4 @@
-"""Several sequences in one step: their tokens side by side, and room for each of them."""
+"""Pack several sequences into one step: their tokens lie side by side."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,10 @@ from quire.kv.interface import Slots
 
 
 def packed_positions(starts: Sequence[int], stops: Sequence[int]) -> tuple[Slots, Slots]:
-    """Of tokens [starts[i], stops[i]), one i after the other: each one's i, and its position."""
+    """Return each token's sequence i and position, for tokens [starts[i], stops[i]) in order.
+
+    Shapes: i64[T] each.
+    """
     first = np.array(starts, np.int64)
     counts = np.array(stops, np.int64) - first
     owners = np.arange(len(counts))
@@ -21,9 +24,10 @@ def packed_positions(starts: Sequence[int], stops: Sequence[int]) -> tuple[Slots
 def packed_ranges(
     first_slots: Iterable[int], starts: Sequence[int], stops: Sequence[int]
 ) -> tuple[Slots, Slots]:
-    """What ``Accounting.packed`` gives where each sequence has one range, from that slot on.
+    """Return what ``Accounting.packed`` does, for sequences of one range each.
 
-    The first slot is -1 for a sequence that holds nothing.
+    ``first_slots``: where each range begins; -1 for a sequence that holds nothing. Returns: first
+    slots i64[S, 1] and slots i64[T].
     """
     first = np.fromiter(first_slots, np.int64)
     owners, positions = packed_positions(starts, stops)

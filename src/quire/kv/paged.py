@@ -179,7 +179,7 @@ class BlockCoordinator:
             if verdict is FITS:
                 self._carry_out(rows, steps)
         else:
-            hit = hit or no_hit(num_tokens, "", self._cache.tip(row))
+            hit = hit or no_hit(num_tokens, "", self._cache.tail(row))
             verdict = self._begin(row, hit, hit.num_tokens + external_tokens, end, kept_bytes)
         if verdict is FITS:
             self.tables.num_tokens[row] = max(num_tokens, held)
@@ -238,7 +238,7 @@ class BlockCoordinator:
         """
         row = self.tables.rows[seq_id]
         if not self.caching:
-            return no_hit(len(token_ids), "strategy", self._cache.tip(row))
+            return no_hit(len(token_ids), "strategy", self._cache.tail(row))
         return self._cache.match(row, token_ids, max(0, len(token_ids) - 1))
 
     def next_block(
@@ -384,7 +384,7 @@ class BlockCoordinator:
         for number, start in enumerate(starts):
             blocks, columns = start.blocks, grown[number]
             self.tables.starts[number, row] = start.first if len(blocks) else columns.start
-            self.tables.sound[number, row] = start.sound
+            self.tables.shareable_from[number, row] = start.shareable_from
             self.pools.hold(number, blocks)
             if taken[number]:
                 self.pools.take_over(number, start.source)

@@ -1,8 +1,8 @@
-"""What the sequences' blocks contain, and who may use it again.
+"""The prefix cache knows what the sequences' blocks contain, and finds it for new sequences.
 
-Sequences report the token ids that they have computed. When a block is full, it is entered into the
-prefix index: under a new node, or, if another sequence has filled the same block before, that one's
-block is adopted and the own copy given back. A new sequence asks for the longest prefix it can use.
+Sequences report the token ids that they have computed. A full block is entered into the prefix
+index under a new node. If another sequence has filled the same block before, the sequence takes
+that block over and releases its own copy. A new sequence asks for the longest prefix it can use.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,16 @@ from quire.units import ceil_div
 
 # -- prefix matches --------------------------------------------------------------------------------
 
-# The longest prefix that every group still has, and why it is not longer.
-#
 # A hit of n tokens needs, in each group, the blocks of the tokens that token n reads there: all of
 # them under full attention, the last few behind a window, the one state of a recurrent layer.
 
 
 Shortfall = Literal[
-    "",  # none: it is as long as it may be
-    "unknown",  # what follows has not been computed, or is long gone
-    "salt",  # nothing is cached under this salt
-    "evicted",  # a block of full attention is gone
-    "window",  # a window's blocks there are gone, while what follows may be cached
+    "",  # the hit is as long as it may be
+    "unknown",  # the index does not know what follows
+    "salt",  # the index knows nothing under this salt
+    "evicted",  # a block of full attention was evicted
+    "window",  # a window's blocks there were evicted, while later ones may be cached
     "state",  # no recurrent state was kept at a later block's end
     "strategy",  # this strategy, or this cache as configured, shares nothing
 ]
@@ -40,34 +38,35 @@ Shortfall = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The beginning of a prompt that need not be computed. It holds nothing: use it at once."""
+    """The beginning of a prompt that is cached. It holds no blocks: use it at once."""
 
     num_tokens: int
-    limit: int  # tokens that it could be at most: all but the last
+    limit: int  # tokens: the longest that it may be, all but the prompt's last one
     shortfall: Shortfall
-    rows: Ids  # of the nodes that the tokens lie in; the last one may be used in part
-    tip: int = -1  # the node of the last whole block, or the root
+    rows: Ids  # of the nodes that hold the tokens; the last one may be used in part
+    tail: int = -1  # the node of the last whole block, or the root
 
 
-def no_hit(num_prompt_tokens: int, shortfall: Shortfall, tip: int = -1) -> PrefixHit:
+def no_hit(num_prompt_tokens: int, shortfall: Shortfall, tail: int = -1) -> PrefixHit:
+    """Make a hit of no tokens."""
     return PrefixHit(
         num_tokens=0,
         limit=max(0, num_prompt_tokens - 1),
         shortfall=shortfall,
         rows=NO_IDS,
-        tip=tip,
+        tail=tail,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a sequence takes over from a hit in one group."""
+    """The blocks that a sequence takes over from a hit in one group."""
 
-    first: int  # column of the first block; a window has passed those before
+    first: int  # column of the first block; a window has passed the earlier ones
     blocks: Ids  # whole blocks, to be held
-    source: Ids  # none, or the block whose first slots are to be copied: it is used in part
-    num_slots: int  # … so many
-    sound: int = 0  # columns from here on will be written whole, so that others may read them
+    source: Ids  # none, or the block of which only the first slots are used: they are copied
+    num_slots: int  # … how many
+    shareable_from: int = 0  # the first column that the sequence will write whole
 
 
 NOTHING = Start(first=0, blocks=NO_IDS, source=NO_IDS, num_slots=0)
@@ -76,28 +75,31 @@ NOTHING = Start(first=0, blocks=NO_IDS, source=NO_IDS, num_slots=0)
 def start_of(
     index: PrefixIndex, number: int, group: Group, block_size: int, hit: PrefixHit, begin: int
 ) -> Start:
-    """``begin``: the first token that the sequence will compute, at or after the end of the hit."""
+    """Find what a sequence takes over from a hit in one group.
+
+    ``begin``: the first token that the sequence will compute, at or after the end of the hit.
+    """
     if not begin:
         return NOTHING
     column = index.blocks[number][hit.rows].astype(np.intp)
     if isinstance(group.spec, KeptWhole):
-        # A state is used up by the next token, so the sequence works on a copy; a state that is
-        # brought from outside is a later one.
+        # The next token overwrites a state, so the sequence works on a copy. A state that the
+        # caller brings is a later one.
         source = column[-1:] if begin == hit.num_tokens else column[:0]
         return Start(first=0, blocks=column[:0], source=source, num_slots=1)
     num_whole, num_slots = divmod(hit.num_tokens, block_size)
     first = group.live_start(begin) // block_size
     source = column[num_whole:] if first <= num_whole else column[:0]
-    there = source[source != NO_BLOCK]  # a window may have lost what no token here will read
-    sound = num_whole + 1 if len(there) < len(source) else 0
+    there = source[source != NO_BLOCK]  # a window may have lost what no token will read
+    shareable_from = num_whole + 1 if len(there) < len(source) else 0
     if group.live_start(begin) > max(hit.num_tokens, first * block_size):
-        sound = first + 1  # what comes from outside begins in the middle of this block
+        shareable_from = first + 1  # the caller's tokens begin in the middle of this block
     return Start(
         first=min(first, num_whole),
         blocks=column[first:num_whole],
         source=there,
         num_slots=num_slots,
-        sound=sound,
+        shareable_from=shareable_from,
     )
 
 
@@ -111,10 +113,10 @@ def longest_hit(
     rest: bytes,
     limit: int,
 ) -> PrefixHit:
-    """The longest hit along ``nodes``; ``rest``: what follows them of the prompt's token ids.
+    """Find the longest hit along ``nodes``; ``rest``: the prompt's token ids that follow them.
 
-    Whole blocks, and the first tokens of one more: of the next on the path where ``limit`` cuts it,
-    else of the child that begins most alike.
+    A hit has whole blocks, and the first tokens of one more: of the next on the path if ``limit``
+    cuts it, else of the child that shares most tokens with the prompt.
     """
     known, near = len(nodes) * block_size, None
     if rest and known < limit:
@@ -128,7 +130,7 @@ def longest_hit(
             limit=limit,
             shortfall="unknown" if limit else "",
             rows=NO_IDS,
-            tip=root,
+            tail=root,
         )
     rows = index.rows(nodes if near is None else [*nodes, near[0]])
     fits, lacking = _fits(index, groups, block_size, rows, longest)
@@ -145,15 +147,17 @@ def longest_hit(
         limit=limit,
         shortfall=shortfall,
         rows=rows[: ceil_div(num_tokens, block_size)],
-        tip=nodes[num_blocks - 1] if num_blocks else root,
+        tail=nodes[num_blocks - 1] if num_blocks else root,
     )
 
 
 def _fits(
     index: PrefixIndex, groups: Sequence[Group], block_size: int, rows: Ids, longest: int
 ) -> tuple[Ids, int | None]:
-    """For each number of whole blocks from 0 on: would a hit of it do; and a group for which
-    ``longest`` itself would not, if there is one."""
+    """Tell for each number of whole blocks, from 0 on, whether every group has such a hit.
+
+    Returns: that (bool[num_blocks + 1]), and a group that lacks a hit of ``longest``, or None.
+    """
     num_blocks = longest // block_size
     boundaries = np.arange(num_blocks + 1)
     fits = np.ones(num_blocks + 1, bool)
@@ -162,7 +166,7 @@ def _fits(
         has = index.blocks[number][rows] != NO_BLOCK
         if has.all() and not (isinstance(group.spec, KeptWhole) and longest % block_size):
             continue
-        # The number of the last block before each boundary that is missing; -1 for none.
+        # The last missing block before each boundary; -1 for none.
         missing = np.where(has, -1, np.arange(len(rows)))
         last_missing = np.concatenate([[-1], np.maximum.accumulate(missing)])
         fits &= last_missing[boundaries] < group.live_start(boundaries * block_size) // block_size
@@ -187,73 +191,79 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class PrefixCache:
-    """By row of ``tables``: the node that a sequence's computed tokens end in, and its keys."""
+    """For each row of ``tables``: the node of the sequence's last full block, and its keys."""
 
     def __init__(
         self, groups: tuple[Group, ...], index: PrefixIndex, pools: Pools, tables: BlockTables
     ) -> None:
         self._groups, self._index, self._pools, self._tables = groups, index, pools, tables
         self._size = tables.block_size
-        # A recurrent state changes with each token; what is kept of it are copies (``keep_state``).
+        # A recurrent state changes with each token: the cache holds copies (``keep_state``).
         self._in_blocks = [
             number for number, group in enumerate(groups) if not isinstance(group.spec, KeptWhole)
         ]
         self._in_states = [n for n in range(len(groups)) if n not in self._in_blocks]
-        self._tips: dict[int, int] = {}
+        self._tail_nodes: dict[int, int] = {}
         self._extras: dict[int, tuple[Extra, ...]] = {}
 
     # -- sequences -------------------------------------------------------------------------------
 
     def add(self, row: int, keys: PrefixKeys) -> None:
-        self._tips[row] = self._index.root(keys.of_root())
+        """Begin a sequence, which has computed nothing."""
+        self._tail_nodes[row] = self._index.root(keys.of_root())
         self._extras[row] = keys.of_blocks(self._size)
 
-    def tip(self, row: int) -> int:
-        """The node that a sequence's computed tokens end in."""
-        return self._tips[row]
+    def tail(self, row: int) -> int:
+        """Return the node of a sequence's last full block, or its root."""
+        return self._tail_nodes[row]
 
     def fork(self, source: int, target: int) -> None:
-        self._index.need(self._tips[source])
-        self._tips[target], self._extras[target] = self._tips[source], self._extras[source]
+        """Begin a sequence as a copy of another."""
+        self._index.incref(self._tail_nodes[source])
+        self._tail_nodes[target], self._extras[target] = (
+            self._tail_nodes[source],
+            self._extras[source],
+        )
 
     def remove(self, row: int) -> None:
-        self._index.let_go(self._tips.pop(row))
+        """End a sequence; its blocks can still be found."""
+        self._index.decref(self._tail_nodes.pop(row))
         del self._extras[row]
 
     def forget(self, row: int) -> None:
-        """What is entered up to a sequence's last full block is to be found no more."""
-        path = np.array(self._index.path(self._index.row(self._tips[row])), np.intp)
+        """Take a sequence's blocks out of the index, from its first to its last full one."""
+        path = np.array(self._index.path(self._index.row(self._tail_nodes[row])), np.intp)
         for number, blocks in enumerate(self._index.blocks):
             there = blocks[path]
             self._pools.forget(number, there[there != NO_BLOCK].astype(np.intp))
 
     def trim(self, row: int, num_tokens: int) -> None:
-        """The sequence has computed no more than ``num_tokens``."""
+        """Take a sequence back to its first ``num_tokens`` tokens."""
         before = int(self._tables.num_computed[row])
         if num_tokens >= before:
             return
-        tip, size = self._tips[row], self._size
+        tail, size = self._tail_nodes[row], self._size
         back = before // size - num_tokens // size
         if back:
-            old = tip
+            old = tail
             for _ in range(back):
-                tokens = self._index.tokens(self._index.row(tip))
-                tip = self._index.parent(tip)
-            self._tables.tails[row] = np.frombuffer(tokens, np.int32)
-            self._index.need(tip)
-            self._index.let_go(old)
-            self._tips[row] = tip
+                tokens = self._index.tokens(self._index.row(tail))
+                tail = self._index.parent(tail)
+            self._tables.last_token_ids[row] = np.frombuffer(tokens, np.int32)
+            self._index.incref(tail)
+            self._index.decref(old)
+            self._tail_nodes[row] = tail
 
     # -- asking ----------------------------------------------------------------------------------
 
     def match(
         self, row: int, token_ids: TokenIds, limit: int, *, in_part: bool = True
     ) -> PrefixHit:
-        """The longest prefix of these token ids, up to ``limit``, for a sequence without any.
+        """Find the longest prefix of token ids (i32[n]), up to ``limit``, for an empty sequence.
 
-        ``in_part``: the first tokens of a block will do too.
+        ``in_part``: the last block may be used in part.
         """
-        root, extras = self._tips[row], self._extras[row]
+        root, extras = self._tail_nodes[row], self._extras[row]
         data = token_ids.tobytes()
         nodes = self._index.walk(root, data, extras)
         rest = b""
@@ -277,34 +287,34 @@ class PrefixCache:
     def next_block(
         self, row: int, token_ids: Sequence[int], hit: PrefixHit | None
     ) -> tuple[BlockKey, int] | None:
-        """What the block will be found by that the next of these token ids fill, and its end."""
+        """Return the key of the block that the next token ids fill, and the token it ends at."""
         computed = int(self._tables.num_computed[row]) if hit is None else hit.num_tokens
         column = computed // self._size
         end = (column + 1) * self._size
         if len(token_ids) < end:
             return None
-        tip, extras = self._tips[row] if hit is None else hit.tip, self._extras[row]
+        tail, extras = self._tail_nodes[row] if hit is None else hit.tail, self._extras[row]
         tokens = np.array(token_ids[end - self._size : end], np.int32).tobytes()
         if column < len(extras) and extras[column]:
-            return (tip, tokens, extras[column]), end
-        return (tip, tokens), end
+            return (tail, tokens, extras[column]), end
+        return (tail, tokens), end
 
     def adopt(self, row: int, hit: PrefixHit) -> None:
-        """The sequence begins with this prefix. Its blocks are held by now."""
-        self._index.need(hit.tip)
-        self._index.let_go(self._tips[row])
-        self._tips[row] = hit.tip
+        """Begin a sequence with this prefix, whose blocks it holds."""
+        self._index.incref(hit.tail)
+        self._index.decref(self._tail_nodes[row])
+        self._tail_nodes[row] = hit.tail
         self._tables.num_computed[row] = hit.num_tokens
         if hit.num_tokens % self._size:
             tokens = self._index.tokens(int(hit.rows[-1]))
-            self._tables.tails[row] = np.frombuffer(tokens, np.int32)
+            self._tables.last_token_ids[row] = np.frombuffer(tokens, np.int32)
 
     def lacking_states(self, row: int) -> tuple[int, list[int]]:
-        """The node that a sequence's full blocks end in, and the groups that keep no state there.
+        """Return a sequence's tail node, and the groups that keep no state there.
 
-        None of them, if its tokens end elsewhere than at the end of a block.
+        There are none if the sequence's tokens do not end at the end of a block.
         """
-        node = self._index.row(self._tips[row])
+        node = self._index.row(self._tail_nodes[row])
         computed = int(self._tables.num_computed[row])
         if not computed or computed % self._size:
             return node, []
@@ -313,24 +323,29 @@ class PrefixCache:
     # -- telling ---------------------------------------------------------------------------------
 
     def mark_computed(self, rows: Ids, counts: Sequence[int] | None, token_ids: TokenIds) -> None:
-        """The next tokens of these rows are computed: ``counts[i]`` of them, or one of each."""
+        """Note that the next tokens of rows (i64[S]) are computed, and enter the full blocks.
+
+        ``counts[i]`` tokens of row i, or one of each; ``token_ids``: all of them, packed (i32[T]).
+        """
         tables, size = self._tables, self._size
         computed = tables.num_computed[rows]
         offsets = computed % size
         if counts is None:
-            tables.tails[rows, offsets] = token_ids
+            tables.last_token_ids[rows, offsets] = token_ids
             tables.num_computed[rows] += 1
             full = (offsets == size - 1).nonzero()[0]
             if len(full):
                 columns = (computed[full] // size).tolist()
                 of_each = zip(rows[full].tolist(), columns, strict=True)
-                self._enter([(row, at, tables.tails[row].tobytes()) for row, at in of_each])
+                self._enter(
+                    [(row, at, tables.last_token_ids[row].tobytes()) for row, at in of_each]
+                )
             return
         sizes = np.asarray(counts, np.int64)
         stops = sizes.cumsum()
-        # Most are single tokens that fill nothing.
+        # Most are single tokens that fill no block.
         single = (sizes == 1) & (offsets < size - 1)
-        tables.tails[rows[single], offsets[single]] = token_ids[stops[single] - 1]
+        tables.last_token_ids[rows[single], offsets[single]] = token_ids[stops[single] - 1]
         tables.num_computed[rows] = computed + sizes
         several = (~single).nonzero()[0]
         entered: list[tuple[int, int, bytes]] = []
@@ -344,24 +359,26 @@ class PrefixCache:
         ):
             tokens = token_ids[stop - count : stop]
             if offset + count < size:
-                tables.tails[row, offset : offset + count] = tokens
+                tables.last_token_ids[row, offset : offset + count] = tokens
                 continue
-            new = np.concatenate([tables.tails[row, :offset], tokens]) if offset else tokens
+            new = (
+                np.concatenate([tables.last_token_ids[row, :offset], tokens]) if offset else tokens
+            )
             end = len(new) // size * size
-            tables.tails[row, : len(new) - end] = new[end:]
+            tables.last_token_ids[row, : len(new) - end] = new[end:]
             entered.append((row, before // size, new[:end].tobytes()))
         if entered:
             self._enter(entered)
 
     def _enter(self, filled: list[tuple[int, int, bytes]]) -> None:
-        """Enter full blocks: of a row, from a column on, what they contain."""
+        """Enter full blocks: (row, first column, the token ids of the blocks) each."""
         rows: list[int] = []
         columns: list[int] = []
         entered: list[int] = []
         known: list[tuple[int, int, int]] = []  # row, column, node
         for row, first, data in filled:
             nodes, num_known = self._descend(row, first, data)
-            self._tips[row] = nodes[-1]
+            self._tail_nodes[row] = nodes[-1]
             known += ((row, first + at, nodes[at]) for at in range(num_known))
             rows += [row] * (len(nodes) - num_known)
             columns += range(first + num_known, first + len(nodes))
@@ -372,43 +389,44 @@ class PrefixCache:
             self._share(row, column, self._index.row(node))
 
     def _descend(self, row: int, column: int, data: bytes) -> tuple[list[int], int]:
-        """The nodes of a row's next blocks, and how many of them were known before."""
-        tip, extras, length = self._tips[row], self._extras[row], self._index.block_bytes
+        """Return the nodes of a row's next blocks, and how many of them were known before."""
+        tail, extras, length = self._tail_nodes[row], self._extras[row], self._index.block_bytes
         if column >= len(extras):
-            return self._index.descend(tip, data)
+            return self._index.descend(tail, data)
         nodes, num_known = list[int](), 0
         for at, start in enumerate(range(0, len(data), length), column):
             extra = extras[at] if at < len(extras) else ()
-            tip, is_new = self._index.advance(tip, data[start : start + length], extra)
-            nodes.append(tip)
+            tail, is_new = self._index.advance(tail, data[start : start + length], extra)
+            nodes.append(tail)
             num_known += not is_new
         return nodes, num_known
 
     def _attach(self, table_rows: Ids, columns: Ids, entered: Ids) -> None:
-        """New nodes hold the blocks that their sequences filled."""
+        """Give new nodes the blocks that their sequences filled."""
         for number in self._in_blocks:
             blocks = self._tables.ids[number][table_rows, columns].astype(np.intp)
-            # A window may have passed some, or never have needed what they begin with.
-            there = (blocks != NO_BLOCK) & (columns >= self._tables.sound[number, table_rows])
+            # A window may have passed some, and others may not be written whole.
+            first = self._tables.shareable_from[number, table_rows]
+            there = (blocks != NO_BLOCK) & (columns >= first)
             if np.count_nonzero(there) < len(blocks):
                 self.attach(number, entered[there], blocks[there])
             else:
                 self.attach(number, entered, blocks)
 
     def attach(self, number: int, nodes: Ids, blocks: Ids) -> None:
-        """These nodes, which hold none in the group, hold these blocks."""
+        """Give nodes (i64[n]) that hold no block in the group these blocks (i64[n])."""
         self._index.attach(number, nodes, blocks)
         self._pools[number].nodes[blocks] = nodes
 
     def _share(self, row: int, column: int, node: int) -> None:
-        """A block that was filled before: one of the two is enough, if it may be."""
+        """Let a row use the node's block instead of its own, which holds the same."""
         for number in self._in_blocks:
             table = self._tables.ids[number]
             own, theirs = int(table[row, column]), int(self._index.blocks[number][node])
             if own in (theirs, NO_BLOCK):
                 continue
             if theirs == NO_BLOCK:
-                if column < self._tables.sound[number, row]:
+                if column < self._tables.shareable_from[number, row]:
                     continue
                 self.attach(number, np.array([node]), np.array([own]))
             elif self._tables.may_swap(number, row, column, theirs):

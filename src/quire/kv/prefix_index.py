@@ -1,12 +1,12 @@
-"""What is cached, found by what it is: (parent node, token ids, extra keys) → node → blocks.
+"""The prefix index finds cached blocks by content: (parent node, token ids, extra keys) → blocks.
 
 A node stands for one full block of tokens after all those of its ancestors, and holds at most one
 block in each group. It is found by equality of the token ids themselves: no hash is trusted. A
-node's id is never used again, so a key that names a parent that is gone can match nothing.
+node's id is never used again, so a key with a removed parent matches nothing.
 
-A node lives as long as something needs it: a block in some group, a child, or a sequence that ends
-in it. So it outlives its blocks while it has children; in groups that forget (windows, states) the
-early blocks go first, and what follows is still found.
+A node lives as long as something refers to it: a block in some group, a child, or a sequence that
+ends in it. So it outlives its blocks while it has children: groups with windows or states lose the
+early blocks first, and the index still finds what follows them.
 
 Source: SGLang's radix cache compares token ids too; the chained SHA-256 is as vLLM's block hash.
 """
@@ -26,14 +26,13 @@ from quire.kv.eviction_queue import Ids
 
 # -- events ----------------------------------------------------------------------------------------
 
-# What the prefix index learned and lost, in order: enough to rebuild it elsewhere.
-#
-# The fields are those of vLLM's KV-cache events, one block an event.
+# The prefix index notes each block that it gains or loses, in order, so that a reader can rebuild
+# the index elsewhere. The fields are those of vLLM's KV-cache events, one block an event.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """A block can be found from now on."""
+    """The index finds this block from now on."""
 
     block_hash: bytes  # chained SHA-256: over the parent's, the extra keys and the token ids
     parent_block_hash: bytes | None  # None for a sequence's first block
@@ -44,7 +43,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
-    """A block can be found no longer."""
+    """The index no longer finds this block."""
 
     block_hash: bytes
     group_idx: int
@@ -52,7 +51,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllBlocksCleared:
-    """Nothing can be found any more."""
+    """The index has lost all its blocks."""
 
 
 BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -75,7 +74,7 @@ TOKEN_BYTES = 4  # token ids are keyed as int32
 
 
 class PrefixIndex:
-    """The nodes. A node's id is its row, and above that how many nodes there were before it."""
+    """A forest of nodes. A node's id is its row and, in the upper bits, its serial number."""
 
     def __init__(self, num_groups: int, block_size: int, *, keep_events: bool = False) -> None:
         self.events: list[BlockEvent] = []  # in order, if kept; the reader clears the list
@@ -88,7 +87,7 @@ class PrefixIndex:
             np.full(_FIRST_ROOM, NO_BLOCK, np.int32) for _ in range(num_groups)
         ]  # of each group
         self.prints: Prints = np.zeros(_FIRST_ROOM, np.uint32)  # of the prefix: a hint, no proof
-        self._needs = np.zeros(_FIRST_ROOM, np.int32)  # children, sequences that end here, blocks
+        self._ref_counts = np.zeros(_FIRST_ROOM, np.int32)  # by children, sequences, blocks
         self._only_child = np.full(_FIRST_ROOM, _NO_CHILD, np.int32)  # its row
         self._keys: list[BlockKey | None] = []
         self._free_rows: list[int] = []
@@ -103,13 +102,13 @@ class PrefixIndex:
     # -- finding ---------------------------------------------------------------------------------
 
     def root(self, extra: Extra = ()) -> int:
-        """The node before the first token. The caller needs it until ``let_go``."""
+        """Return the node before the first token, and count a reference of the caller to it."""
         node = self._child((_NO_PARENT, b"", extra))
-        self._need[node & _ROW] += 1
+        self._refs[node & _ROW] += 1
         return node
 
     def walk(self, root: int, data: bytes, extras: Sequence[Extra] = ()) -> list[int]:
-        """The known nodes along whole blocks of token ids, as far as they go."""
+        """Find the known nodes along whole blocks of token ids (int32 bytes), as far as they go."""
         get, size = self._ids.get, self.block_bytes
         node: int | None = root
         found: list[int] = []
@@ -127,41 +126,45 @@ class PrefixIndex:
         return found
 
     def nearest_child(self, node: int, data: bytes) -> tuple[int, int] | None:
-        """The child that shares most token ids with ``data``: (its id, how many), or None."""
+        """Find the child that shares most token ids with ``data``: (its id, how many), or None."""
         row = node & _ROW
         only = self._child_at[row]
         if only == _NO_CHILD:
             return None
         children = self._families[row] if only == _MANY else [self._key(only)[1]]
         at = bisect_left(children, data)
-        # Of sorted strings, the ones beside it share most.
+        # Among sorted strings, the neighbours share most.
         near = [(_common_tokens(data, other), other) for other in children[max(at - 1, 0) : at + 1]]
         num_tokens, tokens = max(near)
         return (self._ids[node, tokens], num_tokens) if num_tokens else None
 
     def is_bare(self, node: int) -> bool:
-        """Whether it has no child that begins with token ids alone."""
+        """Tell whether the node has no child that begins with token ids alone."""
         return self._child_at[node & _ROW] == _NO_CHILD
 
     def rows(self, nodes: Iterable[int]) -> Ids:
+        """Return the rows of nodes: i64[len(nodes)]."""
         return np.fromiter(nodes, np.int64) & _ROW
 
     def row(self, node: int) -> int:
+        """Return a node's row."""
         return node & _ROW
 
     def tokens(self, row: int) -> bytes:
-        """A node's token ids, as int32 bytes."""
+        """Return a node's token ids, as int32 bytes."""
         return self._key(row)[1]
 
     def extra(self, row: int) -> Extra:
+        """Return a node's extra keys."""
         key = self._key(row)
         return key[2] if len(key) == 3 else ()
 
     def parent(self, node: int) -> int:
+        """Return the id of a node's parent."""
         return self._key(node & _ROW)[0]
 
     def path(self, row: int) -> list[int]:
-        """Rows from the first block down to this one; the root is not among them."""
+        """List the rows from the first block down to this one, without the root's."""
         path = []
         parent = self._key(row)[0]
         while parent != _NO_PARENT:
@@ -172,50 +175,50 @@ class PrefixIndex:
 
     # -- growing ---------------------------------------------------------------------------------
 
-    def advance(self, tip: int, tokens: bytes, extra: Extra = ()) -> tuple[int, bool]:
-        """A sequence that ends in ``tip`` has filled one more block. Returns: node, is it new."""
-        key: BlockKey = (tip, tokens, extra) if extra else (tip, tokens)
+    def advance(self, tail: int, tokens: bytes, extra: Extra = ()) -> tuple[int, bool]:
+        """Follow a sequence from ``tail`` to its next block. Returns: the node, whether it is new."""
+        key: BlockKey = (tail, tokens, extra) if extra else (tail, tokens)
         node = self._ids.get(key)
         if node is not None:
-            self._need[node & _ROW] += 1
-            self._need[tip & _ROW] -= 1  # it has this child, so it stays
+            self._refs[node & _ROW] += 1
+            self._refs[tail & _ROW] -= 1  # it has this child, so it stays
             return node, False
         node = self._child(key)
-        # The tip loses the sequence and gains the child.
-        self._need[node & _ROW] = 1
+        # The tail loses the sequence and gains the child.
+        self._refs[node & _ROW] = 1
         if not extra:
-            self._add_to_family(tip & _ROW, node & _ROW, tokens)
+            self._add_to_family(tail & _ROW, node & _ROW, tokens)
         return node, True
 
-    def descend(self, tip: int, data: bytes) -> tuple[list[int], int]:
-        """``advance`` along whole blocks of token ids. Returns: the nodes, how many were known.
+    def descend(self, tail: int, data: bytes) -> tuple[list[int], int]:
+        """Advance along whole blocks of token ids. Returns: the nodes, how many were known.
 
-        What follows a new node is new too, so the rest is made in one go.
+        What follows a new node is new too, so ``_chain`` makes the rest at once.
         """
         size = self.block_bytes
-        if (tip, data[:size]) not in self._ids:  # as mostly with a single block
+        if (tail, data[:size]) not in self._ids:  # as mostly with a single block
             pieces = [data[at : at + size] for at in range(0, len(data), size)]
-            return self._chain(tip, pieces), 0
-        nodes = self.walk(tip, data)
+            return self._chain(tail, pieces), 0
+        nodes = self.walk(tail, data)
         num_known = len(nodes)
         if num_known:
-            self._need[nodes[-1] & _ROW] += 1
-            self._need[tip & _ROW] -= 1
-            tip = nodes[-1]
+            self._refs[nodes[-1] & _ROW] += 1
+            self._refs[tail & _ROW] -= 1
+            tail = nodes[-1]
         if num_known * size < len(data):
             pieces = [data[at : at + size] for at in range(num_known * size, len(data), size)]
-            nodes += self._chain(tip, pieces)
+            nodes += self._chain(tail, pieces)
         return nodes, num_known
 
-    def _chain(self, tip: int, pieces: list[bytes]) -> list[int]:
-        """New nodes, each the only child of the one before it; a sequence ends in the last."""
+    def _chain(self, tail: int, pieces: list[bytes]) -> list[int]:
+        """Make nodes, each the only child of the one before it; a sequence ends in the last."""
         while len(self._keys) + len(pieces) > len(self.prints):
             self._double()
         keys, ids, free_rows = self._keys, self._ids, self._free_rows
-        prints, needs, children = self._print, self._need, self._child_at
+        prints, refs, children = self._print, self._refs, self._child_at
         nodes: list[int] = []
-        above, above_row, serial = prints[tip & _ROW], _NO_CHILD, self._num_created
-        parent = tip
+        above, above_row, serial = prints[tail & _ROW], _NO_CHILD, self._num_created
+        parent = tail
         for tokens in pieces:
             key = (parent, tokens)
             if free_rows:
@@ -229,11 +232,11 @@ class PrefixIndex:
             parent = ids[key] = serial << _ROW_BITS | row
             serial += 1
             above = prints[row] = crc32(tokens, above)
-            needs[row] = 1
+            refs[row] = 1
             above_row = row
             nodes.append(parent)
         self._num_created = serial
-        self._add_to_family(tip & _ROW, nodes[0] & _ROW, pieces[0])
+        self._add_to_family(tail & _ROW, nodes[0] & _ROW, pieces[0])
         return nodes
 
     def _child(self, key: BlockKey) -> int:
@@ -258,52 +261,52 @@ class PrefixIndex:
     def _view(self) -> None:
         """Single elements are read and written faster through these."""
         self._print = memoryview(self.prints)  # type: ignore[arg-type]
-        self._need = memoryview(self._needs)  # type: ignore[arg-type]
+        self._refs = memoryview(self._ref_counts)  # type: ignore[arg-type]
         self._child_at = memoryview(self._only_child)  # type: ignore[arg-type]
 
     def _double(self) -> None:
         self.blocks = [_doubled(blocks, NO_BLOCK) for blocks in self.blocks]
         self.prints = _doubled(self.prints, 0)
-        self._needs = _doubled(self._needs, 0)
+        self._ref_counts = _doubled(self._ref_counts, 0)
         self._only_child = _doubled(self._only_child, _NO_CHILD)
         self._view()
 
-    def need(self, node: int) -> None:
-        """One more sequence ends here."""
-        self._need[node & _ROW] += 1
+    def incref(self, node: int) -> None:
+        """Count one more sequence that ends in this node."""
+        self._refs[node & _ROW] += 1
 
     def attach(self, group: int, rows: Ids, blocks: Ids) -> None:
-        """These nodes, which have none in the group, now hold these blocks."""
+        """Give nodes that hold no block in the group one each: rows i64[n], blocks i64[n]."""
         self.blocks[group][rows] = blocks
-        self._needs[rows] += 1
+        self._ref_counts[rows] += 1
         if self._keep_events:
             self.events += [self._stored(group, row) for row in rows.tolist()]
 
     # -- shrinking -------------------------------------------------------------------------------
 
     def detach(self, group: int, rows: Ids) -> None:
-        """These nodes hold no block in the group any more."""
+        """Take their block in the group from these nodes: rows i64[n]."""
         self.blocks[group][rows] = NO_BLOCK
         if self._keep_events:
             hashes = [self.block_hash(row) for row in rows.tolist()]
             self.events += [BlockRemoved(block_hash=each, group_idx=group) for each in hashes]
-        left = self._needs[rows] - 1
-        self._needs[rows] = left
+        left = self._ref_counts[rows] - 1
+        self._ref_counts[rows] = left
         for row in rows[left == 0].tolist():
             self._remove(row)
 
-    def let_go(self, node: int) -> None:
-        """A sequence ends here no longer."""
+    def decref(self, node: int) -> None:
+        """Count one sequence less that ends in this node; without references it goes."""
         row = node & _ROW
-        self._need[row] -= 1
-        if not self._need[row]:
+        self._refs[row] -= 1
+        if not self._refs[row]:
             self._remove(row)
 
     def _remove(self, row: int) -> None:
-        """Nothing needs a node; nor, perhaps, its ancestors, once it is gone."""
+        """Remove a node without references, and each ancestor that then has none."""
         keys, ids, free_rows = self._keys, self._ids, self._free_rows
-        needs, children = self._need, self._child_at
-        while not needs[row]:
+        refs, children = self._refs, self._child_at
+        while not refs[row]:
             key = keys[row]
             assert key is not None, f"row {row} holds no node"
             del ids[key]
@@ -319,19 +322,19 @@ class PrefixIndex:
                     self._take_from_family(row, key)
                 else:
                     children[row] = _NO_CHILD
-            needs[row] -= 1
+            refs[row] -= 1
 
     def note_cleared(self) -> None:
-        """Everything has been detached at once, which readers of events may want to know."""
+        """Note for the readers of events that all blocks were detached at once."""
         if self._keep_events:
             self.events.append(AllBlocksCleared())
 
     # -- for the outside -------------------------------------------------------------------------
 
     def block_hash(self, row: int) -> bytes:
-        """The chained SHA-256 over all token ids and extra keys up to this node.
+        """Return the chained SHA-256 over all token ids and extra keys up to this node.
 
-        Events and outside stores name blocks by it. It is computed once a node.
+        Events and outside stores name blocks by it. Each node's is computed once.
         """
         missing = []
         while row not in self._hashes:
@@ -362,27 +365,22 @@ class PrefixIndex:
         )
 
     def check(self) -> None:
-        needs = [0] * len(self._keys)
+        """Raise AssertionError if keys, rows or reference counts contradict each other."""
+        refs = [0] * len(self._keys)
         for key, node in self._ids.items():
             row = node & _ROW
             assert self._keys[row] == key, "a node's key is not where it is found"
             if key[0] != _NO_PARENT:
                 assert self._ids.get(self._key(key[0] & _ROW)) == key[0], "a node without a parent"
-                needs[key[0] & _ROW] += 1
+                refs[key[0] & _ROW] += 1
             for blocks in self.blocks:
-                needs[row] += int(blocks[row] != NO_BLOCK)
+                refs[row] += int(blocks[row] != NO_BLOCK)
         rows = {node & _ROW for node in self._ids.values()}
         assert rows.isdisjoint(self._free_rows), "a row is both used and free"
         assert len(rows) + len(self._free_rows) == len(self._keys), "a row is lost"
         for row in rows:
-            assert self._needs[row] >= needs[row], "a node counts too few needs"
-            assert self._needs[row] > 0, "a node that nothing needs"
-
-    def num_sequences(self, row: int) -> int:
-        """How many sequences end in this node, by what else needs it (for checks)."""
-        children = sum(1 for key in self._ids if key[0] & _ROW == row and key[0] != _NO_PARENT)
-        held = sum(int(blocks[row] != NO_BLOCK) for blocks in self.blocks)
-        return int(self._needs[row]) - children - held
+            assert self._ref_counts[row] >= refs[row], "a node counts too few references"
+            assert self._ref_counts[row] > 0, "a node that nothing refers to"
 
     def _key(self, row: int) -> BlockKey:
         key = self._keys[row]
@@ -400,7 +398,7 @@ class PrefixIndex:
             self._child_at[row] = _MANY
 
     def _take_from_family(self, row: int, key: BlockKey) -> None:
-        """One of several children is gone."""
+        """Take one of several children out."""
         family = self._families[row]
         del family[bisect_left(family, key[1])]
         if len(family) == 1:
@@ -409,7 +407,7 @@ class PrefixIndex:
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:
-    """How many token ids two strings of them begin with alike."""
+    """Count the token ids with which both strings begin."""
     if one[:TOKEN_BYTES] != other[:TOKEN_BYTES]:
         return 0
     length = min(len(one), len(other)) // TOKEN_BYTES * TOKEN_BYTES
@@ -424,14 +422,13 @@ def _doubled(array: npt.NDArray[_Number], fill: int) -> npt.NDArray[_Number]:
 
 # -- prefix keys -----------------------------------------------------------------------------------
 
-# What tells prefixes apart besides their token ids: a tenant's salt, an adapter, images.
-#
-# Each is tagged, so that an adapter's name can never be taken for a salt.
+# Besides token ids, a tenant's salt, an adapter and images tell prefixes apart. Each key is tagged,
+# so that an adapter's name never equals a salt.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Content that stands behind placeholder tokens [start, start + num_tokens)."""
+    """The content behind placeholder tokens [start, start + num_tokens)."""
 
     content_id: str  # a hash of the content
     start: int
@@ -447,12 +444,12 @@ class PrefixKeys:
     images: tuple[Image, ...] = ()
 
     def of_root(self) -> Extra:
-        """What holds for every block."""
+        """Return the keys that hold for every block."""
         tagged = (("salt", self.salt), ("lora", self.lora))
         return tuple(pair for pair in tagged if pair[1])
 
     def of_blocks(self, block_size: int) -> tuple[Extra, ...]:
-        """What holds for single blocks: which images reach into each, and where they begin."""
+        """Return the keys of single blocks: the images in each, and where they begin."""
         extras: dict[int, Extra] = {}
         for image in sorted(self.images, key=lambda image: image.start):
             stop = image.start + image.num_tokens

@@ -1,4 +1,4 @@
-"""What accounting asks of storage, in order: pages to commit, show, copy and release.
+"""The operations that accounting asks of storage, in order: commit, map, copy and release pages.
 
 Slots are counted per group: slot s is the place of one token in each layer of the group. A
 recurrent group has one slot a block, which is a whole state.
@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give the pages of slots [start, stop) of a group back. No window shows them any more."""
+    """Release the pages of slots [start, stop) of a group, which no window shows any more."""
 
     group: int
     start: int
