@@ -1,17 +1,17 @@
-"""How many tokens make whole pages, in the two layouts. Accounting and storage compute from here.
+"""Compute how many tokens fill whole pages in the two layouts, for accounting and storage.
 
 Ranges are head-major, ``[K, slots, D]`` then ``[K, slots, Dv]``: one head's keys lie side by side,
-which is how attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: one block is one
-piece of memory. Where such a block is no whole pages, as a latent's or with scales, those of all
-the group's layers lie side by side in a row that is.
+as attention reads them. Blocks are ``[N, K, {keys, values}, B, D]``: one block is one piece of
+memory. If such a block does not fill whole pages, as a latent's or one with scales, the blocks of
+all the group's layers lie side by side in a row that does.
 
-Blocks that are seen through windows, and ranges on large pages, have their layers in stacks
+Blocks that sequences see through windows, and ranges on large pages, have their layers in stacks
 (``stacking``): a block is one piece there, and tokens are equally far apart.
 
-A recurrent state has one slot, whatever the strategy: a row of whole pages with the states of all
-the group's layers side by side. So has a source, whose keys and values are kept as such states are.
+A recurrent state has one slot in every strategy: a row of whole pages with the states of all the
+group's layers side by side. So has a source, whose keys and values are kept as states are.
 
-Scales come last: of ranges ``[slots, K, {key, value}]``, since head by head a page of them would
+Scales come last: of ranges ``[slots, K, {key, value}]``, since head by head a page of scales would
 cover a thousand tokens; of blocks ``[{keys, values}, B]`` behind each head's values.
 """
 
@@ -27,20 +27,20 @@ from quire.units import align_up, ceil_div
 
 # -- stacking --------------------------------------------------------------------------------------
 
-# Which layers lie together, so that a few tokens fill a page.
+# Layers that lie together fill a page with fewer tokens.
 #
-# A *stack* is some layers of a group; all that a token has in them is one piece of memory,
-# ``[layers, K, {key, value}, D]`` (scales last), and tokens are equally far apart. On pages of 2
-# MiB one layer's entries of 512 tokens of Qwen3-4B fill one; those of four layers, of 128. So
-# short sequences waste less, and a layer's entries lie farther apart.
+# A *stack* is some layers of a group; a token's entries in them are one piece of memory,
+# ``[layers, K, {key, value}, D]`` (scales last), and tokens are equally far apart. With Qwen3-4B a
+# page of 2 MiB holds 512 tokens of one layer, or 128 of four. So short sequences waste less, and a
+# layer's entries lie farther apart.
 #
-# ``auto`` takes about four layers, as many as make tokens fill pages exactly, and leaves a little
-# empty where none do.
+# ``auto`` takes about four layers, as many as make tokens fill pages exactly. If no number does,
+# it leaves a little space empty.
 #
 # Source: vAttention (tensor slicing)
 
 
-# None: not together; ranges are head-major then, and what is seen through windows one stack.
+# None: ranges are head-major, and blocks seen through windows have all layers in one stack.
 LayersPerPage: TypeAlias = int | Literal["auto"] | None
 
 _ABOUT = 4  # layers: to be measured, see docs/decisions/0039-memory-of-the-engine-on-a-gpu.md
@@ -58,26 +58,26 @@ class Stacking:
 
     @property
     def slot_bytes(self) -> int:
-        """What a token takes in all the group's layers."""
+        """Bytes of a token in all the group's layers."""
         return self.num_stacks * self.token_bytes
 
     def page_tokens(self, page_bytes: int) -> int:
-        """The fewest tokens that fill whole pages."""
+        """Return the fewest tokens that fill whole pages."""
         return lcm(self.token_bytes, page_bytes) // self.token_bytes
 
     def stacks(self, group: Group) -> list[tuple[int, ...]]:
-        """The group's layers, stack by stack."""
+        """List the group's layers, stack by stack."""
         each, layers = self.num_layers, group.layers
         return [layers[first : first + each] for first in range(0, len(layers), each)]
 
 
 def suited_to(page_bytes: int) -> LayersPerPage:
-    """Which layers should lie together: of a GPU's pages, one head's entries would fill none."""
+    """Choose the layers per page: on a GPU's large pages one head's entries would fill none."""
     return "auto" if page_bytes >= _LARGE_PAGE_BYTES else None
 
 
 def stacking(group: Group, page_bytes: int, layers_per_page: LayersPerPage) -> Stacking:
-    """Of a group that has tokens; None: all its layers in one stack."""
+    """Compute the stacking of a group that has tokens; None: all its layers in one stack."""
     if layers_per_page == "auto":
         return _suited(group, page_bytes)
     return _of(group, min(layers_per_page or group.num_layers, group.num_layers))
@@ -86,7 +86,7 @@ def stacking(group: Group, page_bytes: int, layers_per_page: LayersPerPage) -> S
 def stacking_of_ranges(
     group: Group, page_bytes: int, layers_per_page: LayersPerPage
 ) -> Stacking | None:
-    """The same for ranges, which None lays out head by head instead. A state is no stack."""
+    """Compute the stacking of ranges; None for head-major ranges, and for states."""
     if layers_per_page is None or isinstance(group.spec, KeptWhole):
         return None
     return stacking(group, page_bytes, layers_per_page)
@@ -95,7 +95,7 @@ def stacking_of_ranges(
 def apart(
     groups: Iterable[Group], page_bytes: int, layers_per_page: LayersPerPage
 ) -> list[tuple[Group, Stacking | None]]:
-    """Groups of layers that can be moved without others: each layer by itself, or each stack."""
+    """Split groups into the parts that storage can move one by one: layers, or stacks."""
     found: list[tuple[Group, Stacking | None]] = []
     for group in groups:
         whole = stacking_of_ranges(group, page_bytes, layers_per_page)
@@ -138,9 +138,9 @@ def _layer_bytes(group: Group) -> int:
 def stacked_block_size(
     groups: Iterable[Group], block_size: int, page_bytes: int, layers_per_page: LayersPerPage
 ) -> int:
-    """The fewest tokens, ``block_size`` or a multiple of it, that fill whole pages in every stack.
+    """Return the smallest multiple of ``block_size`` that fills whole pages in every stack.
 
-    Raises: ConfigError where the scales of a token would lie across their own size.
+    Raises: ConfigError if the scales of a token would not be aligned.
     """
     steps = [block_size]
     for group in groups:
@@ -156,17 +156,17 @@ def stacked_block_size(
 
 
 def states_last(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """The groups, those of tokens first, else in their order."""
+    """Sort the groups: those with tokens first, then states."""
     return tuple(sorted(groups, key=lambda group: isinstance(group.spec, KeptWhole)))
 
 
 def attention_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Those that have tokens."""
+    """Return the groups that have tokens."""
     return tuple(group for group in groups if not isinstance(group.spec, KeptWhole))
 
 
 def state_offsets(spec: KeptWhole) -> tuple[list[int], int]:
-    """Where each tensor of a layer's state begins, and how long the whole is: bytes."""
+    """Return where each tensor of a layer's state begins, and the size of all, in bytes."""
     offsets, end = [], 0
     for state in spec.states:
         offsets.append(align_up(end, dtype_bytes(state.dtype)))
@@ -175,7 +175,7 @@ def state_offsets(spec: KeptWhole) -> tuple[list[int], int]:
 
 
 def slot_bytes(group: Group, page_bytes: int, layers_per_page: LayersPerPage = None) -> int:
-    """Bytes of a slot in all the group's layers: of a token, or of a whole state or source.
+    """Return the bytes of a slot in all the group's layers: a token, or a whole state or source.
 
     ``layers_per_page``: of ranges.
     """
@@ -188,13 +188,13 @@ def slot_bytes(group: Group, page_bytes: int, layers_per_page: LayersPerPage = N
 
 
 def attention_spec(group: Group) -> AttentionSpec:
-    """The group's spec, known to be one that has tokens."""
+    """Return the spec of a group that has tokens."""
     assert not isinstance(group.spec, KeptWhole), "its tokens have no slots"
     return group.spec
 
 
 def range_rows(spec: AttentionSpec) -> list[tuple[int, int]]:
-    """What a slot has in ranges: (pieces, bytes of each) among the keys, the values, the scales."""
+    """Return (pieces, bytes of each) of a slot's keys, values and scales in ranges."""
     rows = [(heads, width * dtype_bytes(spec.dtype)) for heads, width in spec.entry_shapes]
     if scale := scale_bytes(spec.dtype):
         rows.append((1, scale * sum(heads for heads, _ in spec.entry_shapes)))
@@ -202,7 +202,7 @@ def range_rows(spec: AttentionSpec) -> list[tuple[int, int]]:
 
 
 def page_tokens(group: Group, page_bytes: int, layers_per_page: LayersPerPage = None) -> int:
-    """The fewest slots of a range whose rows fill whole pages wherever they lie."""
+    """Return the fewest slots of a range whose rows fill whole pages wherever they lie."""
     if (stacked := stacking_of_ranges(group, page_bytes, layers_per_page)) is not None:
         return stacked.page_tokens(page_bytes)
     if isinstance(group.spec, KeptWhole):
@@ -214,7 +214,7 @@ def page_tokens(group: Group, page_bytes: int, layers_per_page: LayersPerPage = 
 def range_slots(
     group: Group, max_tokens: int, page_bytes: int, layers_per_page: LayersPerPage = None
 ) -> int:
-    """Slots of the longest range; a state has one."""
+    """Return the slots of the longest range; a state has one."""
     if isinstance(group.spec, KeptWhole):
         return 1
     return align_up(max_tokens, page_tokens(group, page_bytes, layers_per_page))
@@ -223,15 +223,15 @@ def range_slots(
 def common_page_tokens(
     groups: Iterable[Group], page_bytes: int, layers_per_page: LayersPerPage = None
 ) -> int:
-    """``page_tokens`` that suits every group, for ranges that are equal in all of them."""
+    """Return the fewest slots that fill whole pages in every group."""
     return lcm(*(page_tokens(group, page_bytes, layers_per_page) for group in groups))
 
 
 def row_bytes(group: Group, block_size: int, page_bytes: int) -> int | None:
-    """Bytes of a block in all the group's layers, if they lie side by side in a row of whole pages.
+    """Return the bytes of a row: a block's entries of all layers, side by side on whole pages.
 
-    None if they do not: a block of one layer is whole pages, or a row would be more than a
-    sixteenth larger than what it holds.
+    None if there are no rows: a block of one layer fills whole pages, or a row would be more than
+    a sixteenth larger than its entries.
     """
     block = attention_spec(group).block_bytes(block_size)
     held = group.num_layers * block
@@ -240,9 +240,9 @@ def row_bytes(group: Group, block_size: int, page_bytes: int) -> int | None:
 
 
 def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
-    """The fewest blocks that fill whole pages, in each layer or in a row.
+    """Return the fewest blocks that fill whole pages, in each layer or in a row.
 
-    Raises: ConfigError where the scales of a block would lie across their own size.
+    Raises: ConfigError if the scales of a block would not be aligned.
     """
     spec = attention_spec(group)
     scale, width = scale_bytes(spec.dtype), sum(width for _, width in spec.entry_shapes)
@@ -261,9 +261,9 @@ def granule_blocks(group: Group, block_size: int, page_bytes: int) -> int:
 def whole_bytes(
     group: Group, num_tokens: int, num_sequences: int, block_size: int, page_bytes: int
 ) -> int:
-    """What blocks for so many tokens take, or states for so many sequences, in whole granules.
+    """Return the bytes of blocks for ``num_tokens``, or of states for ``num_sequences``.
 
-    ``num_tokens``: each sequence's last block counted in full.
+    They are whole granules. ``num_tokens`` counts each sequence's last block in full.
     """
     if isinstance(group.spec, KeptWhole):
         return num_sequences * slot_bytes(group, page_bytes)

@@ -1,8 +1,8 @@
-"""What each cell of a group's memory is at one moment: held, shared, cached, empty, or spare.
+"""Take a census of a group's memory: each cell is held, shared, cached, empty or spare.
 
-A *cell* is the smallest piece that is of one kind: a block where there are blocks, a state where
-there are states, and of a range so many tokens that no page ends within them. Only cells that have
-pages are listed, so that a census costs what is committed, however much address space there is.
+A *cell* is the smallest piece of one kind: a block, a state, or as many tokens of a range as leave
+no page's end within them. A census lists only cells with pages, so its cost depends on what is
+committed, not on the address space.
 """
 
 from collections.abc import Iterable
@@ -20,18 +20,18 @@ from quire.spec import Group, KeptWhole
 
 # -- what can be read ------------------------------------------------------------------------------
 
-# What of the held blocks can still be read: the tokens that memory is for.
+# The tokens of held blocks that a sequence can still read.
 
 
 _Counts = npt.NDArray[np.int64]
 
 
 def used_tokens(tables: BlockTables, number: int, group: Group, num_held: int) -> int:
-    """Tokens of a group that some holder can still read, each counted once.
+    """Count the tokens of a group that a holder can still read, each once.
 
     ``num_held``: distinct blocks that the group's tables hold.
     """
-    # Rows without a sequence are all zero: to add them too costs less than to leave them out.
+    # Rows without a sequence are all zero: adding them costs less than leaving them out.
     if tables.ends[number].sum() - tables.starts[number].sum() == num_held:  # nothing is shared
         num_tokens = tables.num_tokens
         return int((num_tokens - group.live_start(num_tokens)).sum())
@@ -42,16 +42,16 @@ def used_tokens(tables: BlockTables, number: int, group: Group, num_held: int) -
 def contents(
     tables: BlockTables, number: int, group: Group, refs: npt.NDArray[np.int32]
 ) -> tuple[_Counts, _Counts]:
-    """Of each block, the tokens that some holder can still read, and the first to come of those.
+    """Return, for each block, the tokens that a holder can still read, and its first holder.
 
     A state counts as one token. A block without holders has the holder -1. ``refs``: how many
-    hold each.
+    sequences hold each block.
 
     Shapes: refs i32[N] → i64[N], i64[N].
     """
     fills, holders = np.zeros(len(refs), np.int64), np.full(len(refs), -1, np.int64)
     blocks, owners, low, high = _readable(tables, number, group)
-    holders[blocks[::-1]] = owners[::-1]  # of an id that is there twice, the last one stays
+    holders[blocks[::-1]] = owners[::-1]  # numpy keeps the last value of an id that occurs twice
     if isinstance(group.spec, KeptWhole):
         fills[blocks] = 1
         return fills, holders
@@ -65,7 +65,7 @@ def contents(
 def _readable(
     tables: BlockTables, number: int, group: Group
 ) -> tuple[_Counts, _Counts, _Counts, _Counts]:
-    """Each entry of the tables: its block, its sequence, and which tokens [low, high) it can read.
+    """Return each table entry's block, its sequence, and the tokens [low, high) that it reads.
 
     Sequences are in the order of their ids.
     """
@@ -81,7 +81,7 @@ def _readable(
 
 
 def _joined_lengths(blocks: _Counts, low: _Counts, high: _Counts) -> _Counts:
-    """What each interval adds to those before it on the same block; their sum is their union."""
+    """Return what each interval adds to the earlier ones on its block; the sum is the union."""
     order = np.lexsort((low, blocks))
     blocks, begins, ends = blocks[order], low[order], high[order]
     # Each block on a stretch of its own, so that one running maximum serves all of them.
@@ -101,13 +101,13 @@ NO_HOLDER = -1
 
 
 class CellState(IntEnum):
-    """What a cell with pages is. One that is not listed has none: it is an address."""
+    """The kinds of cells with pages."""
 
-    EMPTY = 0  # no sequence's, and without content
-    CACHED = 1  # no sequence's, and found by prompts that begin alike
-    SPARE = 2  # a sequence's, and no token in it can be read: not yet, or no more
-    HELD = 3  # one sequence's
-    SHARED = 4  # several sequences'
+    EMPTY = 0  # no sequence holds it, and it has no content
+    CACHED = 1  # no sequence holds it, and the prefix index finds it
+    SPARE = 2  # a sequence holds it, and reads no token in it: not yet, or no more
+    HELD = 3  # one sequence holds it
+    SHARED = 4  # several sequences hold it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +120,12 @@ class Occupancy:
     num_cells: int  # of address space
     cell_tokens: int  # 1 for a state
     cell_bytes: int  # of pages, in all the group's layers
-    entry_bytes: int  # of a token, or of a state without what fills up its pages
-    row_cells: int  # of the addresses that a sequence has for itself; 0: all sequences use all
+    entry_bytes: int  # of a token, or of a state without the rest of its pages
+    row_cells: int  # of a sequence's own addresses; 0: sequences have none of their own
     ids: Ids  # ascending
     states: npt.NDArray[np.uint8]  # CellState
-    holders: Ids  # the sequence that came first of those that hold it, or NO_HOLDER
-    fills: Ids  # tokens that a holder can still read, each counted once; of what is cached, all
+    holders: Ids  # the first sequence that holds the cell, or NO_HOLDER
+    fills: Ids  # tokens that a holder can still read, each counted once; all tokens if cached
 
     @property
     def committed_bytes(self) -> int:
@@ -148,13 +148,13 @@ class HeldRange:
     seq_id: int
     first_slot: int  # where the range begins
     backed: range
-    num_tokens: int  # that have room in it
+    num_tokens: int  # that it has room for
 
 
 def block_census(
     group: Group, number: int, pool: BlockPool, tables: BlockTables, block_bytes: int, slots: int
 ) -> Occupancy:
-    """Of a pool. ``slots``: of one block."""
+    """Take the census of a pool of blocks. ``slots``: of one block."""
     has_pages = ~pool.closed.are_in(np.arange(len(pool.refs) // pool.granule_blocks))
     if pool.granule_blocks > 1:
         has_pages = np.repeat(has_pages, pool.granule_blocks)
@@ -182,7 +182,7 @@ def block_census(
 
 @dataclass(frozen=True, slots=True)
 class RangeCells:
-    """How the ranges of a group are cut into cells: about a block each, and whole pages."""
+    """The cells of a group's ranges: about a block each, and whole pages."""
 
     group: Group
     slot_bytes: int
@@ -191,13 +191,13 @@ class RangeCells:
 
     @property
     def slots(self) -> int:
-        """Of one cell."""
+        """Slots of one cell."""
         return 1 if self._is_state else gcd(self.block_size, self.page_tokens)
 
     def census(
         self, pieces: Iterable[HeldRange], *, num_slots: int, row_slots: int = 0
     ) -> Occupancy:
-        """``row_slots``: of the addresses that a sequence has for itself, if so."""
+        """Take the census of ranges. ``row_slots``: of a sequence's own addresses, if any."""
         cell = self.slots
         figures = np.array([self._figures(piece) for piece in pieces], np.int64).reshape(-1, 6)
         figures = figures[np.argsort(figures[:, 1] + figures[:, 2])]
@@ -219,7 +219,7 @@ class RangeCells:
         )
 
     def of(self, first_slot: int, num_tokens: int) -> Ids:
-        """Those that hold what can be read of so many tokens of a range."""
+        """Return the cells (i64[n]) that hold the readable part of a range's ``num_tokens``."""
         live = self._live(num_tokens)
         if not live:
             return np.zeros(0, np.int64)

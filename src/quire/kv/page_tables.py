@@ -1,12 +1,12 @@
-"""What the kernel's page tables take for a cache's pages, in closed form: no counter has them.
+"""Compute the bytes of the kernel's page tables for a cache's pages, which no counter shows.
 
-A table of 4 KiB has the entries of 2 MiB of addresses, and is there if one page of them is. Above
-it are tables of 1 GiB and of 512 GiB. So pages side by side cost 8 bytes each, and a page by itself
-costs another one: a short sequence whose heads lie far apart has a table for each of them.
+A table of 4 KiB has the entries of 2 MiB of addresses, and exists if one page of them does. Above
+it are tables of 1 GiB and of 512 GiB. So pages side by side cost 8 bytes each, and a lone page
+costs a whole table: a short sequence whose heads lie far apart has a table for each head.
 
-It is what follows from where the pages of an accounting lie, with its regions one behind the other,
-each from a multiple of 2 MiB on. The system may place a region otherwise: up to one table more for
-each piece. Of windows it is what they show, once it has been read.
+The result follows from where an accounting's pages lie, with its regions one behind the other, each
+from a multiple of 2 MiB on. The system may place a region otherwise: up to one table more for each
+piece. A window counts the pages that it shows, once they have been read.
 
 Source: Linux, Documentation/mm/page_tables.rst; ``VmPTE`` of /proc/self/status.
 """
@@ -35,12 +35,12 @@ _NOTHING = np.zeros((2, 0), np.int64)
 
 
 def usage_with_tables(accounting: Accounting, page_bytes: int) -> Usage:
-    """An accounting's usage, page tables too."""
+    """Return an accounting's usage with its page tables. ``page_bytes``: of the memory."""
     return replace(accounting.usage(), page_table_bytes=page_table_bytes(accounting, page_bytes))
 
 
 def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
-    """Of the pages that are committed now; for windows, of those that they show.
+    """Compute the bytes of page tables for the committed pages; for windows, for those they show.
 
     ``page_bytes``: of the memory. Zero for a device, whose tables are the driver's.
     """
@@ -64,16 +64,16 @@ def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
 
 
 def tables_of_one_piece(nbytes: int) -> int:
-    """Of pages side by side, less the tables above, which others have as well."""
+    """Compute the bytes of the last level of tables for ``nbytes`` of pages side by side."""
     return _TABLE_BYTES * ceil_div(nbytes, _SPANS[0])
 
 
 def _pieces(
     accounting: Accounting, number: int, group: Group, page_bytes: int
 ) -> tuple[Offsets, int, int]:
-    """Where a group's pages lie in each of its regions: (starts, stops) of pieces, i64[2, n].
+    """Find where a group's pages lie in each of its regions.
 
-    And how long a region is, and how many there are.
+    Returns: (starts, stops) of pieces, i64[2, n]; a region's bytes; the number of regions.
     """
     slots = accounting.num_slots(number)
     if isinstance(accounting, SharedVirtualAccounting) and not isinstance(group.spec, KeptWhole):
@@ -103,14 +103,14 @@ def _pieces(
 
 
 def _runs(ids: Offsets) -> Offsets:
-    """Ascending ids that follow one another, as (starts, stops): i64[2, n]."""
+    """Join ascending ids that follow one another: (starts, stops), i64[2, n]."""
     begins = (np.diff(ids, prepend=-2) != 1).nonzero()[0]
     lengths = np.diff(begins, append=len(ids))
     return np.stack((ids[begins], ids[begins] + lengths)).astype(np.int64)
 
 
 def _spans(pieces: Offsets, span: int) -> Offsets:
-    """The spans of addresses that have a byte of any piece, as runs: (starts, stops), i64[2, n]."""
+    """Find the spans of addresses that have a byte of a piece: runs (starts, stops), i64[2, n]."""
     starts, stops = pieces[:, np.argsort(pieces[0], kind="stable")]
     first, end = starts // span, -(-stops // span)
     reached = np.maximum.accumulate(end)

@@ -1,11 +1,11 @@
-"""Page in hardware, shared: the blocks of ``paged``, seen through a window by each sequence.
+"""Page in hardware, shared: each sequence sees blocks of ``paged`` through its own window.
 
-Who holds which block is decided as in ``paged``: prefixes, forks and copy-on-write. A sequence sees
-its blocks side by side in one range of addresses, whichever they are, because the processor's page
-table is set to what the block table says. So an unmodified kernel reads what is shared.
+Prefixes, forks and copy-on-write work as in ``paged``. A sequence sees its blocks side by side in
+one range of addresses, because the processor's page table repeats the block table. So an unmodified
+kernel reads shared blocks.
 
 A block is made of whole pages, with all layers of a stack together, and lies in a heap of physical
-memory. Tokens are then further apart than in a head-major range, which is what sharing costs.
+memory. Tokens are then farther apart than in a head-major range, which is what sharing costs.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class SharedVirtualAccounting(PagedAccounting):
     # -- what storage asks -----------------------------------------------------------------------
 
     def stacking(self, group: int) -> Stacking:
-        """How a group's layers lie together."""
+        """Return how a group's layers lie together."""
         return self._stackings[group]
 
     def num_slots(self, group: int) -> int:
@@ -70,13 +70,13 @@ class SharedVirtualAccounting(PagedAccounting):
         return self._config.max_model_len if group < self._num_seen else 1
 
     def pool_slots(self, group: int) -> int:
-        """Slots in which entries can lie, in whole heaps; those of windows are ``num_slots``."""
+        """Return the pool's slots, in whole heaps; ``num_slots`` counts those of windows."""
         if group >= self._num_seen:
             return self.num_slots(group)
         return align_up(super().num_slots(group), self.heap_slots(group))
 
     def heap_slots(self, group: int) -> int:
-        """Slots of a heap."""
+        """Return the slots of a heap."""
         return self._heap_blocks[group] * self._windows.block_size
 
     # -- verbs -----------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class SharedVirtualAccounting(PagedAccounting):
         num_new = (after - tables.num_tokens[rows] // size).clip(0) * self._num_seen
         num_new += np.count_nonzero(tables.ends[: self._num_seen, rows] > after, axis=0)
         num_new += NUM_GAPS * self._windows.num_blank(windows)
-        # A sequence that has no window yet, or may pass the limit of mappings, is tried by itself.
+        # The caller tries a sequence without a window, or near the limit of mappings, by itself.
         waiting = np.flatnonzero(windows < 0)
         fitting = int(waiting[0]) if len(waiting) else len(seq_ids)
         if not self._windows.have_mappings(int(num_new[:fitting].sum())):
@@ -179,7 +179,7 @@ class SharedVirtualAccounting(PagedAccounting):
         return packed_ranges(first, starts, stops)
 
     def drain(self) -> list[StorageOp]:
-        """Nothing is shown that is released, and nothing that is not committed."""
+        """Drain the operations: unmap before a release, and map after a commit."""
         changes = super().drain()
         hidden, shown = self._windows.drain(), list[StorageOp]()
         windows = self._changed_windows()
@@ -205,11 +205,11 @@ class SharedVirtualAccounting(PagedAccounting):
 
     @property
     def shown_slots(self) -> int:
-        """Of each place in a window."""
+        """Slots of each place in a window."""
         return self._block_size
 
     def shown(self, group: int) -> Slots:
-        """The places (i64[n], ascending over all windows) at which a block is shown."""
+        """List the places (i64[n], ascending over all windows) that show a block."""
         return self._windows.shown(group)
 
     def check(self) -> None:
@@ -221,14 +221,14 @@ class SharedVirtualAccounting(PagedAccounting):
             held = any(len(table) for table in self._tables(seq_id))
             assert row >= 0 or not held, "a sequence has blocks and no window"
 
-    # -- what they are made of -------------------------------------------------------------------
+    # -- windows of sequences --------------------------------------------------------------------
 
     @property
     def _block_size(self) -> int:
         return self._windows.block_size
 
     def _tables(self, seq_id: int) -> list[Table]:
-        """Its blocks in each group that is seen; -1 where a window has passed."""
+        """Return a sequence's blocks in each group with windows; -1 where attention has passed."""
         tables = self.tables
         row = tables.rows[seq_id]
         return [
@@ -237,19 +237,19 @@ class SharedVirtualAccounting(PagedAccounting):
         ]
 
     def _note(self, seq_id: int) -> None:
-        """A sequence has come, without a window."""
+        """Note a new sequence, which has no window yet."""
         self._rows[seq_id] = _NO_ROW
         self._sequences[self.tables.rows[seq_id]] = seq_id
 
     def _have_window(self, seq_id: int) -> None:
-        """With its first block a sequence gets a window."""
+        """Give a sequence a window with its first block."""
         if self._rows[seq_id] < 0:
             tables = self._tables(seq_id)
             if any(len(table) for table in tables):
                 self._rows[seq_id] = self._windows.take(tables)
 
     def _changed_windows(self) -> dict[int, int]:
-        """Windows that show something else from now on, and whose they are."""
+        """Return the windows whose blocks have changed, with their sequences."""
         if not self._changed:
             return {}
         owners = [self._sequences[row] for row in self._changed if row in self._sequences]
@@ -257,9 +257,9 @@ class SharedVirtualAccounting(PagedAccounting):
         return {self._rows[seq]: seq for seq in owners if self._rows[seq] >= 0}
 
     def _new_mappings(self, seq_id: int, begin: int, end: int) -> int:
-        """How many it takes at most to show what a step takes or copies: one for each block.
+        """Count the most mappings that a step adds: one for each block that it takes or copies.
 
-        Where room for drafts lies behind a copy, that begins another one.
+        Room for drafts behind a copy begins another mapping.
         """
         size, tables, pools = self._block_size, self.tables, self.pools
         after = ceil_div(end, size)
@@ -269,16 +269,16 @@ class SharedVirtualAccounting(PagedAccounting):
             return count
         row, column = tables.rows[seq_id], begin // size
         for number, ids in enumerate(tables.ids[: self._num_seen]):
-            # A hit's last block, used in part, is copied; so is one that others hold too.
+            # A step copies a hit's last block, used in part, and a block that others hold too.
             held = column < tables.ends[number, row]
             if not held or pools[number].refs[ids[row, column]] > 1:
                 count += 1 + int(tables.ends[number, row] > after)
         return count
 
     def _may_swap(self, group: int, row: int, column: int, block: int) -> bool:
-        """Whether there are mappings to show a block that another sequence has filled alike.
+        """Tell whether a row can show another sequence's block of the same content.
 
-        Where there are not, a sequence keeps its own block: by then none can be asked to wait.
+        If mappings are lacking, the sequence keeps its own block: it cannot wait here.
         """
         table = self.tables.ids[group][row]
         num_mappings = self._windows.num_cuts(group, table, column, block)
@@ -288,7 +288,7 @@ class SharedVirtualAccounting(PagedAccounting):
         return True
 
     def _hit_mappings(self, hit: PrefixHit | None) -> int:
-        """How many it takes to show what a hit begins with."""
+        """Count the mappings that it takes to show a hit's blocks."""
         if hit is None or not hit.num_tokens:
             return 0
         index, size = self.index, self._block_size
@@ -299,13 +299,13 @@ class SharedVirtualAccounting(PagedAccounting):
         return sum(self._windows.num_runs(n, start.blocks) for n, start in enumerate(starts))
 
     def _refusal(self, row: int, num_mappings: int) -> NotNow | None:
-        """Why a sequence with this window, or none, cannot have so many more mappings now."""
+        """Return why a sequence with this window, or none, cannot have more mappings now."""
         if row < 0 and not self._windows.num_vacant:
             option = "max_num_seqs"
         elif self._windows.have_mappings(num_mappings):
             return None
         elif all(other < 0 or other == row for other in self._rows.values()):
-            return None  # alone it may try: a mapping for each block is rare
+            return None  # a sequence alone may try: a mapping for each block is rare
         else:
             option = "vm.max_map_count"
         return NotNow(

@@ -1,10 +1,10 @@
-"""What each sequence's window shows: the page tables of ``virtual``, kept beside the block tables.
+"""The windows through which sequences see blocks: ``virtual``'s page tables beside block tables.
 
-A window is a row of addresses as long as the longest sequence. Which blocks it shows follows from
-the block table, step by step. When a sequence ends its row is *parked* as it is: one that begins
-with the same blocks adopts it, and finds them shown already. A row that no sequence adopts costs no
-memory, only mappings, of which the operating system allows a process so many. They are counted
-here, so that a step is refused before the system would refuse it.
+A window is a row of addresses as long as the longest sequence. It shows the blocks of a block
+table, step by step. When a sequence ends, its row is *parked* as it is: a sequence that begins with
+the same blocks adopts it, and need not map them again. A parked row costs no memory, only mappings,
+which the operating system limits for each process. This module counts them, so that accounting
+refuses a step before the system would.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +19,15 @@ from quire.kv.storage_ops import Map, StorageOp, Unmap
 Table: TypeAlias = npt.NDArray[np.integer[Any]]  # block ids; negative where there is none
 _NOTHING = -1
 _FIRST_BLOCKS = 8
-NUM_GAPS = 2  # of a row that shows something: what is before and behind it
+NUM_GAPS = 2  # mappings beside the blocks of a row: before and behind them
 
 
 class Windows:
     """Rows 0 … num_rows - 1, in each of several groups.
 
     ``row_blocks``: a row's length, in blocks of ``block_size`` tokens. Neighbours are one mapping
-    unless a heap of ``heap_blocks`` (of each group) ends between them; there may be
-    ``max_mappings``.
+    unless a heap of ``heap_blocks`` (of each group) ends between them. ``max_mappings``: the
+    limit of all rows; None for no limit.
     """
 
     def __init__(
@@ -42,44 +42,45 @@ class Windows:
         self.block_size = block_size
         self.max_mappings = max_mappings
         self.num_mappings = 0  # of all rows, at most
-        self.num_promised = 0  # … and what this step may add to them
+        self.num_promised = 0  # … that this step may add
         self._row_blocks = row_blocks
         self._heap_blocks = heap_blocks
         shape = (num_rows, _FIRST_BLOCKS)
         self._shown = [np.full(shape, _NOTHING, np.int32) for _ in heap_blocks]
         self._ends = np.zeros(
             (len(heap_blocks), num_rows), np.int64
-        )  # one past the last that shows
+        )  # one past the last column that shows a block
         self._runs = np.zeros((len(heap_blocks), num_rows), np.int64)
         self._free = list(range(num_rows))[::-1]
-        self._parked: dict[int, None] = {}  # the one that has waited longest first
-        self._hidden: list[StorageOp] = []  # of parked rows that were given up
+        self._parked: dict[int, None] = {}  # in the order of parking
+        self._hidden: list[StorageOp] = []  # of parked rows that no longer show anything
 
     @property
     def num_vacant(self) -> int:
-        """Rows that a sequence can have."""
+        """Rows without a sequence."""
         return len(self._free) + len(self._parked)
 
     def first_slot(self, row: int) -> int:
+        """Return the first slot of a row."""
         return row * self._row_blocks * self.block_size
 
     def shown(self, group: int) -> npt.NDArray[np.int64]:
-        """Where blocks are seen, row by row: numbers of places, a row's after the one before it."""
+        """List the places (i64[n]) that show a block, counted over all rows in order."""
         rows, columns = (self._shown[group] >= 0).nonzero()
         return rows * self._row_blocks + columns
 
     def num_runs(self, group: int, blocks: Table) -> int:
-        """How many mappings show these blocks, one behind the other."""
+        """Count the mappings that show these blocks (i[n]), one behind the other."""
         return len(self._run_starts(group, blocks))
 
     def mappings_for(self, tables: Sequence[Table]) -> int:
-        """How many it takes to show these tables in a row that shows nothing."""
+        """Count the mappings that it takes to show these tables (i[n] each) in an empty row."""
         return sum(_with_gaps(self.num_runs(group, table)) for group, table in enumerate(tables))
 
     def num_cuts(self, group: int, table: Table, column: int, block: int) -> int:
-        """How many more it takes at most to show another block in one column of a table.
+        """Count the most mappings that showing another block in a column of a table (i[n]) adds.
 
-        A boundary that comes counts in full: it may be there before one on the other side goes.
+        A new boundary counts in full: it may exist before an old one goes.
         """
         beside = table[max(0, column - 1) : column + 2].copy()
         before = self._run_starts(group, beside)
@@ -87,12 +88,12 @@ class Windows:
         return len(np.setdiff1d(self._run_starts(group, beside), before))
 
     def num_blank(self, rows: Table) -> npt.NDArray[np.int64]:
-        """In how many groups each of these rows shows nothing; a negative row is none yet."""
+        """Count the groups in which each row (i[n]) shows nothing: i64[n]; -1 is no row yet."""
         blank = np.count_nonzero(self._runs[:, rows] == 0, axis=0)
         return np.where(rows < 0, len(self._shown), blank)
 
     def have_mappings(self, count: int) -> bool:
-        """Whether so many more can be made, giving up parked rows for them if need be."""
+        """Tell whether ``count`` more mappings can be made, clearing parked rows if need be."""
         if self.max_mappings is None:
             return True
         count += self.num_promised
@@ -101,7 +102,7 @@ class Windows:
         return self.num_mappings + count <= self.max_mappings
 
     def take(self, tables: Sequence[Table]) -> int:
-        """A row for a sequence with these block tables: the parked one that shows most of them."""
+        """Take a row for these block tables (i[n] each): the parked one that shows most of them."""
         row = self._alike(tables)
         if row is None:
             row = self._free.pop() if self._free else next(iter(self._parked))
@@ -109,14 +110,14 @@ class Windows:
         return row
 
     def park(self, row: int) -> None:
-        """Its sequence has ended."""
+        """Park the row of a sequence that has ended."""
         if self._runs[:, row].any():
             self._parked[row] = None
         else:
             self._free.append(row)
 
     def show(self, row: int, tables: Sequence[Table]) -> tuple[list[StorageOp], list[StorageOp]]:
-        """Make a row show these tables. Returns: what it hides first, and what it shows then."""
+        """Make a row show these tables (i[n] each). Returns: what to unmap first, what to map."""
         hidden: list[StorageOp] = []
         shown: list[StorageOp] = []
         for group, table in enumerate(tables):
@@ -140,9 +141,9 @@ class Windows:
         return hidden, shown
 
     def release(self, group: int, start: int, stop: int, rows: Iterable[int]) -> list[StorageOp]:
-        """Blocks [start, stop) lose their pages: neither parked rows nor these show them any more.
+        """Release blocks [start, stop) from parked rows and from ``rows``: they lose their pages.
 
-        In a parked row, what follows such a block is of no use either.
+        A parked row also loses the blocks behind such a block, which are of no use there.
         """
         asked = np.fromiter((*self._parked, *rows), np.intp)
         table = self._shown[group][asked]
@@ -160,17 +161,20 @@ class Windows:
         return changes
 
     def give_up_parked(self) -> None:
-        """Show nothing any more in rows that no sequence has."""
+        """Clear all parked rows."""
         while self._parked:
             self._give_up(next(iter(self._parked)))
 
     def drain(self) -> list[StorageOp]:
-        """What parked rows hide because they were given up."""
+        """Return the operations of cleared parked rows, once."""
         changes, self._hidden = self._hidden, []
         return changes
 
     def check(self, taken: Mapping[int, Sequence[Table]]) -> None:
-        """``taken``: the tables of each row that a sequence has, all changes drained."""
+        """Raise AssertionError unless rows show their sequences' tables and mappings are counted.
+
+        ``taken``: the tables (i[n] each) of each row with a sequence, all changes drained.
+        """
         rows = [*taken, *self._free, *self._parked]
         assert sorted(rows) == list(range(self._runs.shape[1])), "a row is lost or held twice"
         for row in self._free:
@@ -190,7 +194,7 @@ class Windows:
     # -- rows ------------------------------------------------------------------------------------
 
     def _alike(self, tables: Sequence[Table]) -> int | None:
-        """The parked row that shows most of what these tables begin with."""
+        """Find the parked row that shows most of these tables."""
         parked = np.fromiter(self._parked, np.intp)
         table = tables[0]
         held = np.flatnonzero(table >= 0)
@@ -292,5 +296,5 @@ class Windows:
 
 
 def _with_gaps(num_runs: int) -> int:
-    """Mappings of a row: one for each run, and what is beside them shows nothing."""
+    """Count the mappings of a row: one for each run, and the gaps beside them."""
     return num_runs + NUM_GAPS if num_runs else 0
