@@ -194,7 +194,9 @@ def test_every_layer_is_in_one_group(accounting: Accounting) -> None:
 
 
 def test_an_unknown_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'pagde' is unknown; known: contiguous, growing, paged"):
+    with pytest.raises(
+        ConfigError, match="'pagde' is no cache strategy; known: contiguous, growing, paged"
+    ):
         build_accounting("pagde", SPEC, CONFIG)
 
 

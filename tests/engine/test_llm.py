@@ -659,7 +659,7 @@ def test_each_prompt_can_have_parameters_of_its_own() -> None:
         ({"cach": "paged"}, "unknown option 'cach'; did you mean 'cache'"),
         ({"max_seqs": 2}, "unknown option 'max_seqs'; did you mean 'max_num_seqs'"),
         ({"zzz": 2}, "unknown option 'zzz'; known: attention_backend, block_size"),
-        ({"cache": "sparse"}, "cache 'sparse' is unknown; known: contiguous, growing"),
+        ({"cache": "sparse"}, "cache='sparse' is no cache strategy; known: contiguous, growing"),
         ({"cache": None}, "cache None is unknown"),
         ({"cache": ["paged"]}, "is unknown"),
         ({"growth": "fast"}, "growth 'fast' is unknown; known: uniform"),

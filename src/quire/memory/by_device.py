@@ -103,12 +103,12 @@ def known_machine(
 
 
 def gauge_for(device: "torch.device") -> Gauge:
-    """Who tells how much of that memory is left, at any moment."""
+    """Make the gauge that tells how much of that memory is left, at any moment."""
     return CudaGauge(_index(device)) if device.type == "cuda" else HostGauge()
 
 
 def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes: int) -> Resident:
-    """The memory of one cache, with the residency that was asked for.
+    """Make the memory of one cache, with the residency that was asked for.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
@@ -118,7 +118,7 @@ def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes
 
 
 def give_back_kept(provider: MemoryProvider) -> None:
-    """Pages that a device's memory keeps to commit them again. Raises: MemoryUnavailable."""
+    """Give back pages that a device's memory keeps for later. Raises: MemoryUnavailable."""
     if isinstance(provider, CudaMemory):
         provider.trim()
 
