@@ -61,7 +61,7 @@ def make_case(strategy: str, spec: AttentionSpec, q_dtype: torch.dtype) -> Case:
         growth_tokens=8,
         page_bytes=HostMemory().page_bytes,
     )
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     storage = build_storage(strategy, accounting, HostMemory())
     entries = [
         tuple(
@@ -195,7 +195,7 @@ def test_a_compiled_writer_leaves_what_torch_leaves(
     config = CacheConfig(
         max_model_len=64, max_num_seqs=2, capacity_bytes=2**22, page_bytes=HostMemory().page_bytes
     )
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     num_slots = accounting.num_slots(0)
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(num_slots, generator=generator)[:100]

@@ -27,7 +27,7 @@ from quire.kv.occupancy import CellState, HeldRange, Occupancy
 from quire.kv.paged import BlockCoordinator
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
-from quire.kv.ranges import RangeAccounting
+from quire.kv.ranges import RangeAccounting, Row, RowAccounting
 from quire.kv.storage.stacked import StackedStorage
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.strategies import (
@@ -73,6 +73,8 @@ __all__ = [
     "PrefixKeys",
     "RangeAccounting",
     "Release",
+    "Row",
+    "RowAccounting",
     "Shortfall",
     "StackedStorage",
     "Storage",

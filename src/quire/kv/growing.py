@@ -49,7 +49,7 @@ def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
 
 
 def staggered(capacity: int, needed: int, step: int, layer: int) -> int:
-    """Grow ``step + layer % 64`` tokens ahead: no two neighbouring layers are full at the same token."""
+    """Grow ``step + layer % 64`` tokens ahead: neighbouring layers are full at different tokens."""
     return needed + step + layer % 64
 
 

@@ -239,7 +239,7 @@ class Accounting(Protocol):
         ...
 
     def slot_bytes(self, group: int) -> int:
-        """Return the bytes of a slot in all the group's layers, with its part of padding to pages."""
+        """Return the bytes of a slot in all the group's layers, its padding to pages included."""
         ...
 
     def block_size(self, group: int) -> int:
@@ -312,7 +312,7 @@ class Accounting(Protocol):
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
-        """Note that the next ``counts[i]`` tokens of sequence i are computed: others may share them.
+        """Note that the next ``counts[i]`` tokens of sequence i are computed, for others to share.
 
         ``token_ids`` (i32[sum of counts]) holds all of them, packed; without ``counts``, one of
         each. A caller that never says so shares nothing.

@@ -7,12 +7,13 @@ docs/guides/write-a-strategy.md.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from quire.kv.allocation import FITS, AllocationResult, Fits, Never
+from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import Ceiling
 from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
 from quire.kv.layout import Stacking, page_tokens, slot_bytes, stacking_of_ranges
@@ -20,7 +21,7 @@ from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
 from quire.kv.packed_slots import packed_ranges
 from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
 from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
-from quire.kv.storage_ops import Copy, StorageOp
+from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.spec import Group, KeptWhole
 from quire.units import align_up
 
@@ -38,7 +39,7 @@ class RangeAccounting(ABC, Generic[Held]):
     """An ``Accounting`` of ranges, except for where they lie and what of them has pages.
 
     A subclass notes each ``StorageOp`` in ``changes``, and what it must know of a sequence in
-    ``sequences``. By default a sequence has one row of ``row_slots`` slots in each group.
+    ``sequences``.
     """
 
     shares_blocks = False
@@ -258,3 +259,127 @@ class RangeAccounting(ABC, Generic[Held]):
     def drain(self) -> list[StorageOp]:
         changes, self.changes = self.changes, []
         return changes
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence's row of addresses, by number, and the part of it that has pages."""
+
+    num_tokens: int = 0
+    row: int = -1  # -1: the sequence has no pages yet
+    backed: list[range] = field(default_factory=list)  # a group: slots with pages, page-aligned
+
+
+class RowAccounting(RangeAccounting[Row]):
+    """Rows of addresses, one a sequence; a subclass decides which of a row's slots have pages.
+
+    There are ``max_num_seqs`` rows of ``max_model_len`` tokens. A state is a row of one slot.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
+        super().__init__(groups, config)
+        numbers = range(len(groups))
+        self._page_tokens = [super(RowAccounting, self).page_tokens(group) for group in numbers]
+        self._slot_bytes = [super(RowAccounting, self).slot_bytes(group) for group in numbers]
+        self._row_slots = [self.page_slots(group, config.max_model_len) for group in numbers]
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._nothing = [range(0)] * len(groups)
+        self._held_bytes = 0
+
+    def begin(self, max_tokens: int | None) -> Row:
+        # A sequence without pages needs no row yet, and there may be more of them than rows.
+        return Row(backed=self._nothing)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def bytes_in(self, backed: list[range]) -> int:
+        """Count the bytes of a sequence with these pages, a range for each group."""
+        sizes = zip(backed, self._slot_bytes, strict=True)
+        return sum(len(slots) * slot_bytes for slots, slot_bytes in sizes)
+
+    def page_tokens(self, group: int) -> int:
+        return self._page_tokens[group]
+
+    def slot_bytes(self, group: int) -> int:
+        return self._slot_bytes[group]
+
+    def row_slots(self, group: int) -> int:
+        return self._row_slots[group]
+
+    def take(
+        self, held: Row, backed: list[range], num_tokens: int, kept_bytes: int = 0
+    ) -> AllocationResult:
+        """Give a sequence exactly these pages, and a row if it has none, or refuse.
+
+        ``kept_bytes``: bytes that must stay free.
+        """
+        need_bytes = self.bytes_in(backed) - self.bytes_in(held.backed)
+        needs_row = held.row < 0 and any(backed)
+        free_bytes = self.ceiling.now_bytes - self._held_bytes
+        if need_bytes > free_bytes - kept_bytes or (needs_row and not self._free_rows):
+            return NotNow(
+                need_bytes=need_bytes,
+                free_bytes=free_bytes,
+                kept_bytes=kept_bytes,
+                holders=tuple(i for i, other in self.sequences.items() if other.row >= 0),
+            )
+        if needs_row:
+            held.row = self._free_rows.pop()
+        self._set_backed(held, backed)
+        held.num_tokens = num_tokens
+        return FITS
+
+    def free(self, seq_id: int, *, forget: bool = False) -> None:
+        held = self.sequences.pop(seq_id)
+        if held.row >= 0:
+            self._set_backed(held, self._nothing)
+            self._free_rows.append(held.row)
+
+    def place(self, group: int, held: Row) -> int:
+        """Return the slot where a row begins in a group."""
+        return held.row * self.row_slots(group)
+
+    def first_slot(self, group: int, seq_id: int) -> int:
+        held = self.sequences[seq_id]
+        return self.place(group, held) if held.row >= 0 else -1
+
+    def backed(self, group: int) -> Iterator[HeldRange]:
+        for seq_id, held in self.sequences.items():
+            if held.backed[group]:
+                first = self.place(group, held)
+                yield HeldRange(seq_id, first, held.backed[group], held.num_tokens)
+
+    def check(self) -> None:
+        rows = [held.row for held in self.sequences.values() if held.row >= 0]
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), (
+            "a row is lost or held twice"
+        )
+        total = sum(self.bytes_in(held.backed) for held in self.sequences.values())
+        assert total == self._held_bytes, "held bytes differ from the pages of the rows"
+        assert total <= self.ceiling.now_bytes, "above the ceiling"
+        assert all(held.row >= 0 or not any(held.backed) for held in self.sequences.values()), (
+            "pages without a row"
+        )
+
+    def _set_backed(self, held: Row, after: list[range]) -> None:
+        self._held_bytes += self.bytes_in(after) - self.bytes_in(held.backed)
+        pairs = list(enumerate(zip(held.backed, after, strict=True)))
+        # Releases first, so that the total never rises above what was asked for.
+        for group, (old, new) in pairs:
+            gone = range(old.start, min(new.start, old.stop)) if new else old
+            self._note(Release, group, held, gone)
+        for group, (old, new) in pairs:
+            self._note(Commit, group, held, range(max(old.stop, new.start), new.stop))
+        held.backed = after
+
+    def _note(
+        self, change: type[Commit] | type[Release], group: int, held: Row, slots: range
+    ) -> None:
+        if slots:
+            first = self.place(group, held)
+            self.changes.append(change(group, first + slots.start, first + slots.stop))

@@ -59,7 +59,7 @@ class Region(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """Make a flat tensor [bytes / itemsize] over the whole region; it keeps the addresses alive.
+        """Make a flat tensor [bytes / itemsize] over the region; it keeps the addresses alive.
 
         Raises: ValueError after ``close``.
         """
@@ -105,7 +105,7 @@ class Window(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """Make a flat tensor [bytes / itemsize] over the whole window; it keeps the addresses alive.
+        """Make a flat tensor [bytes / itemsize] over the window; it keeps the addresses alive.
 
         Raises: ValueError after ``close``.
         """
