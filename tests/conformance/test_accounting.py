@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from conformance import named
 from conformance.covering import in_turn
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
@@ -29,7 +30,7 @@ def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
 
 
 # Of options that differ in where entries lie, and not in what fits, one.
-_SAMPLED = (
+_SAMPLED = named.sampled(
     "contiguous", "contiguous-request-defrag", "growing-uniform-kept", "growing-doubling-freed",
     "growing-staggered-kept", "paged-4", "paged-16", "virtual", "virtual-shared",
     "virtual-shared-stacks",

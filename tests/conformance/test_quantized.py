@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance import named
 from quire.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -125,7 +126,7 @@ def formula(case: Case, softcap: float | None, sinks: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_backend_gives_the_formula(backend: str, strategy: str, kind: str, dtype: str) -> None:
@@ -149,7 +150,7 @@ def test_a_backend_gives_the_formula(backend: str, strategy: str, kind: str, dty
             assert error <= tolerance, (q_dtype, softcap, own_sinks)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_reads_back_what_its_rounding_left(strategy: str, kind: str, dtype: str) -> None:
@@ -162,7 +163,7 @@ def test_a_sequence_reads_back_what_its_rounding_left(strategy: str, kind: str, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 def test_an_entry_that_is_not_finite_stays_in_its_sequence_and_head(
     backend: str, strategy: str
 ) -> None:
@@ -182,7 +183,7 @@ def test_an_entry_that_is_not_finite_stays_in_its_sequence_and_head(
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_compiled_writer_leaves_what_torch_leaves(
