@@ -4,8 +4,9 @@ No other room asks for a strategy's name: it asks for the facts of ``Strategy``.
 another package is such an object too (docs/guides/write-a-strategy.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from quire.kv.contiguous import ContiguousAccounting
 from quire.kv.growing import GrowingAccounting
@@ -21,31 +22,18 @@ from quire.memory import MemoryProvider
 from quire.plugins import Registry
 from quire.spec import Group, ModelSpec
 
-
-class MakeAccounting(Protocol):
-    """Makes what counts a cache."""
-
-    def __call__(self, groups: tuple[Group, ...], config: CacheConfig) -> Accounting:
-        """Make the accounting of an empty cache; groups with tokens come before the others."""
-        ...
-
-
-class MakeStorage(Protocol):
-    """Makes what holds a cache's bytes."""
-
-    def __call__(
-        self, accounting: Accounting, provider: MemoryProvider, make_writer: MakeWriter | None
-    ) -> Storage:
-        """Make the storage of an accounting that the same strategy has made."""
-        ...
+# (groups of layers, those with tokens first, the cache's numbers) → an empty cache's accounting
+AccountingFactory: TypeAlias = Callable[[tuple[Group, ...], CacheConfig], Accounting]
+# (an accounting of the same strategy, pages, a layer's writer or None) → its storage
+StorageFactory: TypeAlias = Callable[[Any, MemoryProvider, MakeWriter | None], Storage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One strategy: how its two halves are made, and what an engine sizes itself by."""
 
-    make_accounting: MakeAccounting
-    make_storage: MakeStorage
+    make_accounting: AccountingFactory
+    make_storage: StorageFactory
     # A sequence commits at its beginning what the option ``reserve`` says, and not as it grows.
     reserves: bool = False
     # Each of ``max_num_seqs`` sequences has addresses for ``max_model_len`` tokens to itself.
