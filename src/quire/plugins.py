@@ -55,6 +55,8 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         """Tell whether the name is known, without loading what it stands for."""
+        if not isinstance(name, str):  # from a caller's keyword: a list has no hash
+            return False
         return name in self._own or name in self._registered or name in self._entry_points()
 
     @property
