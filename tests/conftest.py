@@ -26,6 +26,8 @@ import torch
 from hypothesis import settings
 
 import target
+from conformance import named
+from quire.errors import ConfigError
 
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -38,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
     )
+    for option, suites in (("--strategy", "accounting and storage"), ("--provider", "memory")):
+        parser.addoption(
+            option,
+            help=f"run the conformance suites of {suites} alone, on what has this name: one of "
+            f"Quire's own, or one that an installed package adds",
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,13 +54,21 @@ def pytest_configure(config: pytest.Config) -> None:
     The choice is made for good when Triton is imported, which no test does that does not need it.
     """
     os.environ[target.OPTION] = config.getoption("--device")
+    try:
+        named.choose(config.getoption("--strategy"), config.getoption("--provider"))
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
     if not target.on_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
     if target.on_gpu() and (why := target.why_no_gpu()) is not None:
         raise pytest.UsageError(f"--device {target.device()}: {why}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if named.is_chosen():
+        others = [item for item in items if not named.concerns(item)]
+        items[:] = [item for item in items if named.concerns(item)]
+        config.hook.pytest_deselected(items=others)
     if target.on_gpu():
         return
     skip = pytest.mark.skip(reason="needs a GPU: make test-gpu, where there is one")

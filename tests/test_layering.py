@@ -249,6 +249,46 @@ SIBLINGS = {
 }
 
 
+def test_no_other_room_asks_which_strategy_it_is() -> None:
+    """A strategy of another package has a name and classes that no line of ours can know."""
+    names = {"contiguous", "growing", "paged", "virtual"}
+    classes = {
+        node.name
+        for module in MODULES
+        if module.room in ("kv", "memory")
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef) and re.search("(Accounting|Storage|Memory)$", node.name)
+    }
+    report(
+        (
+            f"{module.where(node)} asks for {', '.join(sorted(asked))}"
+            for module in MODULES
+            if module.room not in ("kv", "memory") and module.name not in NAMES_STRATEGIES
+            for node in ast.walk(module.tree)
+            if (asked := asked_for(node) & (names | classes))
+        ),
+        "Let Strategy (quire/kv/strategies.py) have a field that says what you need to know.",
+    )
+
+
+def asked_for(node: ast.AST) -> set[str]:
+    """Texts that are compared or listed, and classes that an object is asked for."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+        return {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+    if isinstance(node, ast.MatchClass):
+        return {ast.unparse(node.cls)}
+    if isinstance(node, ast.Dict):
+        return {getattr(key, "value", "") for key in node.keys if isinstance(key, ast.Constant)}
+    if isinstance(node, ast.Compare | ast.Tuple | ast.List | ast.Set | ast.MatchValue):
+        parts = ast.iter_child_nodes(node)
+        return {part.value for part in parts if isinstance(part, ast.Constant)}
+    return set()
+
+
+# The report of a simulation always has these two beside the ones that were asked for.
+NAMES_STRATEGIES = {"cli.simulate_page"}
+
+
 def test_no_two_modules_have_one_name() -> None:
     """A command of the command line may have the name of what it runs."""
     named: dict[str, set[str]] = {}

@@ -43,7 +43,7 @@ class Crowd:
         limits = SchedulerLimits(
             max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
-        self.accounting = STRATEGIES["paged"][0]((FULL,), config)
+        self.accounting = STRATEGIES["paged"].make_accounting((FULL,), config)
         self.scheduler = Scheduler(self.accounting, limits)
         self.sequences: list[Sequence] = []
         self._num_added = 0

@@ -191,7 +191,7 @@ def play(
         page_bytes=BLOCK_TOKENS * TOKEN_BYTES,
         enable_prefix_caching=caching,
     )
-    accounting = STRATEGIES["paged"][0](GROUPS, config)
+    accounting = STRATEGIES["paged"].make_accounting(GROUPS, config)
     limits = SchedulerLimits(
         max_model_len=longest,
         max_num_seqs=load.max_num_seqs,

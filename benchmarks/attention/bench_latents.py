@@ -71,7 +71,7 @@ class Cache:
             capacity_bytes=2 * LONGEST * spec.bytes_per_token,
             page_bytes=memory.page_bytes,
         )
-        accounting = STRATEGIES["paged"][0]((Group(spec=spec, layers=(0,)),), config)
+        accounting = STRATEGIES["paged"].make_accounting((Group(spec=spec, layers=(0,)),), config)
         self.storage: Storage = build_storage("paged", accounting, memory)
         accounting.add(0)
         assert isinstance(accounting.try_extend(0, start + count), Fits)

@@ -67,9 +67,12 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> list[StrategyRun]:
-    """Run ``prompts`` under every strategy, each with its params. ``report`` is told the name."""
+    """Run ``prompts`` under Quire's strategies and that of the options, each with its params.
+
+    ``report`` is told the name.
+    """
     runs = []
-    for strategy in STRATEGIES:
+    for strategy in dict.fromkeys((*STRATEGIES.own_names, options.get("cache", "paged"))):
         report(strategy)
         runs.append(_run(loaded, strategy, prompts, params, options))
     return runs

@@ -46,7 +46,7 @@ def make_accounting(strategy: str, spec: AttentionSpec, num_tokens: int) -> Acco
         growth_tokens=8,
         page_bytes=HostMemory().page_bytes,
     )
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     accounting.add(0)
     accounting.add(1)
     for stop in range(num_tokens // 4, num_tokens + 1, num_tokens // 4):  # in turns

@@ -167,7 +167,7 @@ def test_compare_as_json_orders_the_strategies_as_they_should_be(
     ("arguments", "said"),
     [
         (("generate", "--model", "./no/such/folder"), "there is no folder"),
-        (("generate", "--cache", "magic"), "cache 'magic' is unknown; known: contiguous"),
+        (("generate", "--cache", "magic"), "cache='magic' is no cache strategy; known: contiguous"),
         (("compare", "--dtype", "int3"), "dtype 'int3' is unknown"),
         (("generate", "--kv-cache-memory-bytes", "much"), "'much' is not a size"),
         (("generate", "--kv-cache-memory-bytes", "900TiB"), "more than the machine has"),

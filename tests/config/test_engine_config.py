@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 def test_defaults_work_and_there_are_few_options() -> None:
     EngineConfig()
-    assert len(fields(EngineConfig)) <= 28  # docs/decisions/0060
+    assert len(fields(EngineConfig)) <= 29  # docs/decisions/0062
     assert all(option.metadata["help"].endswith(".") for option in fields(EngineConfig))
 
 
@@ -20,7 +20,7 @@ def test_defaults_work_and_there_are_few_options() -> None:
     [
         (
             {"cache": "magic"},
-            "cache 'magic' is unknown; known: contiguous, growing, paged, virtual",
+            "cache='magic' is no cache strategy; known: contiguous, growing, paged, virtual",
         ),
         ({"device": "gpu"}, "device 'gpu' is unknown; known: auto, cpu, cuda, cuda:1"),
         ({"device": "cuda:"}, "device 'cuda:' is unknown"),

@@ -140,7 +140,7 @@ def make_case(
         shares_pages=strategy == SHARED,
     )
     strategy = "virtual" if strategy == SHARED else strategy
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     storage = build_storage(strategy, accounting, memory)
     key_shape, value_shape = spec.entry_shapes
     keys = [random(sum(chunk), *key_shape) for chunk in chunks]

@@ -9,11 +9,13 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import target
+from conformance import named
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.memory import (
     CheckedMemory,
@@ -123,6 +125,8 @@ CASES: dict[str, Callable[[], MemoryCase]] = {
 }
 if target.on_gpu():
     CASES = ON_A_GPU
+if (found := named.provider()) is not None:
+    CASES = {found[0]: partial(host_case, found[1])}
 SHARING_CASES = tuple(name for name in CASES if "portable" not in name)
 
 

@@ -1,11 +1,12 @@
 """The strategies with their interesting options, and the memories of models that they must hold.
 
-A later strategy or option is one more entry of ``OPTIONS``, a later kind of layer one of ``KINDS``.
+A later strategy or option is one more entry of ``_OWN``, a later kind of layer one of ``KINDS``.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from conformance import named
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -21,7 +22,7 @@ from quire.spec import (
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
 # name → strategy, and what differs from CacheConfig's defaults
-OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "contiguous": ("contiguous", {}),
     "contiguous-request": ("contiguous", {"reserve": "request"}),
     "contiguous-request-defrag": ("contiguous", {"reserve": "request", "defrag": True}),
@@ -54,6 +55,7 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"shares_pages": True, "block_size": 1, "layers_per_page": 1, "heap_bytes": 1},
     ),
 }
+OPTIONS = named.options_of(_OWN)
 
 
 def layers_of(kind: str, dtype: str, *, wide: bool) -> tuple[LayerSpec, ...]:

@@ -18,6 +18,7 @@ from conformance.census_checks import check_census
 from conformance.mapping_checks import counted_mappings
 from conformance.strategy_cases import KINDS_WITH_STATES, OPTIONS, layers_of, model_spec
 from quire.kv import (
+    STRATEGIES,
     Accounting,
     AllocationResult,
     CacheConfig,
@@ -507,7 +508,7 @@ class StrategyMachine(RuleBasedStateMachine):
     def check_refusal(self, seq_id: int, num_tokens: int, verdict: AllocationResult) -> None:
         held = self.held[seq_id]
         routes = [held.history, []]
-        if self.strategy in ("paged", "virtual"):  # here a window may be passed token by token
+        if self.strategy not in ("contiguous", "growing"):  # windows pass token by token
             routes.append([("extend", n + 1) for n in range(len(held.ids))])
         alone = any(self.fits_alone(held, route, num_tokens) for route in routes)
         alone = alone or self.fits_without_others(seq_id, num_tokens)
@@ -518,7 +519,7 @@ class StrategyMachine(RuleBasedStateMachine):
         assert isinstance(verdict, Never)
         assert not alone, f"{num_tokens} tokens fit an empty cache: {verdict}"
         at_most = verdict.fitting_tokens
-        assert at_most < num_tokens or self.strategy == "contiguous"
+        assert at_most < num_tokens or STRATEGIES[self.strategy].reserves
         assert self.fits_alone(held, [], at_most, limit=at_most), f"fewer would fit: {verdict}"
         if at_most < min(held.max_tokens or 70, self.config.max_model_len):
             more = at_most + 1
@@ -553,10 +554,10 @@ class StrategyMachine(RuleBasedStateMachine):
     ) -> bool:
         """Whether an empty cache could take the sequence there and to ``num_tokens``.
 
-        Contiguous reserves for the longest: with ``limit`` that is all that is asked to fit.
+        One that reserves does so for the longest: with ``limit`` that is all that is asked to fit.
         """
         cache, max_tokens = self.fresh(), held.max_tokens
-        if limit is not None and self.strategy == "contiguous":
+        if limit is not None and STRATEGIES[self.strategy].reserves:
             config = replace(self.config, max_model_len=max(1, limit))
             cache, max_tokens = build_accounting(self.strategy, self.spec, config), None
         cache.add(0, max_tokens=max_tokens)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from conformance import named
 from conformance.covering import in_turn
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import SlotStore, StrategyMachine
@@ -29,7 +30,7 @@ def store(accounting: Accounting, config: CacheConfig) -> SlotStore:
 
 
 # Of options that differ in where entries lie, and not in what fits, one.
-_SAMPLED = (
+_SAMPLED = named.sampled(
     "contiguous", "contiguous-request-defrag", "growing-uniform-kept", "growing-doubling-freed",
     "growing-staggered-kept", "paged-4", "paged-16", "virtual", "virtual-shared",
     "virtual-shared-stacks",
@@ -194,7 +195,9 @@ def test_every_layer_is_in_one_group(accounting: Accounting) -> None:
 
 
 def test_an_unknown_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'pagde' is unknown; known: contiguous, growing, paged"):
+    with pytest.raises(
+        ConfigError, match="'pagde' is no cache strategy; known: contiguous, growing, paged"
+    ):
         build_accounting("pagde", SPEC, CONFIG)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance import named
 from quire.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -61,7 +62,7 @@ def make_case(strategy: str, spec: AttentionSpec, q_dtype: torch.dtype) -> Case:
         growth_tokens=8,
         page_bytes=HostMemory().page_bytes,
     )
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     storage = build_storage(strategy, accounting, HostMemory())
     entries = [
         tuple(
@@ -125,7 +126,7 @@ def formula(case: Case, softcap: float | None, sinks: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_backend_gives_the_formula(backend: str, strategy: str, kind: str, dtype: str) -> None:
@@ -149,7 +150,7 @@ def test_a_backend_gives_the_formula(backend: str, strategy: str, kind: str, dty
             assert error <= tolerance, (q_dtype, softcap, own_sinks)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_reads_back_what_its_rounding_left(strategy: str, kind: str, dtype: str) -> None:
@@ -162,7 +163,7 @@ def test_a_sequence_reads_back_what_its_rounding_left(strategy: str, kind: str, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 def test_an_entry_that_is_not_finite_stays_in_its_sequence_and_head(
     backend: str, strategy: str
 ) -> None:
@@ -182,7 +183,7 @@ def test_an_entry_that_is_not_finite_stays_in_its_sequence_and_head(
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_compiled_writer_leaves_what_torch_leaves(
@@ -195,7 +196,7 @@ def test_a_compiled_writer_leaves_what_torch_leaves(
     config = CacheConfig(
         max_model_len=64, max_num_seqs=2, capacity_bytes=2**22, page_bytes=HostMemory().page_bytes
     )
-    accounting = STRATEGIES[strategy][0]((Group(spec=spec, layers=(0,)),), config)
+    accounting = STRATEGIES[strategy].make_accounting((Group(spec=spec, layers=(0,)),), config)
     num_slots = accounting.num_slots(0)
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(num_slots, generator=generator)[:100]

@@ -18,13 +18,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor
 
 import target
+from conformance import named
 from conformance.covering import only
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from conformance.strategy_machine import Ids, SlotStore, StrategyMachine, is_state
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
 from quire.errors import MemoryUnavailable
 from quire.kv import (
-    STRATEGIES,
     Accounting,
     CacheConfig,
     Commit,
@@ -206,7 +206,7 @@ class TensorStore:
 
 
 # Each way in which bytes lie, and are moved; the others differ in what fits.
-_SAMPLED = (
+_SAMPLED = named.sampled(
     "contiguous-request-defrag", "contiguous-stacks", "growing-staggered-kept", "growing-stacks",
     "paged-4", "virtual", "virtual-stacks-2", "virtual-shared-auto",
 )  # fmt: skip
@@ -383,7 +383,7 @@ def test_closing_gives_every_page_back(option: str, dtype: str) -> None:
     storage.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 def test_a_storage_for_nothing_can_be_built(strategy: str) -> None:
     """The verdict on the first token says why nothing fits; building must not fail before."""
     accounting = build_accounting(strategy, SPEC, replace(CONFIG, capacity_bytes=0))
@@ -393,7 +393,8 @@ def test_a_storage_for_nothing_can_be_built(strategy: str) -> None:
     storage.close()
 
 
-def test_a_writer_is_made_once_a_layer_and_writes_instead_of_torch() -> None:
+@pytest.mark.parametrize("strategy", named.strategies())
+def test_a_writer_is_made_once_a_layer_and_writes_instead_of_torch(strategy: str) -> None:
     made: list[LayerView] = []
     written: list[tuple[int, list[int]]] = []
 
@@ -402,20 +403,18 @@ def test_a_writer_is_made_once_a_layer_and_writes_instead_of_torch() -> None:
         layer = len(made) - 1
         return lambda slots, k, v: written.append((layer, slots.tolist()))
 
-    for strategy in STRATEGIES:
-        made, written = [], []
-        accounting = build_accounting(strategy, SPEC, CONFIG)
-        storage = build_storage(strategy, accounting, HostMemory(), make_writer)
-        layers = [layer for group in accounting.groups for layer in group.layers]
-        assert [view is storage.view(layer) for view, layer in zip(made, layers, strict=True)]
-        entries = torch.zeros(2, 2, 256, dtype=torch.bfloat16)
-        storage.write(layers[-1], torch.tensor([3, 5]), entries, entries)
-        assert written == [(len(layers) - 1, [3, 5])]
-        storage.close()
+    accounting = build_accounting(strategy, SPEC, CONFIG)
+    storage = build_storage(strategy, accounting, HostMemory(), make_writer)
+    layers = [layer for group in accounting.groups for layer in group.layers]
+    assert [view is storage.view(layer) for view, layer in zip(made, layers, strict=True)]
+    entries = torch.zeros(2, 2, 256, dtype=torch.bfloat16)
+    storage.write(layers[-1], torch.tensor([3, 5]), entries, entries)
+    assert written == [(len(layers) - 1, [3, 5])]
+    storage.close()
 
 
 @pytest.mark.parametrize("dtype", SPECS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", named.strategies())
 def test_a_slot_has_its_address_in_the_view(strategy: str, dtype: str) -> None:
     """What a compiled writer goes by: the strides of the view, beyond its last row too."""
     accounting = build_accounting(strategy, SPECS[dtype], CONFIG)

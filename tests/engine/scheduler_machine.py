@@ -419,7 +419,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_capacity_bytes=self.most,
             **changed,
         )
-        make = STRATEGIES[strategy][0]
+        make = STRATEGIES[strategy].make_accounting
         self.watch = Watch(
             lambda: self.resized(make(self.groups, config)),
             max_model_len=self.longest,

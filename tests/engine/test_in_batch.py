@@ -47,7 +47,7 @@ def scheduler(
         max_num_batched_tokens=budget,
         headroom=headroom,
     )
-    return Scheduler(STRATEGIES["paged"][0](groups, config), limits)
+    return Scheduler(STRATEGIES["paged"].make_accounting(groups, config), limits)
 
 
 def asked(

@@ -161,7 +161,7 @@ def watch(
         growth_tokens=4,
     )
     return Watch(
-        lambda: STRATEGIES[strategy][0](groups, config),
+        lambda: STRATEGIES[strategy].make_accounting(groups, config),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         budget=budget,

@@ -79,7 +79,7 @@ class Workload:
             shares_pages=self.strategy == SHARED,
         )
         name = "virtual" if self.strategy == SHARED else self.strategy
-        return STRATEGIES[name][0](groups, config)
+        return STRATEGIES[name].make_accounting(groups, config)
 
 
 @st.composite
@@ -428,7 +428,7 @@ def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: s
         capacity_bytes=16 * sum(group.bytes_per_token for group in groups),
         page_bytes=PAGE_BYTES,
     )
-    accounting = STRATEGIES["virtual"][0](groups, config)
+    accounting = STRATEGIES["virtual"].make_accounting(groups, config)
     limits = SchedulerLimits(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=2,

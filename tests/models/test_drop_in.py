@@ -302,7 +302,9 @@ def test_nothing_is_taken_before_and_all_is_given_back_after(strategy: str) -> N
 
 
 def test_an_unknown_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'page' is unknown; known: contiguous, growing, paged"):
+    with pytest.raises(
+        ConfigError, match="strategy='page' is no cache strategy; known: contiguous, growing, paged"
+    ):
         cache(model_named("llama"), "page")
 
 

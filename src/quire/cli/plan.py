@@ -238,6 +238,11 @@ def _refuse_unplanned(config: EngineConfig) -> None:
                 f"{name} is not planned: what it takes is known once the models are loaded. "
                 "quire doctor and the engine's own ledger have it; leave it out here"
             )
+    if config.memory_provider != "auto":
+        raise ConfigError(
+            f"memory_provider={config.memory_provider} is not planned: only the engine makes it "
+            f"and learns the size of its pages; leave it out here"
+        )
 
 
 def _fitted(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from quire.cli.options import plain_table
 from quire.cli.report import ledger_table
+from quire.kv import STRATEGIES
 from quire.planner.capacity import CapacityPlan, Cell
 from quire.planner.fit import OptionChange
 from quire.planner.subject import PublishedModels as Models
@@ -302,9 +303,10 @@ def _comparison(found: CapacityPlan) -> Table:
 
 
 def _order(cell: Cell) -> tuple[int, int]:
-    strategies = ("contiguous", "growing", "paged", "virtual")
     rules = ("given", "auto", "vllm", "mistralrs", "llamacpp", "fraction")
-    return strategies.index(cell.strategy), rules.index(cell.ledger.rule)
+    own = STRATEGIES.own_names
+    place = own.index(cell.strategy) if cell.strategy in own else len(own)
+    return place, rules.index(cell.ledger.rule)
 
 
 def _figures(cell: Cell) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def validate(
     place: PlanTarget,
     request: PlannedLengths,
     *,
-    strategies: Iterable[str] = STRATEGIES,
+    strategies: Iterable[str] | None = None,  # None: Quire's own, and the option's
     provider: "MemoryProvider | None" = None,  # of the place; None: this machine's
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:
@@ -64,7 +64,7 @@ def validate(
     config = replace(config, max_num_seqs=1, enable_prefix_caching=False)
     request = _short(request)
     checks = list(_model(subject, loaded, config))
-    for strategy in strategies:
+    for strategy in strategies or dict.fromkeys((*STRATEGIES.own_names, config.cache)):
         report(f"running {strategy} …")
         own = replace(config, cache=strategy)
         checks += _runs(subject, loaded, own, place, request, provider)
@@ -193,7 +193,7 @@ def _runs(
     yield _worst(f"{strategy}: in pages, {steps}", held, [in_pages for _, _, in_pages in taken])
     yield Check(
         what=f"{strategy}: page tables at the end",
-        planned=tables_after(strategy, kept, sizes, each, most),
+        planned=tables_after(strategy, kept, sizes, each, most) or 0,
         actual=tables,
     )
 

@@ -534,6 +534,11 @@ def _fleet(
     routing: str,
     tp: int,
 ) -> Fleet:
+    if config.memory_provider != "auto":
+        raise ConfigError(
+            f"memory_provider={config.memory_provider} is not simulated: only the engine makes it "
+            f"and learns the size of its pages; leave it out here"
+        )
     if config.speculative_config is not None:
         raise ConfigError(
             "speculative_config is not simulated: what would be guessed, no trace says"

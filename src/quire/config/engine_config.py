@@ -12,6 +12,7 @@ from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
+from quire.memory import PROVIDERS
 from quire.memory.budget import BUDGETS
 from quire.units import parse_bytes
 
@@ -115,7 +116,10 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
     )
-    cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    cache: str = option(
+        "paged",
+        f"KV-cache strategy: {', '.join(STRATEGIES.own_names)}, or one that a package adds.",
+    )
     attention_backend: str = option(
         "auto",
         "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
@@ -194,6 +198,11 @@ class EngineConfig:
         "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
         panel=ADVANCED,
     )
+    memory_provider: str = option(
+        "auto",
+        "Where KV pages come from: auto (the device's memory), or a name that a package adds.",
+        panel=ADVANCED,
+    )
     growth: Literal["uniform", "doubling", "staggered"] = option(
         "uniform",
         "How buffers grow (growing).",
@@ -249,7 +258,13 @@ class EngineConfig:
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
-        one_of("cache", self.cache, tuple(STRATEGIES))
+        STRATEGIES.require(self.cache, "cache")
+        PROVIDERS.require(self.memory_provider, "memory_provider")
+        if self.memory_provider != "auto" and self.residency == "lock":
+            raise ConfigError(
+                f"residency=lock is for Quire's own memory: memory_provider={self.memory_provider} "
+                f"says by itself whether its pages stay"
+            )
         one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))

@@ -16,7 +16,7 @@ from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.fallbacks import OtherAttention
 from quire.engine.interfaces import Runner
-from quire.engine.kv_budget import cache_config, kv_ledger
+from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
 from quire.engine.parallel.leader import LeaderGroup
@@ -37,7 +37,7 @@ from quire.errors import ConfigError, MemoryUnavailable
 from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
-from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
+from quire.memory.by_device import gauge_for, give_back_kept, make_resident
 from quire.memory.controller import MemoryController
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
@@ -137,7 +137,7 @@ def _built(
 ) -> BuiltEngine:
     refuse_speculation(config, loaded)
     device = loaded.device
-    provider = _provider(provider, config.residency, device)
+    provider = _provider(provider, config, device)
     parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
     ledger = _claimed(config, loaded, draft, provider)
@@ -282,11 +282,16 @@ def _claimed(
 
 
 def _provider(
-    given: MemoryProvider | None, residency: Residency, device: torch.device
+    given: MemoryProvider | None, config: EngineConfig, device: torch.device
 ) -> MemoryProvider:
     if given is None:
-        return memory_for(device, residency)
-    if residency == "lock":
+        return named_memory(config, device)
+    if config.memory_provider != "auto":
+        raise ConfigError(
+            f"provider= and memory_provider={config.memory_provider} both say where the pages come "
+            f"from: leave one out"
+        )
+    if config.residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given
 

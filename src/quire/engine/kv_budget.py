@@ -1,21 +1,25 @@
 """How large an engine's cache is: the budget's ledger for a loaded model, and the cache's numbers.
 
-The arithmetic is in ``needs``.
+The arithmetic is in ``kv_sizing``.
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.drafters import needs_with_draft
-from quire.kv import CacheConfig
-from quire.memory import MemoryProvider
+from quire.kv import STRATEGIES, CacheConfig
+from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
 from quire.memory.budget import BY_OWN_MEMORY
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ def kv_ledger(
     *,
     measured_bytes: int | None = None,
 ) -> Ledger:
-    """What the chosen rule allows where the model is, now that it is loaded.
+    """Make the ledger of the chosen rule where the model is, now that it is loaded.
 
     With a ``draft`` model it is for the KV memory of both. ``measured_bytes``: of a step.
 
@@ -54,13 +58,23 @@ def kv_ledger(
     return ledger_for(config, needs, machine)
 
 
+def named_memory(config: EngineConfig, device: "torch.device") -> MemoryProvider:
+    """Make the memory that the options name, in this process.
+
+    Raises: ConfigError where the device cannot have it. MemoryUnavailable.
+    """
+    make = PROVIDERS.find(config.memory_provider, "memory_provider")
+    return make(MemoryRequest(device=device, residency=config.residency))
+
+
 def cache_config(
     config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
 ) -> CacheConfig:
-    """The cache's numbers, for the capacity of a ledger. What is not as asked for is logged."""
-    would_share = config.cache == "virtual" and config.enable_prefix_caching
+    """Make the cache's numbers for a capacity in bytes, and log what is not as asked for."""
+    would_share = STRATEGIES[config.cache].maps_pages and config.enable_prefix_caching
     if would_share and (reason := provider.cannot_share) is not None:
-        log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)
+        said = "%s shares no pages: %s; prompts that begin alike are computed"
+        log.warning(said, config.cache, reason)
     if config.enable_prefix_caching and loaded.spec.source_tokens:
         log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
     limited = would_share and loaded.device.type == "cpu"  # a GPU's driver has no such limit

@@ -1,14 +1,14 @@
 """What a model and options need, and how large a cache is for it: numbers in, numbers out.
 
 The engine sizes itself with this, and a planner that has only a model's files. It loads nothing:
-where the numbers of a loaded model come from is ``sizing``'s matter.
+where the numbers of a loaded model come from is ``kv_budget``'s matter.
 """
 
 from collections.abc import Iterable
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig
 from quire.errors import ConfigError
-from quire.kv import CacheConfig
+from quire.kv import STRATEGIES, CacheConfig
 from quire.kv.layout import attention_groups, slot_bytes, stacking, suited_to
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
@@ -25,7 +25,7 @@ _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
 
 def ledger_for(config: EngineConfig, needs: Needs, machine: Machine | None) -> Ledger:
-    """The ledger of the options, as ``make_ledger``."""
+    """Make the ledger of the options, as ``make_ledger``."""
     return make_ledger(
         machine,
         needs,
@@ -46,7 +46,7 @@ def kv_needs(
     on_gpu: bool = False,
     measured_bytes: int | None = None,
 ) -> Needs:
-    """What a model needs under these options.
+    """Work out what a model needs under these options.
 
     ``on_gpu``: steps of decoding are recorded, and what they compute with stays taken; what is
     swapped goes through buffers there.
@@ -55,7 +55,8 @@ def kv_needs(
     Raises: ConfigError for longer sequences than the model's.
     """
     longest, spec = longest_tokens(config, name, spec), stored_spec(config, spec)
-    whole = config.cache == "contiguous" and config.reserve == "max_model_len"
+    strategy = STRATEGIES[config.cache]
+    whole = strategy.reserves and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
     one_state = sum(
         slot_bytes(group, page_bytes) for group in spec.groups if isinstance(group.spec, KeptWhole)
@@ -83,7 +84,7 @@ def kv_needs(
         else 0,
         bytes_per_token=spec.bytes_per_token,
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
-        addresses_per_byte=(2 if config.cache == "virtual" else 1) * len(spec.groups),
+        addresses_per_byte=(2 if strategy.maps_pages else 1) * len(spec.groups),
         context_tokens=longest,
         least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
@@ -100,13 +101,14 @@ def cache_sizes(
     can_share: bool,
     max_mappings: int | None,
 ) -> CacheConfig:
-    """The cache's numbers, for the capacity of a ledger.
+    """Make the cache's numbers for a capacity in bytes.
 
     ``can_share``: the memory can have a page at several addresses, ``max_mappings`` of them.
     """
     # What a decoder writes depends on its source too: no other text may begin with it.
     caching = config.enable_prefix_caching and not spec.source_tokens
-    shares_pages = config.cache == "virtual" and config.enable_prefix_caching and can_share
+    may_share = STRATEGIES[config.cache].maps_pages and can_share
+    shares_pages = may_share and config.enable_prefix_caching
     return CacheConfig(
         max_model_len=config.max_model_len or spec.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -125,7 +127,7 @@ def cache_sizes(
 
 
 def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
-    """Of one of the buffers on a GPU that entries go through on their way to the host and back.
+    """Size one of the buffers on a GPU that entries go through to the host and back: bytes.
 
     Whole layers go at once, so that it holds the largest: of a sequence of ``longest`` tokens, or
     all that a group keeps whole.
@@ -140,7 +142,7 @@ def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
 
 
 def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
-    """Of one sequence. Raises: ConfigError for more than the model's own."""
+    """Return the longest sequence's tokens. Raises: ConfigError for more than the model's own."""
     most = stored_spec(config, spec).max_model_len
     longest = config.max_model_len or most
     if longest > most:
@@ -152,7 +154,7 @@ def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
 
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """The model with keys and values as they are kept."""
+    """Return the model with keys and values as they are kept."""
     if config.max_model_len and spec.source_tokens == spec.max_model_len:  # one limit for both
         spec = spec.with_source_tokens(min(config.max_model_len, spec.source_tokens))
     kept_as = KV_CACHE_DTYPES[config.kv_cache_dtype]
@@ -167,7 +169,7 @@ def _graph_bytes(own: Footprint, spec: ModelSpec, num_seqs: int) -> int:
 
 def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:
     """Addresses that a strategy reserves besides those of its capacity."""
-    if config.cache in ("growing", "virtual"):
+    if STRATEGIES[config.cache].has_own_ranges:
         return config.max_num_seqs * longest * spec.bytes_per_token
     return 0
 
@@ -178,7 +180,7 @@ def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes:
     A sequence's last block or, head by head or stack by stack, its last page is not full; while a
     buffer grows, the old one is there too.
     """
-    copies = 2 if config.cache == "growing" else 1
+    copies = 2 if STRATEGIES[config.cache].grows_by_copying else 1
     slack = config.block_size * spec.bytes_per_token + page_bytes * sum(
         2 * heads
         for layer in spec.layers

@@ -6,15 +6,15 @@ between them. Every layer holds the whole range, windows too: it cannot give bac
 """
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
-from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension
 from quire.kv.layout import attention_groups, common_page_tokens, slot_bytes
-from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
-from quire.kv.prefix_index import NO_KEYS, PrefixKeys
+from quire.kv.occupancy import HeldRange, Occupancy
 from quire.kv.ranges import RangeAccounting
 from quire.kv.storage_ops import Commit, Copy, Release
 from quire.spec import Group
@@ -47,7 +47,7 @@ class FirstFit:
         self._lengths: dict[int, int] = {}
 
     def allocate(self, length: int) -> int | None:
-        """The start of a new range, or None if no hole is long enough."""
+        """Place a new range and return its start; None if no hole is long enough."""
         for index, (start, room) in enumerate(self._holes()):
             if room >= length:
                 self._starts.insert(index, start)
@@ -116,7 +116,7 @@ class _SequenceRange:
     cell: int = -1  # with the range: the slot of its states
 
 
-class ContiguousAccounting(RangeAccounting):
+class ContiguousAccounting(RangeAccounting[_SequenceRange]):
     """One arena of slots, the same in every group; first fit.
 
     The states of recurrent layers are not in it: each sequence has a cell for them.
@@ -142,39 +142,31 @@ class ContiguousAccounting(RangeAccounting):
         # more behind the arena. Where every range is the longest, one arena of it is enough.
         past_end = longest if config.reserve == "request" else 0
         self._num_slots = max(num_slots + past_end, longest)
-        self._ranges: dict[int, _SequenceRange] = {}
 
     @property
     def held_bytes(self) -> int:
         return self._held_slots * self._token_bytes + self._held_cells * self._state_bytes
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
-        whole = self._config.reserve == "max_model_len"
-        longest = np.minimum(self._config.max_model_len, max_tokens if not whole else 2**60)
+        whole = self.config.reserve == "max_model_len"
+        longest = np.minimum(self.config.max_model_len, max_tokens if not whole else 2**60)
         steps: Counts = -(-longest // self._align)
         return 0 * num_tokens + steps * (self._align * self._token_bytes) + self._state_bytes
 
     def num_slots(self, group: int) -> int:
-        return self._num_slots if group < self._num_arenas else self._config.max_num_seqs
+        return self._num_slots if group < self._num_arenas else self.config.max_num_seqs
 
-    def slot_bytes(self, group: int) -> int:
-        config = self._config
-        return slot_bytes(self.groups[group], config.page_bytes, config.layers_per_page)
+    def page_tokens(self, group: int) -> int:
+        return self._align if group < self._num_arenas else 1
 
-    def block_size(self, group: int) -> int:
-        return self._config.max_model_len if group < self._num_arenas else 1
+    def row_slots(self, group: int) -> int:
+        return 0  # all sequences use all addresses
 
-    def add(
-        self,
-        seq_id: int,
-        *,
-        max_tokens: int | None = None,
-        keys: PrefixKeys = NO_KEYS,
-        priority: int = 0,
-    ) -> None:
-        if seq_id in self._ranges:
-            raise KeyError(f"sequence {seq_id} is already here")
-        self._ranges[seq_id] = _SequenceRange(max_tokens=self._longest(max_tokens))
+    def bytes_for(self, num_tokens: int) -> int:
+        return self._range_bytes(align_up(num_tokens, self._align))
+
+    def begin(self, max_tokens: int | None) -> _SequenceRange:
+        return _SequenceRange(max_tokens=self._longest(max_tokens))
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         held = _SequenceRange(max_tokens=self._longest(max_tokens or num_tokens))
@@ -185,7 +177,7 @@ class ContiguousAccounting(RangeAccounting):
     def try_extend(
         self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
     ) -> AllocationResult:
-        held = self._ranges[seq_id]  # a range is as long as it will ever be: nothing is promised
+        held = self.sequences[seq_id]  # a range is as long as it will ever be: nothing is promised
         if num_tokens <= held.num_tokens:
             return FITS
         if num_tokens > held.max_tokens:
@@ -206,41 +198,34 @@ class ContiguousAccounting(RangeAccounting):
         return FITS
 
     def fork(self, seq_id: int, new_id: int) -> AllocationResult:
-        source = self._ranges[seq_id]
+        source = self.sequences[seq_id]
         self.add(new_id, max_tokens=source.max_tokens)
         verdict = self.try_extend(new_id, source.num_tokens)
         if verdict is not FITS:
-            del self._ranges[new_id]
+            del self.sequences[new_id]
         elif source.num_tokens:
-            target = self._ranges[new_id]
+            target = self.sequences[new_id]
             assert source.start is not None
             assert target.start is not None
             for group in range(self._num_arenas):
-                self._changes.append(Copy(group, source.start, target.start, source.num_tokens))
+                self.changes.append(Copy(group, source.start, target.start, source.num_tokens))
             for group in range(self._num_arenas, len(self.groups)):
-                self._changes.append(Copy(group, source.cell, target.cell, 1))
+                self.changes.append(Copy(group, source.cell, target.cell, 1))
         return verdict
 
     def steady_tokens(self, seq_id: int) -> int:
-        return self._ranges[seq_id].max_tokens  # its place is there
-
-    def trim(self, seq_id: int, num_tokens: int) -> None:
-        held = self._ranges[seq_id]
-        held.num_tokens = min(held.num_tokens, num_tokens)
+        return self.sequences[seq_id].max_tokens  # its place is there
 
     def free(self, seq_id: int, *, forget: bool = False) -> None:
-        held = self._ranges.pop(seq_id)
+        held = self.sequences.pop(seq_id)
         if held.start is not None:
             self._arena.free(held.start)
             self._free_cells.append(held.cell)
             self._each_group(Release, held.start, held.start + self._length(held))
             self._each_cell(Release, held.cell)
 
-    def num_tokens(self, seq_id: int) -> int:
-        return self._ranges[seq_id].num_tokens
-
     def first_slot(self, group: int, seq_id: int) -> int:
-        held = self._ranges[seq_id]
+        held = self.sequences[seq_id]
         if held.start is None:
             return -1
         return held.start if group < self._num_arenas else held.cell
@@ -252,7 +237,7 @@ class ContiguousAccounting(RangeAccounting):
 
     def defrag(self) -> int:
         """Slide every range down; the number of tokens copied (llama.cpp's defrag pass)."""
-        by_start = {held.start: held for held in self._ranges.values() if held.start is not None}
+        by_start = {held.start: held for held in self.sequences.values() if held.start is not None}
         copied = 0
         for move in self._arena.compact():
             held = by_start[move.source]
@@ -261,56 +246,36 @@ class ContiguousAccounting(RangeAccounting):
             shift = min(move.source - move.target, move.length)
             self._each_group(Commit, move.target, move.target + shift)
             for group in range(self._num_arenas):
-                self._changes.append(Copy(group, move.source, move.target, held.num_tokens))
+                self.changes.append(Copy(group, move.source, move.target, held.num_tokens))
             end = move.source + move.length
             self._each_group(Release, end - shift, end)
             copied += held.num_tokens
         return copied
 
-    def usage(self) -> Usage:
-        placed = [held for held in self._ranges.values() if held.start is not None]
-        return Usage(
-            reserved_bytes=self._num_slots * self._token_bytes
-            + self._config.max_num_seqs * self._state_bytes,
-            committed_bytes=sum(self._range_bytes(self._length(held)) for held in placed),
-            used_bytes=sum(
-                group.bytes_for(held.num_tokens) for group in self.groups for held in placed
-            ),
-            num_sequences=len(self._ranges),
-            num_tokens=sum(held.num_tokens for held in placed),
-        )
+    def backed(self, group: int) -> Iterator[HeldRange]:
+        in_arena = group < self._num_arenas
+        for seq_id, held in self.sequences.items():
+            if held.start is not None:
+                first = held.start if in_arena else held.cell
+                slots = range(self._length(held) if in_arena else 1)
+                yield HeldRange(seq_id, first, slots, held.num_tokens)
 
     def census(self, group: int) -> Occupancy:
-        in_arena = group < self._num_arenas
-        pieces = (
-            HeldRange(
-                seq_id,
-                held.start if in_arena else held.cell,
-                range(self._length(held) if in_arena else 1),
-                held.num_tokens,
-            )
-            for seq_id, held in self._ranges.items()
-            if held.start is not None
-        )
-        num_slots = self._arena.num_slots if in_arena else self._config.max_num_seqs
-        return self._cells(group).census(pieces, num_slots=num_slots)
-
-    def cells(self, group: int, seq_id: int) -> Slots:
-        first = max(0, self.first_slot(group, seq_id))
-        return self._cells(group).of(first, self._ranges[seq_id].num_tokens)
+        num_slots = self._arena.num_slots if group < self._num_arenas else self.config.max_num_seqs
+        return self._cells(group).census(self.backed(group), num_slots=num_slots)
 
     def check(self) -> None:
         self._arena.check()
-        placed = {h.start: self._length(h) for h in self._ranges.values() if h.start is not None}
+        placed = {h.start: self._length(h) for h in self.sequences.values() if h.start is not None}
         assert sum(placed.values()) == self._held_slots, (
             "the arena holds ranges that no sequence has"
         )
-        cells = [h.cell for h in self._ranges.values() if h.start is not None]
-        assert sorted(cells + self._free_cells) == list(range(self._config.max_num_seqs)), (
+        cells = [h.cell for h in self.sequences.values() if h.start is not None]
+        assert sorted(cells + self._free_cells) == list(range(self.config.max_num_seqs)), (
             "a cell is lost or held twice"
         )
         assert self._free_bytes >= 0, "above the ceiling"
-        for seq_id, held in self._ranges.items():
+        for seq_id, held in self.sequences.items():
             assert held.num_tokens <= held.max_tokens, f"sequence {seq_id} is past its range"
             assert held.start is not None or not held.num_tokens, f"sequence {seq_id} has no range"
 
@@ -331,7 +296,7 @@ class ContiguousAccounting(RangeAccounting):
 
     @property
     def _held_cells(self) -> int:
-        return self._config.max_num_seqs - len(self._free_cells)
+        return self.config.max_num_seqs - len(self._free_cells)
 
     def _range_bytes(self, length: int) -> int:
         """Of a range and its cell."""
@@ -344,13 +309,13 @@ class ContiguousAccounting(RangeAccounting):
 
     def _longest(self, max_tokens: int | None) -> int:
         """Tokens that a range is made for."""
-        if self._config.reserve == "request" and max_tokens is not None:
-            return min(self._config.max_model_len, max_tokens)
-        return self._config.max_model_len
+        if self.config.reserve == "request" and max_tokens is not None:
+            return min(self.config.max_model_len, max_tokens)
+        return self.config.max_model_len
 
     def _place(self, length: int) -> int | None:
         start = self._arena.allocate(length)
-        if start is None and self._config.defrag and self._may_defrag(length):
+        if start is None and self.config.defrag and self._may_defrag(length):
             self.defrag()
             start = self._arena.allocate(length)
         return start
@@ -360,15 +325,15 @@ class ContiguousAccounting(RangeAccounting):
 
         While a range is moved, the new part of its place has pages beside the old one.
         """
-        lengths = [self._length(held) for held in self._ranges.values() if held.start is not None]
+        lengths = [self._length(held) for held in self.sequences.values() if held.start is not None]
         beside = min(self._arena.free_slots, max(lengths, default=0))
         return length <= self._arena.free_slots and beside * self._token_bytes <= self._free_bytes
 
     def _never(self, held: _SequenceRange, num_tokens: int) -> Never:
-        length = "max_tokens" if self._config.reserve == "request" else "max_model_len"
+        length = "max_tokens" if self.config.reserve == "request" else "max_model_len"
         option = f"kv_cache_memory_bytes, or lower {length}"
         if num_tokens > held.max_tokens:
-            whole = held.max_tokens == self._config.max_model_len
+            whole = held.max_tokens == self.config.max_model_len
             option = "max_model_len" if whole else "max_tokens"
         longest = align_up(max(num_tokens, held.max_tokens), self._align)
         return Never(
@@ -383,12 +348,7 @@ class ContiguousAccounting(RangeAccounting):
             need_bytes=self._range_bytes(length),
             free_bytes=min(self._range_bytes(self._arena.largest_hole), self._free_bytes),
             kept_bytes=kept_bytes,
-            holders=tuple(i for i, held in self._ranges.items() if held.start is not None),
-        )
-
-    def _cells(self, group: int) -> RangeCells:
-        return RangeCells(
-            self.groups[group], self.slot_bytes(group), self._align, self._config.block_size
+            holders=tuple(i for i, held in self.sequences.items() if held.start is not None),
         )
 
     def _length(self, held: _SequenceRange) -> int:
@@ -396,8 +356,8 @@ class ContiguousAccounting(RangeAccounting):
 
     def _each_group(self, change: type[Commit] | type[Release], start: int, stop: int) -> None:
         if start < stop:
-            self._changes.extend(change(group, start, stop) for group in range(self._num_arenas))
+            self.changes.extend(change(group, start, stop) for group in range(self._num_arenas))
 
     def _each_cell(self, change: type[Commit] | type[Release], cell: int) -> None:
         for group in range(self._num_arenas, len(self.groups)):
-            self._changes.append(change(group, cell, cell + 1))
+            self.changes.append(change(group, cell, cell + 1))

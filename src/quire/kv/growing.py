@@ -14,11 +14,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
-from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Growth, Slots, Usage
+from quire.kv.allocation import FITS, AllocationResult, NotNow
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Growth
 from quire.kv.layout import Stacking, apart, page_tokens, slot_bytes
-from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
-from quire.kv.prefix_index import NO_KEYS, PrefixKeys
+from quire.kv.occupancy import HeldRange
 from quire.kv.ranges import RangeAccounting
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.spec import Group, KeptWhole
@@ -37,12 +36,12 @@ NextCapacity = Callable[[int, int, int, int], int]
 
 
 def uniform(capacity: int, needed: int, step: int, layer: int) -> int:
-    """Whole steps; every layer grows at the same token."""
+    """Grow by whole steps; every layer grows at the same token."""
     return align_up(needed, step)
 
 
 def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
-    """Twice as much until it suffices: few copies, up to half of it unused."""
+    """Grow to twice the capacity until it suffices: few copies, up to half of it unused."""
     capacity = max(capacity, step)
     while capacity < needed:
         capacity *= 2
@@ -50,7 +49,7 @@ def doubling(capacity: int, needed: int, step: int, layer: int) -> int:
 
 
 def staggered(capacity: int, needed: int, step: int, layer: int) -> int:
-    """``step + layer % 64`` tokens ahead: no two neighbouring layers are full at the same token."""
+    """Grow ``step + layer % 64`` tokens ahead: neighbouring layers are full at different tokens."""
     return needed + step + layer % 64
 
 
@@ -74,7 +73,7 @@ class _Buffers:
     outgrown_in: int = -1  # … since this step
 
 
-class GrowingAccounting(RangeAccounting):
+class GrowingAccounting(RangeAccounting[_Buffers]):
     """Buffers that grow by copying; bytes are counted in pages, old and new together."""
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
@@ -86,16 +85,12 @@ class GrowingAccounting(RangeAccounting):
         self._slot_bytes = [s.slot_bytes if s else slot_bytes(g, page) for g, s in parts]
         self._is_state = [isinstance(group.spec, KeptWhole) for group in self.groups]
         self._page_tokens = [s.page_tokens(page) if s else page_tokens(g, page) for g, s in parts]
-        self._place_slots = [
-            1 if state else align_up(longest, step)
-            for state, step in zip(self._is_state, self._page_tokens, strict=True)
-        ]
+        self._row_slots = [self.page_slots(group, longest) for group in range(len(parts))]
         self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._sequences: dict[int, _Buffers] = {}
         self._committed_bytes = 0
         # What some lengths take; of those between, the next one is near enough.
         self._lengths = np.unique(np.linspace(0, longest, min(longest, 256) + 1).astype(np.int64))
-        self._bytes_at = np.array([self._fresh_bytes(n) for n in self._lengths.tolist()], np.int64)
+        self._bytes_at = np.array([self.bytes_for(n) for n in self._lengths.tolist()], np.int64)
         self._step = 0  # calls of drain so far
 
     @property
@@ -106,37 +101,24 @@ class GrowingAccounting(RangeAccounting):
         return self._bytes_at[np.searchsorted(self._lengths, num_tokens)]
 
     def stacking(self, group: int) -> Stacking | None:
-        """How a group's layers lie together; None: head by head, one layer."""
+        """Return how a group's layers lie together; None: head by head, one layer."""
         return self._stackings[group]
 
     def num_slots(self, group: int) -> int:
-        return 2 * self._config.max_num_seqs * self._place_slots[group]
+        return 2 * super().num_slots(group)
 
     def slot_bytes(self, group: int) -> int:
         return self._slot_bytes[group]
 
-    def block_size(self, group: int) -> int:
-        return 1 if self._is_state[group] else self._config.max_model_len
+    def page_tokens(self, group: int) -> int:
+        return self._page_tokens[group]
 
-    def add(
-        self,
-        seq_id: int,
-        *,
-        max_tokens: int | None = None,
-        keys: PrefixKeys = NO_KEYS,
-        priority: int = 0,
-    ) -> None:
-        if seq_id in self._sequences:
-            raise KeyError(f"sequence {seq_id} is already here")
+    def row_slots(self, group: int) -> int:
+        return self._row_slots[group]
+
+    def begin(self, max_tokens: int | None) -> _Buffers:
         none = [0] * len(self.groups)
-        self._sequences[seq_id] = _Buffers(row=-1, num_tokens=0, capacities=none, sides=none.copy())
-
-    def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        longest, capacity_bytes = self._config.max_model_len, self.ceiling.capacity_bytes
-        # At worst it begins again at this length, without an old buffer beside the new.
-        if num_tokens > longest or self._fresh_bytes(num_tokens) > capacity_bytes:
-            return self._never(num_tokens)
-        return FITS
+        return _Buffers(row=-1, num_tokens=0, capacities=none, sides=none.copy())
 
     def resize(self, capacity_bytes: int, *, for_now: bool = False) -> int:
         for held in self._unread():
@@ -146,12 +128,12 @@ class GrowingAccounting(RangeAccounting):
     def try_extend(
         self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
     ) -> AllocationResult:
-        held = self._sequences[seq_id]
+        held = self.sequences[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
-        if num_tokens > self._config.max_model_len:
-            return self._never(num_tokens)
-        room = min(num_tokens + extension.lookahead_tokens, self._config.max_model_len)
+        if num_tokens > self.config.max_model_len:
+            return self.never(num_tokens)
+        room = min(num_tokens + extension.lookahead_tokens, self.config.max_model_len)
         wanted = [
             self._capacity(group, capacity, room) for group, capacity in enumerate(held.capacities)
         ]
@@ -160,38 +142,34 @@ class GrowingAccounting(RangeAccounting):
             return FITS
         # Alone it could go on as it is, or begin again at this length.
         alone = self._buffer_bytes(held.capacities) + self._peak_bytes(held, wanted)
-        if min(alone, self._fresh_bytes(room)) > self.ceiling.capacity_bytes:
-            return self._never(num_tokens)
+        if min(alone, self.bytes_for(room)) > self.ceiling.capacity_bytes:
+            return self.never(num_tokens)
         kept_bytes = extension.kept_bytes
         if extension.promised_tokens > room:
-            longest = min(extension.promised_tokens, self._config.max_model_len)
-            promised = self._fresh_bytes(longest)
+            longest = min(extension.promised_tokens, self.config.max_model_len)
+            promised = self.bytes_for(longest)
             kept_bytes += max(0, promised - self._buffer_bytes(wanted))
         return self._take(held, wanted, num_tokens, kept_bytes)
 
     def fork(self, seq_id: int, new_id: int) -> AllocationResult:
-        source = self._sequences[seq_id]
+        source = self.sequences[seq_id]
         self.add(new_id)
-        target = self._sequences[new_id]
+        target = self.sequences[new_id]
         verdict = self._take(target, source.capacities, source.num_tokens)
         if verdict is not FITS:
-            del self._sequences[new_id]
+            del self.sequences[new_id]
         elif source.num_tokens:
             for group in range(len(self.groups)):
                 start, goal = self._first_slot(group, source), self._first_slot(group, target)
                 count = min(source.num_tokens, source.capacities[group])
-                self._changes.append(Copy(group, start, goal, count))
+                self.changes.append(Copy(group, start, goal, count))
         return verdict
 
     def steady_tokens(self, seq_id: int) -> int:
-        return min(self._sequences[seq_id].capacities)  # then it is copied
-
-    def trim(self, seq_id: int, num_tokens: int) -> None:
-        held = self._sequences[seq_id]
-        held.num_tokens = min(held.num_tokens, num_tokens)
+        return min(self.sequences[seq_id].capacities)  # then it is copied
 
     def free(self, seq_id: int, *, forget: bool = False) -> None:
-        held = self._sequences.pop(seq_id)
+        held = self.sequences.pop(seq_id)
         if held.row < 0:
             return
         self._give_back_outgrown(held)
@@ -200,16 +178,13 @@ class GrowingAccounting(RangeAccounting):
                 self._release(self._buffer(group, held))
         self._free_rows.append(held.row)
 
-    def num_tokens(self, seq_id: int) -> int:
-        return self._sequences[seq_id].num_tokens
-
     def first_slot(self, group: int, seq_id: int) -> int:
-        held = self._sequences[seq_id]
+        held = self.sequences[seq_id]
         return self._first_slot(group, held) if held.row >= 0 else -1
 
     def spare_tokens(self, group: int, seq_id: int) -> int:
-        """Tokens that a buffer can still take in place (OpenVINO's upper padding)."""
-        return self._sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
+        """Count the tokens that a buffer can still take in place (OpenVINO's upper padding)."""
+        return self.sequences[seq_id].capacities[group] - self.num_tokens(seq_id)
 
     def drain(self) -> list[StorageOp]:
         for held in self._unread():
@@ -217,39 +192,22 @@ class GrowingAccounting(RangeAccounting):
         self._step += 1
         return super().drain()
 
-    def usage(self) -> Usage:
-        return Usage(
-            reserved_bytes=sum(
-                self.num_slots(group) * size for group, size in enumerate(self._slot_bytes)
-            ),
-            committed_bytes=self._committed_bytes,
-            used_bytes=sum(
-                group.bytes_for(held.num_tokens)
-                for group in self.groups
-                for held in self._sequences.values()
-            ),
-            num_sequences=len(self._sequences),
-            num_tokens=sum(held.num_tokens for held in self._sequences.values()),
-        )
-
-    def census(self, group: int) -> Occupancy:
-        return self._cells(group).census(
-            self._pieces(group),
-            num_slots=self.num_slots(group),
-            row_slots=self._place_slots[group],
-        )
-
-    def cells(self, group: int, seq_id: int) -> Slots:
-        held = self._sequences[seq_id]
-        return self._cells(group).of(self._first_slot(group, held), held.num_tokens)
+    def backed(self, group: int) -> Iterator[HeldRange]:
+        """List every buffer of a group, and the outgrown ones, which no step reads any more."""
+        for seq_id, held in self.sequences.items():
+            new, old = self._buffer(group, held), [o for o in held.outgrown if o.group == group]
+            for each, num_tokens in ((new, held.num_tokens), *((o, 0) for o in old)):
+                if each.stop > each.start:
+                    backed = range(each.stop - each.start)
+                    yield HeldRange(seq_id, each.start, backed, num_tokens)
 
     def check(self) -> None:
-        rows = [held.row for held in self._sequences.values() if held.row >= 0]
-        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
+        rows = [held.row for held in self.sequences.values() if held.row >= 0]
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), (
             "a row is lost or held twice"
         )
         total = 0
-        for held in self._sequences.values():
+        for held in self.sequences.values():
             for capacity, state in zip(held.capacities, self._is_state, strict=True):
                 needed = min(held.num_tokens, 1) if state else held.num_tokens
                 assert needed <= capacity, "a buffer is too short"
@@ -258,13 +216,9 @@ class GrowingAccounting(RangeAccounting):
         assert total == self._committed_bytes, "committed bytes differ from the buffers"
         assert total <= self.ceiling.now_bytes, "above the ceiling"
 
-    def _never(self, num_tokens: int) -> Never:
-        capacity_bytes = self.ceiling.capacity_bytes
-        return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
-
     def _unread(self) -> list[_Buffers]:
         """Sequences whose outgrown buffers are not read any more: an earlier step copied them."""
-        return [held for held in self._sequences.values() if held.outgrown_in < self._step]
+        return [held for held in self.sequences.values() if held.outgrown_in < self._step]
 
     def _take(
         self, held: _Buffers, wanted: list[int], num_tokens: int, kept_bytes: int = 0
@@ -281,7 +235,7 @@ class GrowingAccounting(RangeAccounting):
                 need_bytes=peak,
                 free_bytes=free,
                 kept_bytes=kept_bytes,
-                holders=tuple(i for i, other in self._sequences.items() if other.row >= 0),
+                holders=tuple(i for i, other in self.sequences.items() if other.row >= 0),
             )
         if needs_row:
             held.row = self._free_rows.pop()
@@ -297,8 +251,8 @@ class GrowingAccounting(RangeAccounting):
         if self._is_state[group]:
             return 1
         layer = self.groups[group].layers[0]
-        grown = self._grow(capacity, num_tokens, self._config.growth_tokens, layer)
-        return max(num_tokens, min(grown, self._config.max_model_len))
+        grown = self._grow(capacity, num_tokens, self.config.growth_tokens, layer)
+        return max(num_tokens, min(grown, self.config.max_model_len))
 
     def _peak_bytes(self, held: _Buffers, wanted: list[int]) -> int:
         """The most by which the committed total rises on the way, layer by layer."""
@@ -307,7 +261,7 @@ class GrowingAccounting(RangeAccounting):
             if new != old:
                 rise += self._backed_bytes(group, new)
                 peak = max(peak, rise)
-                if not self._config.keep_old:
+                if not self.config.keep_old:
                     rise -= self._backed_bytes(group, old)
         return peak
 
@@ -322,10 +276,10 @@ class GrowingAccounting(RangeAccounting):
                 held.sides[group] ^= 1
             new = self._buffer(group, held)
             self._committed_bytes += self._release_bytes(new)
-            self._changes.append(Commit(group, new.start, new.stop))
+            self.changes.append(Commit(group, new.start, new.stop))
             if held.num_tokens:
-                self._changes.append(Copy(group, old.start, new.start, held.num_tokens))
-            if old_capacity and self._config.keep_old:
+                self.changes.append(Copy(group, old.start, new.start, held.num_tokens))
+            if old_capacity and self.config.keep_old:
                 held.outgrown.append(old)
                 held.outgrown_in = self._step
             elif old_capacity:
@@ -338,20 +292,7 @@ class GrowingAccounting(RangeAccounting):
 
     def _release(self, release: Release) -> None:
         self._committed_bytes -= self._release_bytes(release)
-        self._changes.append(release)
-
-    def _cells(self, group: int) -> RangeCells:
-        sizes = self._slot_bytes[group], self._page_tokens[group], self._config.block_size
-        return RangeCells(self.groups[group], *sizes)
-
-    def _pieces(self, group: int) -> Iterator[HeldRange]:
-        """Every buffer of a group, and the outgrown ones, of which nothing is read any more."""
-        for seq_id, held in self._sequences.items():
-            new, old = self._buffer(group, held), [o for o in held.outgrown if o.group == group]
-            for each, num_tokens in ((new, held.num_tokens), *((o, 0) for o in old)):
-                if each.stop > each.start:
-                    backed = range(each.stop - each.start)
-                    yield HeldRange(seq_id, each.start, backed, num_tokens)
+        self.changes.append(release)
 
     def _buffer(self, group: int, held: _Buffers) -> Release:
         """The pages of a buffer, as what would give them back."""
@@ -364,8 +305,7 @@ class GrowingAccounting(RangeAccounting):
     def _outgrown_bytes(self, held: _Buffers) -> int:
         return sum(map(self._release_bytes, held.outgrown))
 
-    def _fresh_bytes(self, num_tokens: int) -> int:
-        """What a sequence takes that reaches its length in one step."""
+    def bytes_for(self, num_tokens: int) -> int:
         groups = range(len(self.groups))
         return self._buffer_bytes([self._capacity(group, 0, num_tokens) for group in groups])
 
@@ -376,4 +316,4 @@ class GrowingAccounting(RangeAccounting):
         return align_up(capacity, self._page_tokens[group]) * self._slot_bytes[group]
 
     def _first_slot(self, group: int, held: _Buffers) -> int:
-        return (2 * held.row + held.sides[group]) * self._place_slots[group]
+        return (2 * held.row + held.sides[group]) * self.row_slots(group)

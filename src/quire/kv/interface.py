@@ -118,7 +118,7 @@ class CacheConfig:
         capacity_bytes: int,
         need_bytes: int | None = None,
     ) -> Never:
-        """The verdict on ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache.
+        """Make the refusal of ``num_tokens``; ``bytes_for(n)`` is what n take in an empty cache.
 
         ``capacity_bytes``: as it is now; ``need_bytes``: if it is not what that many take.
         """
@@ -222,23 +222,28 @@ class Accounting(Protocol):
         """Committed bytes that sequences hold; what is only cached is not among them."""
         ...
 
+    @property
+    def fragmentation(self) -> float:
+        """Return the share of the free slots outside the largest hole; 0 where none is needed."""
+        ...
+
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
-        """What a sequence takes by itself when it has become so long, or a little more.
+        """Count the bytes of a sequence by itself that has become so long, or a little more.
 
         ``max_tokens``: as in ``add``. Shapes: i64[...] and what broadcasts to it → i64[...].
         """
         ...
 
     def num_slots(self, group: int) -> int:
-        """Slots of address space in a group."""
+        """Return the slots of address space in a group."""
         ...
 
     def slot_bytes(self, group: int) -> int:
-        """What a slot takes in all the group's layers, with its part of what fills up pages."""
+        """Return the bytes of a slot in all the group's layers, its padding to pages included."""
         ...
 
     def block_size(self, group: int) -> int:
-        """Tokens that one entry of a block table stands for; 1 for what is kept whole."""
+        """Return the tokens that an entry of a block table stands for; 1 for what is kept whole."""
         ...
 
     def add(
@@ -259,14 +264,14 @@ class Accounting(Protocol):
         ...
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
-        """Whether an empty cache takes one sequence that far, token by token.
+        """Tell whether an empty cache takes one sequence that far, token by token.
 
         ``max_tokens``: as in ``add``.
         """
         ...
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
-        """The longest prefix of a prompt that can be used again, and why it is not longer.
+        """Find the longest prefix of a prompt that can be used again, and why it is not longer.
 
         For a sequence that holds nothing yet. Nothing changes; the hit is good for the very next
         ``try_extend``.
@@ -276,7 +281,7 @@ class Accounting(Protocol):
     def next_block(
         self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
     ) -> tuple[BlockKey, int] | None:
-        """What the next full block of these token ids will be found by, and the token it ends at.
+        """Return the key of the next full block of these token ids, and the token where it ends.
 
         Two sequences that are given the same would fill the same block. One that holds nothing
         goes on behind its ``hit``. None: there is no full block, or nothing will be found.
@@ -307,7 +312,7 @@ class Accounting(Protocol):
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
-        """The next ``counts[i]`` tokens of sequence i are computed, so others may share them.
+        """Note that the next ``counts[i]`` tokens of sequence i are computed, for others to share.
 
         ``token_ids`` (i32[sum of counts]) holds all of them, packed; without ``counts``, one of
         each. A caller that never says so shares nothing.
@@ -339,7 +344,7 @@ class Accounting(Protocol):
         ...
 
     def steady_tokens(self, seq_id: int) -> int:
-        """A length up to which a sequence can go token by token, or at once, with the same outcome.
+        """Return a length that a sequence reaches with the same outcome token by token and at once.
 
         Nothing is copied or given back on the way, and what is committed at the end is the same.
         """
@@ -363,11 +368,11 @@ class Accounting(Protocol):
         ...
 
     def num_tokens(self, seq_id: int) -> int:
-        """Tokens that a sequence has room for."""
+        """Return the tokens that a sequence has room for."""
         ...
 
     def table(self, group: int, seq_id: int) -> Slots:
-        """A sequence's block table: ids of its blocks (i64[P]), -1 where a window has passed.
+        """Return a block table: ids of a sequence's blocks (i64[P]), -1 where a window has passed.
 
         One entry for the strategies that hold a range: the slot where it begins. In a recurrent
         group the first entry is the slot of its state, in all of them; so is a source's.
@@ -375,13 +380,13 @@ class Accounting(Protocol):
         ...
 
     def slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        """The slots (i64[stop - start]) of a sequence's tokens [start, stop)."""
+        """Return the slots (i64[stop - start]) of a sequence's tokens [start, stop)."""
         ...
 
     def packed(
         self, group: int, seq_ids: Sequence[int], starts: Sequence[int], stops: Sequence[int]
     ) -> tuple[Slots, Slots]:
-        """The tables (i64[S, P], -1 behind an end) and slots (i64[T]) of several, packed."""
+        """Pack several sequences' tables (i64[S, P], -1 behind an end) and slots (i64[T])."""
         ...
 
     def drain(self) -> list[StorageOp]:
@@ -391,14 +396,16 @@ class Accounting(Protocol):
         """
         ...
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> Usage:
+        """Return where the bytes are at this moment."""
+        ...
 
     def census(self, group: int) -> Occupancy:
-        """What each cell of a group that has pages is at this moment."""
+        """Return what each cell of a group that has pages is at this moment."""
         ...
 
     def cells(self, group: int, seq_id: int) -> Slots:
-        """The cells (i64[P]) of a sequence's tokens, in order; -1 where a window has passed."""
+        """Return the cells (i64[P]) of a sequence's tokens, in order; -1 behind a window."""
         ...
 
     def check(self) -> None:
@@ -449,13 +456,18 @@ class Storage(Protocol):
         ...
 
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
-        """Put back what ``save`` gave, or an equal part of each token's: the same bits."""
+        """Put back what ``save`` gave, or an equal part of each token's: the same bits.
+
+        Shapes: slots i64[T], parts as ``save`` returns them.
+        """
         ...
 
-    def view(self, layer: int) -> LayerView: ...
+    def view(self, layer: int) -> LayerView:
+        """Return what attention sees of a layer."""
+        ...
 
     def states(self, group: int) -> "StateRows":
-        """The states of a recurrent group's layers, or the sources that a group reads."""
+        """Return the states of a recurrent group's layers, or the sources that a group reads."""
         ...
 
     def close(self) -> None:

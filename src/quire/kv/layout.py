@@ -211,15 +211,6 @@ def page_tokens(group: Group, page_bytes: int, layers_per_page: LayersPerPage = 
     return lcm(*(lcm(row, page_bytes) // row for _, row in rows))
 
 
-def range_slots(
-    group: Group, max_tokens: int, page_bytes: int, layers_per_page: LayersPerPage = None
-) -> int:
-    """Return the slots of the longest range; a state has one."""
-    if isinstance(group.spec, KeptWhole):
-        return 1
-    return align_up(max_tokens, page_tokens(group, page_bytes, layers_per_page))
-
-
 def common_page_tokens(
     groups: Iterable[Group], page_bytes: int, layers_per_page: LayersPerPage = None
 ) -> int:

@@ -12,17 +12,15 @@ Source: Linux, Documentation/mm/page_tables.rst; ``VmPTE`` of /proc/self/status.
 """
 
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.contiguous import ContiguousAccounting
-from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import Accounting, Usage
 from quire.kv.layout import attention_spec, range_rows, row_bytes
 from quire.kv.paged import PagedAccounting
-from quire.kv.virtual import VirtualAccounting
+from quire.kv.ranges import RangeAccounting
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.spec import Group, KeptWhole
 from quire.units import ceil_div
@@ -35,15 +33,18 @@ _NOTHING = np.zeros((2, 0), np.int64)
 
 
 def usage_with_tables(accounting: Accounting, page_bytes: int) -> Usage:
-    """Return an accounting's usage with its page tables. ``page_bytes``: of the memory."""
+    """Return an accounting's usage with the bytes of its page tables."""
     return replace(accounting.usage(), page_table_bytes=page_table_bytes(accounting, page_bytes))
 
 
-def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
-    """Compute the bytes of page tables for the committed pages; for windows, for those they show.
+def page_table_bytes(accounting: Accounting, page_bytes: int) -> int | None:
+    """Count the bytes for the pages that are committed now; for windows, for those they show.
 
-    ``page_bytes``: of the memory. Zero for a device, whose tables are the driver's.
+    ``page_bytes``: of the memory. Zero for a device, whose tables are the driver's. None for an
+    accounting of another package which has neither ranges nor blocks: only it knows their places.
     """
+    if not isinstance(accounting, PagedAccounting | RangeAccounting):
+        return None
     if page_bytes >= _SPANS[0]:
         return 0
     leaf, above = _SPANS[0], []
@@ -64,12 +65,12 @@ def page_table_bytes(accounting: Accounting, page_bytes: int) -> int:
 
 
 def tables_of_one_piece(nbytes: int) -> int:
-    """Compute the bytes of the last level of tables for ``nbytes`` of pages side by side."""
+    """Count the bytes for ``nbytes`` of pages side by side, without the tables above them."""
     return _TABLE_BYTES * ceil_div(nbytes, _SPANS[0])
 
 
 def _pieces(
-    accounting: Accounting, number: int, group: Group, page_bytes: int
+    accounting: PagedAccounting | RangeAccounting[Any], number: int, group: Group, page_bytes: int
 ) -> tuple[Offsets, int, int]:
     """Find where a group's pages lie in each of its regions.
 
@@ -90,7 +91,6 @@ def _pieces(
         size = row or attention_spec(group).block_bytes(census.cell_tokens)
         return runs * size, census.num_cells * size, 1 if row else group.num_layers
     runs *= census.cell_tokens
-    assert isinstance(accounting, ContiguousAccounting | GrowingAccounting | VirtualAccounting)
     together = accounting.stacking(number)
     if together is not None:
         return runs * together.token_bytes, slots * together.token_bytes, together.num_stacks

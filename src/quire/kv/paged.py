@@ -486,6 +486,7 @@ class PagedAccounting(BlockCoordinator):
     """One pool of blocks for each group, all drawing on one ceiling of bytes."""
 
     shares_blocks = True
+    fragmentation = 0.0
 
     def __init__(
         self, groups: tuple[Group, ...], config: CacheConfig, *, whole_pages: bool = False

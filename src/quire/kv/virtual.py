@@ -7,88 +7,33 @@ window are given back while the sequence runs. (uzu calls this a sparse buffer.)
 Nothing is shared between sequences here: a fork copies. The form that shares is ``virtual_shared``.
 """
 
-from dataclasses import dataclass, field
-
 from quire.kv.allocation import (
     FITS,
     AllocationResult,
     Fits,
     Never,
-    NotNow,
     peak_bytes,
     verdict_on_length,
 )
 from quire.kv.block_steps import check_window
-from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension, Slots, Usage
-from quire.kv.layout import page_tokens, range_slots, slot_bytes
-from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
-from quire.kv.prefix_index import NO_KEYS, PrefixKeys
-from quire.kv.ranges import RangeAccounting
-from quire.kv.storage_ops import Commit, Copy, Release
+from quire.kv.interface import AS_IT_IS, CacheConfig, Counts, Extension
+from quire.kv.ranges import Row, RowAccounting
+from quire.kv.storage_ops import Copy
 from quire.spec import FullAttention, Group, KeptWhole, LatentAttention
 from quire.units import align_down, align_up
 
 
-@dataclass(slots=True)
-class _Row:
-    """A sequence's range of addresses, by number, and the part of it that has pages."""
-
-    row: int
-    num_tokens: int = 0
-    backed: list[range] = field(default_factory=list)  # a group: tokens with pages, page-aligned
-
-
-class VirtualAccounting(RangeAccounting):
-    """``max_num_seqs`` ranges of ``max_model_len`` slots; bytes are counted in pages.
-
-    A state is a range of one slot.
-    """
+class VirtualAccounting(RowAccounting):
+    """Rows whose pages follow the tokens that can be read."""
 
     def __init__(self, groups: tuple[Group, ...], config: CacheConfig) -> None:
         super().__init__(groups, config)
-        together = config.layers_per_page
-        self._page_tokens = [page_tokens(group, config.page_bytes, together) for group in groups]
-        self._slot_bytes = [slot_bytes(group, config.page_bytes, together) for group in groups]
         self._is_state = [isinstance(group.spec, KeptWhole) for group in groups]
-        longest, page_bytes = config.max_model_len, config.page_bytes
-        self._row_slots = [
-            range_slots(group, longest, page_bytes, together) for group in self.groups
-        ]
         sizes = [n * size for n, size in zip(self._page_tokens, self._slot_bytes, strict=True)]
-        self._peaks = peak_bytes(groups, self._page_tokens, sizes, longest)
-        self._nothing = [range(0)] * len(groups)
-        self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._rows: dict[int, _Row] = {}
-        self._committed_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        return self._committed_bytes
+        self._peaks = peak_bytes(groups, self._page_tokens, sizes, config.max_model_len)
 
     def bytes_alone(self, num_tokens: Counts, max_tokens: Counts) -> Counts:
         return self._peaks[num_tokens]
-
-    def num_slots(self, group: int) -> int:
-        return self._config.max_num_seqs * self._row_slots[group]
-
-    def slot_bytes(self, group: int) -> int:
-        return self._slot_bytes[group]
-
-    def block_size(self, group: int) -> int:
-        return 1 if self._is_state[group] else self._config.max_model_len
-
-    def add(
-        self,
-        seq_id: int,
-        *,
-        max_tokens: int | None = None,
-        keys: PrefixKeys = NO_KEYS,
-        priority: int = 0,
-    ) -> None:
-        if seq_id in self._rows:
-            raise KeyError(f"sequence {seq_id} is already here")
-        # A sequence without pages needs no row yet, and there may be more of them than rows.
-        self._rows[seq_id] = _Row(row=-1, backed=self._nothing)
 
     def could_hold(self, num_tokens: int, *, max_tokens: int | None = None) -> Fits | Never:
         return verdict_on_length(num_tokens, self._peaks, self.ceiling.capacity_bytes)
@@ -96,143 +41,69 @@ class VirtualAccounting(RangeAccounting):
     def try_extend(
         self, seq_id: int, num_tokens: int, extension: Extension = AS_IT_IS
     ) -> AllocationResult:
-        held = self._rows[seq_id]
+        held = self.sequences[seq_id]
         if num_tokens <= held.num_tokens:
             return FITS
-        if num_tokens > self._config.max_model_len:
-            return self._never(num_tokens)
-        room = min(num_tokens + extension.lookahead_tokens, self._config.max_model_len)
+        if num_tokens > self.config.max_model_len:
+            return self.never(num_tokens)
+        room = min(num_tokens + extension.lookahead_tokens, self.config.max_model_len)
         promised_tokens, kept_bytes = extension.promised_tokens, extension.kept_bytes
         if not (promised_tokens or kept_bytes) and self._is_backed(held, room):
             held.num_tokens = num_tokens
             return FITS
         backed = self._backed_for(held, held.num_tokens + extension.external_tokens, room)
-        if self._grown_bytes(self._nothing, backed) > self.ceiling.capacity_bytes:
-            return self._never(num_tokens)
+        if self.bytes_in(backed) > self.ceiling.capacity_bytes:
+            return self.never(num_tokens)
         if promised_tokens > room:
-            promised = int(self._peaks[min(promised_tokens, self._config.max_model_len)])
-            kept_bytes += max(0, promised - self._grown_bytes(self._nothing, backed))
-        return self._take(held, backed, num_tokens, kept_bytes)
+            promised = int(self._peaks[min(promised_tokens, self.config.max_model_len)])
+            kept_bytes += max(0, promised - self.bytes_in(backed))
+        return self.take(held, backed, num_tokens, kept_bytes)
 
     def fork(self, seq_id: int, new_id: int) -> AllocationResult:
-        source, num_tokens = self._rows[seq_id], self._rows[seq_id].num_tokens
+        source, num_tokens = self.sequences[seq_id], self.sequences[seq_id].num_tokens
         self.add(new_id)
-        target = self._rows[new_id]
+        target = self.sequences[new_id]
         backed = [
             range(old.start, min(old.stop, align_up(num_tokens, step)))
             for old, step in zip(source.backed, self._page_tokens, strict=True)
         ]
-        verdict = self._take(target, backed, num_tokens)
+        verdict = self.take(target, backed, num_tokens)
         if verdict is not FITS:
-            del self._rows[new_id]
+            del self.sequences[new_id]
             return verdict
         for group, pages in enumerate(backed):
-            stop = min(num_tokens, self._row_slots[group])
+            stop = min(num_tokens, self.row_slots(group))
             if pages.start < stop:
-                start = self._first_slot(group, source) + pages.start
-                goal = self._first_slot(group, target) + pages.start
-                self._changes.append(Copy(group, start, goal, stop - pages.start))
+                start = self.place(group, source) + pages.start
+                goal = self.place(group, target) + pages.start
+                self.changes.append(Copy(group, start, goal, stop - pages.start))
         return verdict
 
     def steady_tokens(self, seq_id: int) -> int:
         forgets = any(not isinstance(g.spec, FullAttention | LatentAttention) for g in self.groups)
-        return self.num_tokens(seq_id) if forgets else self._config.max_model_len
+        return self.num_tokens(seq_id) if forgets else self.config.max_model_len
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         # The pages stay: a trimmed sequence is about to write there again.
-        held = self._rows[seq_id]
+        held = self.sequences[seq_id]
         num_tokens = min(held.num_tokens, num_tokens)
         for group, backed in zip(self.groups, held.backed, strict=True):
             check_window(group, backed.start, num_tokens)
         held.num_tokens = num_tokens
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
-        held = self._rows.pop(seq_id)
-        if held.row >= 0:
-            self._set_backed(held, self._nothing)
-            self._free_rows.append(held.row)
-
-    def num_tokens(self, seq_id: int) -> int:
-        return self._rows[seq_id].num_tokens
-
-    def first_slot(self, group: int, seq_id: int) -> int:
-        held = self._rows[seq_id]
-        return self._first_slot(group, held) if held.row >= 0 else -1
-
-    def usage(self) -> Usage:
-        return Usage(
-            reserved_bytes=sum(
-                self.num_slots(group) * size for group, size in enumerate(self._slot_bytes)
-            ),
-            committed_bytes=self._committed_bytes,
-            used_bytes=sum(
-                group.bytes_for(held.num_tokens)
-                for group in self.groups
-                for held in self._rows.values()
-            ),
-            num_sequences=len(self._rows),
-            num_tokens=sum(held.num_tokens for held in self._rows.values()),
-        )
-
-    def census(self, group: int) -> Occupancy:
-        pieces = (
-            HeldRange(seq_id, self._first_slot(group, held), held.backed[group], held.num_tokens)
-            for seq_id, held in self._rows.items()
-            if held.backed[group]
-        )
-        return self._cells(group).census(
-            pieces, num_slots=self.num_slots(group), row_slots=self._row_slots[group]
-        )
-
-    def cells(self, group: int, seq_id: int) -> Slots:
-        held = self._rows[seq_id]
-        return self._cells(group).of(self._first_slot(group, held), held.num_tokens)
-
     def check(self) -> None:
-        rows = [held.row for held in self._rows.values() if held.row >= 0]
-        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), (
-            "a row is lost or held twice"
-        )
-        total = 0
-        for held in self._rows.values():
-            assert held.row >= 0 or not any(held.backed), "pages without a row"
-            for group, backed in enumerate(held.backed):
-                total += len(backed) * self._slot_bytes[group]
-                if self._is_state[group]:
+        super().check()
+        for held in self.sequences.values():
+            for group, backed, state in zip(self.groups, held.backed, self._is_state, strict=True):
+                if state:
                     assert bool(backed) == (held.row >= 0), "a state without a page"
                     continue
-                live = self.groups[group].live_range(held.num_tokens)
+                live = group.live_range(held.num_tokens)
                 assert not live or (backed.start <= live.start and live.stop <= backed.stop), (
                     "a token that can be read has no page"
                 )
-        assert total == self._committed_bytes, "committed bytes differ from the pages of the rows"
-        assert total <= self.ceiling.now_bytes, "above the ceiling"
 
-    def _never(self, num_tokens: int) -> Never:
-        capacity_bytes = self.ceiling.capacity_bytes
-        return self._config.never(num_tokens, self._fresh_bytes, capacity_bytes=capacity_bytes)
-
-    def _take(
-        self, held: _Row, backed: list[range], num_tokens: int, kept_bytes: int = 0
-    ) -> AllocationResult:
-        """Give a sequence exactly these pages, and a row if it has none, or refuse."""
-        need = self._grown_bytes(held.backed, backed)
-        needs_row = held.row < 0 and any(backed)
-        free_bytes = self.ceiling.now_bytes - self._committed_bytes
-        if need > free_bytes - kept_bytes or (needs_row and not self._free_rows):
-            return NotNow(
-                need_bytes=need,
-                free_bytes=free_bytes,
-                kept_bytes=kept_bytes,
-                holders=tuple(i for i, other in self._rows.items() if other.row >= 0),
-            )
-        if needs_row:
-            held.row = self._free_rows.pop()
-        self._set_backed(held, backed)
-        held.num_tokens = num_tokens
-        return FITS
-
-    def _backed_for(self, held: _Row, begin: int, num_tokens: int) -> list[range]:
+    def _backed_for(self, held: Row, begin: int, num_tokens: int) -> list[range]:
         """Pages from the first token that the *first* new token reads, to the last new token.
 
         So a step never frees what its own tokens read, and undoing the step never misses a token.
@@ -248,7 +119,7 @@ class VirtualAccounting(RangeAccounting):
             ranges.append(range(first, max(backed.stop, align_up(num_tokens, step))))
         return ranges
 
-    def _is_backed(self, held: _Row, num_tokens: int) -> bool:
+    def _is_backed(self, held: Row, num_tokens: int) -> bool:
         """Whether a step up to there changes no page, as most steps of decoding."""
         each = zip(self.groups, held.backed, self._page_tokens, self._is_state, strict=True)
         for group, backed, step, state in each:
@@ -260,44 +131,6 @@ class VirtualAccounting(RangeAccounting):
                 return False
         return True
 
-    def _fresh_bytes(self, num_tokens: int) -> int:
-        """What a sequence takes that reaches its length in one step."""
-        sizes = zip(self._page_tokens, self._slot_bytes, self._is_state, strict=True)
-        return sum(
-            (min(1, num_tokens) if state else align_up(num_tokens, step)) * size
-            for step, size, state in sizes
-        )
-
-    def _grown_bytes(self, before: list[range], after: list[range]) -> int:
-        """Bytes by which the committed total grows when ``before`` becomes ``after``."""
-        sizes = zip(before, after, self._slot_bytes, strict=True)
-        return sum((len(new) - len(old)) * size for old, new, size in sizes)
-
-    def _set_backed(self, held: _Row, after: list[range]) -> None:
-        self._committed_bytes += self._grown_bytes(held.backed, after)
-        pairs = list(enumerate(zip(held.backed, after, strict=True)))
-        # Releases first, so that the total never rises above what was asked for.
-        for group, (old, new) in pairs:
-            gone = range(old.start, min(new.start, old.stop)) if new else old
-            self._note(Release, group, held, gone)
-        for group, (old, new) in pairs:
-            self._note(Commit, group, held, range(max(old.stop, new.start), new.stop))
-        held.backed = after
-
-    def _note(
-        self, change: type[Commit] | type[Release], group: int, held: _Row, tokens: range
-    ) -> None:
-        if tokens:
-            first = self._first_slot(group, held)
-            self._changes.append(change(group, first + tokens.start, first + tokens.stop))
-
-    def _cells(self, group: int) -> RangeCells:
-        return RangeCells(
-            self.groups[group],
-            self._slot_bytes[group],
-            self._page_tokens[group],
-            self._config.block_size,
-        )
-
-    def _first_slot(self, group: int, held: _Row) -> int:
-        return held.row * self._row_slots[group]
+    def bytes_for(self, num_tokens: int) -> int:
+        sizes = enumerate(self._slot_bytes)
+        return sum(self.page_slots(group, num_tokens) * size for group, size in sizes)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
-    """Memory of a device, none of it taken yet.
+    """Make the memory of a device; none of it is taken yet.
 
     Raises: ConfigError, in words, where the device or what drives it cannot do this.
     MemoryUnavailable where it can, and has no room to begin, or pages cannot be locked.
@@ -59,7 +59,7 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
 
 
 def why_no_memory(device: "torch.device") -> str | None:
-    """Why KV memory cannot lie there, and what to do; None if it can."""
+    """Say why KV memory cannot lie there, and what to do; None if it can."""
     try:
         memory_for(device, "on-demand")
     except QuireError as error:
@@ -68,7 +68,7 @@ def why_no_memory(device: "torch.device") -> str | None:
 
 
 def machine_for(device: "torch.device") -> Machine:
-    """This machine, with the device's memory where KV goes there.
+    """Read this machine, with the device's memory where KV goes there.
 
     Raises: MemoryUnavailable where it is not told how much there is.
     """
@@ -76,16 +76,19 @@ def machine_for(device: "torch.device") -> Machine:
 
 
 def limits_for(device: "torch.device") -> Machine:
-    """What limits memory there, read in a millisecond (``read_limits``). Raises: as above."""
+    """Read what limits memory there, in a millisecond (``read_limits``).
+
+    Raises: MemoryUnavailable where it is not told how much there is.
+    """
     return read_limits(device=_memory_of(device))
 
 
 def known_machine(
     device: "torch.device", stated_bytes: int | None, *, limits_only: bool = False
 ) -> Machine | None:
-    """As ``machine_for``, or with ``limits_only`` as ``limits_for``.
+    """Read as ``machine_for``, or with ``limits_only`` as ``limits_for``.
 
-    None, and a warning, where the system does not say and bytes are stated.
+    Return None, and log a warning, where the system does not say and bytes are stated.
 
     Raises: MemoryUnavailable where it does not say, and they are not.
     """
@@ -103,12 +106,12 @@ def known_machine(
 
 
 def gauge_for(device: "torch.device") -> Gauge:
-    """Who tells how much of that memory is left, at any moment."""
+    """Make the gauge that tells how much of that memory is left, at any moment."""
     return CudaGauge(_index(device)) if device.type == "cuda" else HostGauge()
 
 
 def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes: int) -> Resident:
-    """The memory of one cache, with the residency that was asked for.
+    """Make the memory of one cache, with the residency that was asked for.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
@@ -118,7 +121,7 @@ def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes
 
 
 def give_back_kept(provider: MemoryProvider) -> None:
-    """Pages that a device's memory keeps to commit them again. Raises: MemoryUnavailable."""
+    """Give back pages that a device's memory keeps for later. Raises: MemoryUnavailable."""
     if isinstance(provider, CudaMemory):
         provider.trim()
 

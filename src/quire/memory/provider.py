@@ -59,7 +59,7 @@ class Region(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """A flat tensor over the whole region. It keeps the address range alive.
+        """Make a flat tensor [bytes / itemsize] over the region; it keeps the addresses alive.
 
         Raises: ValueError after ``close``.
         """
@@ -105,7 +105,7 @@ class Window(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """A flat tensor over the whole window. It keeps the address range alive.
+        """Make a flat tensor [bytes / itemsize] over the window; it keeps the addresses alive.
 
         Raises: ValueError after ``close``.
         """

@@ -15,7 +15,6 @@ from quire.config import EngineConfig
 from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, build_accounting
 from quire.kv.page_tables import page_table_bytes
-from quire.kv.paged import PagedAccounting
 from quire.memory.budget import BUDGETS, Footprint, Ledger, Needs
 from quire.memory.machine import Machine
 from quire.planner.sequence_memory import Moment, PlannedLengths, lengths, moments
@@ -57,7 +56,7 @@ def pooled_shares(
     None for a strategy in which no two sequences share a granule.
     """
     accounting = build_accounting(strategy, spec, sizes)
-    if not isinstance(accounting, PagedAccounting) or sizes.shares_pages:
+    if not accounting.shares_blocks or sizes.shares_pages:
         return None
     groups = range(len(accounting.groups))
     block_bytes = [accounting.block_size(g) * accounting.slot_bytes(g) for g in groups]
@@ -221,7 +220,7 @@ class CapacityPlan:
     def ledger(self) -> Ledger:
         return self.cell.ledger
 
-    def page_table_bytes(self, num_sequences: int) -> int:
+    def page_table_bytes(self, num_sequences: int) -> int | None:
         """What the kernel's page tables take besides, with so many typical ones at their ends.
 
         As the engine's ``usage`` says it, of the options' strategy and its bytes. None of a page
@@ -274,7 +273,7 @@ def plan(
     request = request or typical(needs.context_tokens)
     pairs = {(config.cache, config.budget): config}
     if compare:
-        for strategy in STRATEGIES:
+        for strategy in STRATEGIES.own_names:
             for rule in BUDGETS:
                 by = replace(config, cache=strategy, budget=rule, kv_cache_memory_bytes=None)
                 pairs.setdefault((strategy, rule), by)

@@ -70,8 +70,8 @@ def moments(
 
 def tables_after(
     strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
-) -> int:
-    """Bytes of the kernel's page tables after the last of those steps."""
+) -> int | None:
+    """Count the bytes of the kernel's page tables after those steps, as ``page_table_bytes``."""
     accounting = build_accounting(strategy, spec, sizes)
     accounting.add(0, max_tokens=max_tokens)
     for num_tokens in each:

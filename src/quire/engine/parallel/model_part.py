@@ -15,7 +15,8 @@ from quire.engine.parallel.messages import Assemble, Failed, LoadSaved, Look, Un
 from quire.engine.parallel.process_group import meeting
 from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import ConfigError
-from quire.kv import CacheConfig
+from quire.kv import STRATEGIES, CacheConfig
+from quire.memory import PROVIDERS
 from quire.memory.machine import Machine
 from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
@@ -167,7 +168,17 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
             f"{option}: a model in memory cannot be cut any more: save it, and give its folder"
         )
     if provider is not None:
-        raise ConfigError(f"{option}: provider= is of one process: leave it out")
+        raise ConfigError(
+            f"{option}: provider= is of one process, and each rank makes its own: leave it out, or "
+            f"give memory_provider a name"
+        )
+    for name, registry in (("cache", STRATEGIES), ("memory_provider", PROVIDERS)):
+        if registry.is_local(getattr(config, name)):
+            raise ConfigError(
+                f"{option}: {name}={getattr(config, name)} was registered in this process alone, "
+                f"and ranks are processes of their own: give it an entry point in the group "
+                f"{registry.group!r}"
+            )
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(
             f"{option}: device={config.device} is one device, and each rank takes the one of its "

@@ -19,6 +19,7 @@ import torch
 from quire.attention import AttentionBackend, AttentionBatch
 from quire.devices import give_back_unused
 from quire.engine.assembly import prepare
+from quire.engine.kv_budget import named_memory
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.parallel.messages import (
     EXCHANGES,
@@ -56,7 +57,7 @@ from quire.engine.parallel.process_group import compute_with, join, leave
 from quire.engine.runner import ModelRunner
 from quire.engine.swap.kv_mover import KVMover, make_mover
 from quire.errors import QuireError
-from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
+from quire.memory.by_device import gauge_for, machine_for, make_resident
 from quire.memory.residency import Resident
 from quire.models.loader import LoadedModel
 from quire.models.step_inputs import HostInputs
@@ -191,7 +192,7 @@ class Worker:
     def _assemble(self, message: Assemble) -> _Engine:
         loaded = self._models[message.model]
         sizes, config = message.sizes, message.config
-        provider = memory_for(loaded.model.device, config.residency)
+        provider = named_memory(config, loaded.model.device)
         resident = make_resident(provider, message.residency, sizes.capacity_bytes)
         backend, make_pair = prepare(
             loaded, message.spec, message.strategy, sizes, resident.provider, config

@@ -43,7 +43,8 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
 ) -> DropInCache | SourceCache:
     """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
 
-    ``strategy`` is ``contiguous``, ``growing``, ``paged`` or ``virtual``. ``max_model_len``
+    ``strategy`` is ``contiguous``, ``growing``, ``paged``, ``virtual`` or the name of one that a
+    package adds. ``max_model_len``
     (tokens, prompt and continuation) defaults to the model's own; ``kv_cache_memory_bytes``, the
     ceiling, to what the machine has available, less headroom; ``max_num_seqs`` to enough rows for
     this batch and its beams. ``block_size`` is for ``paged``; ``growth``, ``growth_tokens`` and
@@ -60,8 +61,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
 
     Raises: ConfigError, UnsupportedModel.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"cache strategy {strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+    STRATEGIES.require(strategy, "strategy")
     spec = ModelSpec.from_config(model.config.to_dict(), type(model).__name__ + ".config")
     longest = spec.max_model_len if max_model_len is None else max_model_len
     if spec.recurrent_layers:

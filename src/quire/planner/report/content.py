@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.kv import Accounting, CacheConfig, Fits, build_accounting
+from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, build_accounting
 from quire.planner.hit_rates.curve import HitRates
 from quire.planner.sequence_memory import moments
 from quire.planner.simulation.result import SimulationResult
@@ -16,10 +16,6 @@ from quire.units import format_bytes, format_count
 
 
 # -- content ---------------------------------------------------------------------------------------
-
-
-# A strategy has its own color, in every figure and every report; the page says what it is.
-_OWN = ("contiguous", "growing", "paged", "virtual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +64,9 @@ class Report:
 
 
 def strategy_color(strategy: str) -> str:
-    return f"var(--v{_OWN.index(strategy)})" if strategy in _OWN else "var(--other)"
+    """Return a strategy's own color, the same in every figure and every report."""
+    own = STRATEGIES.own_names
+    return f"var(--v{own.index(strategy)})" if strategy in own else "var(--other)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from typing import final
 import numpy as np
 
 from quire.kv import Accounting
-from quire.kv.contiguous import ContiguousAccounting
 from quire.kv.occupancy import CellState, Occupancy
 
 _EVERY_FRACTION = 1 / 64  # of the time so far is one moment taken to stand for
@@ -88,7 +87,7 @@ class Waste:
     def is_in_pieces(self, free_bytes: int) -> bool:
         """Whether the first that waits would have room in what is free, if that were one piece."""
         cache = self._accounting
-        if not isinstance(cache, ContiguousAccounting):
+        if not cache.fragmentation:
             return False
         waiting = (each for each in sorted(self._ends) if not cache.num_tokens(each))
         first = next(waiting, None)
