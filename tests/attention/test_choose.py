@@ -34,7 +34,7 @@ def test_a_name_is_that_backend(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     known = ", ".join(BACKENDS)
-    with pytest.raises(ConfigError, match=f"'flash' is unknown; known: {known}"):
+    with pytest.raises(ConfigError, match=f"='flash' is no attention backend; known: {known}"):
         choose_backend("flash", [layer()], CPU)
 
 

@@ -9,6 +9,7 @@ The letters of every shape comment in Quire:
     G  query heads that share a key-value head       L   tokens that one sequence can read
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, final
@@ -180,30 +181,24 @@ class NoHostPart:
 
 
 class AttentionBackend(Protocol):
-    """One way to attend. Implementations differ in speed, not in results beyond rounding."""
+    """One way to attend. Implementations differ in speed, not in results beyond rounding.
 
-    @property
-    def name(self) -> str: ...
+    A class that derives from this one needs ``name`` and ``attend`` alone.
+    """
 
-    @property
-    def make_writer(self) -> MakeWriter | None:
-        """What writes a layer's entries for the storage; None: torch does."""
-        ...
-
-    @property
-    def plays(self) -> Plays | None:
-        """The same as calls of kernels; None: it has none."""
-        ...
-
-    @property
-    def replays(self) -> Replays | None:
-        """For steps that are captured as graphs; None: what it does depends on the host."""
-        ...
+    name: str
+    # Makes what writes a layer's entries for the storage; None: torch writes them.
+    make_writer: MakeWriter | None = None
+    # The same as calls of kernels that need no Python between two steps; None: it has none.
+    plays: Plays | None = None
+    # What it does for steps that are captured as graphs; None: its calls depend on the host.
+    replays: Replays | None = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Why this backend cannot serve layers of ``spec`` on ``device``; None if it can."""
-        ...
+        """Return why this backend cannot serve layers of ``spec`` on ``device``; None if it can."""
+        return None
 
+    @abstractmethod
     def attend(
         self,
         q: Tensor,  # [T, H, D]
@@ -215,7 +210,10 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]: a logit that takes weight and gives no value
     ) -> Tensor:
-        """[T, H, Dv]: each query over the tokens of its own sequence that its spec lets it read."""
+        """Return [T, H, Dv]: each query over the tokens of its sequence that its spec lets it read.
+
+        Raises: ValueError for tensors that it has no kernel for.
+        """
         ...
 
 

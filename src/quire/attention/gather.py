@@ -6,7 +6,7 @@ For what has no kernel of its own: the reference, torch's attention, models that
 import torch
 from torch import Tensor
 
-from quire.attention.attention_backend import AttentionBatch
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
 from quire.kv import LayerView
 from quire.kv.storage.entries import dequantize
 from quire.spec import AttentionSpec, LatentAttention
@@ -80,16 +80,10 @@ def readable(
 # Slow and obvious: the oracle that every other backend is compared with.
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """One query, one head at a time, in float64, with nothing fused and nothing skipped."""
 
     name = "reference"
-    make_writer = None
-    plays = None
-    replays = None
-
-    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        return None
 
     def attend(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.attention.attention_backend import AttentionBatch
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
 from quire.attention.gather import output_width, read_for, readable
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention
@@ -19,16 +19,10 @@ from quire.spec import AttentionSpec, FullAttention, LatentAttention
 _MOST_ELEMENTS = 2**24  # of a mask or of scores, at once
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """``scaled_dot_product_attention``; written out where it lacks softcap or sinks."""
 
     name = "sdpa"
-    make_writer = None
-    plays = None
-    replays = None
-
-    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        return None
 
     def attend(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+from quire.attention import BACKENDS
 from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
@@ -79,7 +80,6 @@ log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
-ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -119,7 +119,8 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
-        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
+        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64), or a "
+        "backend of another package.",
         panel=ADVANCED,
     )
     enforce_eager: bool = option(
@@ -250,7 +251,7 @@ class EngineConfig:
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         one_of("cache", self.cache, tuple(STRATEGIES))
-        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        BACKENDS.require(self.attention_backend, "attention_backend")
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
         if not _DEVICE.fullmatch(self.device):
