@@ -38,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
     )
+    for name in ("--attention-backend", "--eviction-policy"):
+        parser.addoption(
+            name, help="the registered name that tests/conformance asks, instead of Quire's own"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:

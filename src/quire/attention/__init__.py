@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         make_batch,
         packed_tokens,
     )
-    from quire.attention.gather import ReferenceAttention
+    from quire.attention.gather import ReferenceAttention, output_width, read_for, readable
     from quire.attention.sdpa import SdpaAttention
     from quire.attention.trial import AttentionFailed, tried
 
@@ -57,7 +57,10 @@ __all__ = [
     "choose_backend",
     "fallback_backends",
     "make_batch",
+    "output_width",
     "packed_tokens",
+    "read_for",
+    "readable",
     "tried",
 ]
 
@@ -66,6 +69,9 @@ _ELSEWHERE = MappingProxyType(
         "AttentionFailed": "trial",
         "ReferenceAttention": "gather",
         "SdpaAttention": "sdpa",
+        "output_width": "gather",
+        "read_for": "gather",
+        "readable": "gather",
         "tried": "trial",
     }
 )

@@ -12,7 +12,7 @@ from quire.attention import BACKENDS
 from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
-from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
+from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory.budget import BUDGETS
 from quire.units import parse_bytes
 
@@ -144,7 +144,8 @@ class EngineConfig:
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
-        f"What of it goes first when room is needed: {', '.join(POLICIES)}.",
+        "What of it goes first when room is needed: choice, lru, lru-2, or a policy of another "
+        "package.",
         panel=ADVANCED,
     )
     watermark: float = option(
@@ -236,7 +237,7 @@ class EngineConfig:
             in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
-        one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
+        EVICTION_POLICIES.require(self.prefix_caching_policy, "prefix_caching_policy")
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"

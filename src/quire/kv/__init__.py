@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import PoolSize
 from quire.kv.contiguous import ContiguousAccounting, FirstFit
-from quire.kv.eviction import DEFAULT_POLICY, POLICIES
+from quire.kv.eviction import DEFAULT_POLICY, EVICTION_POLICIES, EvictionPolicy, PolicyPool
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import (
     Accounting,
@@ -30,6 +30,7 @@ from quire.kv.occupancy import CellState, Occupancy
 from quire.kv.paged import BlockCoordinator, PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
+from quire.kv.scored_eviction import CachedBlock, Score, ScoredPolicy
 from quire.kv.storage.per_layer import BlockStorage, RangeStorage
 from quire.kv.storage.stacked import StackedStorage
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
@@ -107,19 +108,21 @@ def build_storage(
 
 __all__ = [
     "DEFAULT_POLICY",
+    "EVICTION_POLICIES",
     "FITS",
     "NO_KEYS",
-    "POLICIES",
     "STRATEGIES",
     "Accounting",
     "AllocationResult",
     "BlockCoordinator",
     "BlockKey",
     "CacheConfig",
+    "CachedBlock",
     "CellState",
     "Commit",
     "Copy",
     "EntryWriter",
+    "EvictionPolicy",
     "Extension",
     "FirstFit",
     "Fits",
@@ -133,10 +136,13 @@ __all__ = [
     "Never",
     "NotNow",
     "Occupancy",
+    "PolicyPool",
     "PoolSize",
     "PrefixHit",
     "PrefixKeys",
     "Release",
+    "Score",
+    "ScoredPolicy",
     "Shortfall",
     "StackedStorage",
     "Storage",

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.kv import DEFAULT_POLICY, POLICIES, Extension, Fits
+from quire.kv import EVICTION_POLICIES, Extension, Fits
 from quire.kv.interface import CacheConfig
 from quire.kv.paged import PagedAccounting
 from quire.planner.hit_rates.optimum import Optimum
@@ -135,9 +135,14 @@ class HitRates:
         return next(each for each in self.by_policy[policy] if each.cache_tokens == cache_tokens)
 
 
-def policy_names() -> tuple[str, ...]:
-    """What can be asked for: the engine's default first, the optimum last."""
-    return (DEFAULT_POLICY, *(name for name in POLICIES if name != DEFAULT_POLICY), OPTIMUM)
+OWN_POLICIES: Final = ("choice", "lru", "lru-2", OPTIMUM)  # the engine's default first
+
+
+def require_policies(names: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a name that is no eviction policy and not the optimum."""
+    for name in names:
+        if name != OPTIMUM:
+            EVICTION_POLICIES.require(name, option)
 
 
 def hit_rate_curve(
@@ -150,16 +155,15 @@ def hit_rate_curve(
     skip_requests: int = 0,
     on_work: OnWork = lambda *_: None,
 ) -> HitRates:
-    """Hits of each policy (all of ``policy_names()``) in caches of so many tokens.
+    """Hits of each policy (all of ``OWN_POLICIES``) in caches of so many tokens.
 
     ``block_tokens`` and ``whole_blocks`` are those of ``prompts_of``. ``skip_requests``: so many at
     the beginning fill the cache and are not counted.
 
     Raises: ConfigError.
     """
-    policies = policy_names() if policies is None else tuple(policies)
-    if unknown := sorted(set(policies) - set(policy_names())):
-        raise ConfigError(f"eviction policy {unknown[0]!r} is none of {', '.join(policy_names())}")
+    policies = OWN_POLICIES if policies is None else tuple(policies)
+    require_policies(policies, "policies")
     if isinstance(trace, Prompts):
         prompts = trace
     else:
