@@ -1,6 +1,8 @@
 """Which backend is chosen, and that each one passed over is named with the reason."""
 
+import ast
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,3 +114,29 @@ def test_an_engine_says_what_it_attends_with(
         quire.LLM(attention_backend="flash", **options)
     with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
         quire.LLM(attention_backend="flashinfer", **options)
+
+
+def test_no_other_room_asks_for_a_backend_by_name() -> None:
+    """What a backend can do is a member of it, so that another package's is treated alike."""
+    source = Path(quire.__file__).parent
+    own = {"flashinfer", "triton", "cpu", "sdpa", "reference"} - {"cpu"}  # which is a device too
+    problems = []
+    for path in source.rglob("*.py"):
+        if source / "attention" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                found = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & own
+                problems += [f"{path.relative_to(source)}:{node.lineno}: {found}"] * bool(found)
+    assert not problems
+
+
+def test_names_are_known_without_torch() -> None:
+    """And without a look at what is installed, which costs 20 ms."""
+    code = (
+        "import sys, quire.config as config\n"
+        "config.EngineConfig(attention_backend='sdpa', prefix_caching_policy='lru')\n"
+        "print({'torch', 'importlib.metadata'}.intersection(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()", done.stdout
