@@ -98,7 +98,7 @@ ONLY_IN = {
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
-    *("errors", "units", "config", "spec", "memory", "kv"),
+    *("errors", "units", "config", "spec", "memory", "kv", "attention"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),
@@ -306,6 +306,19 @@ def test_the_map_has_every_room() -> None:
         (room for room in sorted(rooms) if not re.search(rf"[/`]{room}(/|\.py)`", told)),
         "Say in CONTRIBUTING.md, under 'Where things live', what this room is for.",
     )
+
+
+def test_no_other_room_asks_for_an_attention_backend_by_name() -> None:
+    """What a backend can do is a member of it, so that another package's is treated alike."""
+    own = {"flashinfer", "triton", "sdpa", "reference"}  # "cpu" is a device too
+    problems = []
+    for module in MODULES:
+        for node in ast.walk(module.tree) if module.room != "attention" else ():
+            # Transformers has names of its own ways to attend.
+            if isinstance(node, ast.Compare) and "_attn_implementation" not in ast.unparse(node):
+                found = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & own
+                problems += [f"{module.where(node)} {found}"] * bool(found)
+    report(problems, "Ask the backend, or have quire.attention say what the name stands for.")
 
 
 def test_no_module_imports_the_package_itself() -> None:

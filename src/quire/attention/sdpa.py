@@ -1,8 +1,8 @@
 """Torch's own kernels, one sequence at a time: the fallback that runs everywhere.
 
 A sequence in a range is read where it lies; one in blocks is gathered first. The query heads that
-share a key-value head become rows of one head's queries, because repeating keys (or ``enable_gqa``)
-costs several times the attention itself on a CPU.
+share a key-value head become rows of one head's queries: to repeat keys (or ``enable_gqa``) costs
+several times the attention itself on a CPU.
 """
 
 from functools import partial
@@ -56,10 +56,10 @@ def attend_sequence(
     softcap: float | None,
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """[n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
+    """Return [n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
 
-    Of a long chunk some queries at a time, each over what comes up to it: a mask, and scores where
-    they are written out, would take the square of its length.
+    A long chunk is computed some queries at a time, each over the tokens before it: one mask, and
+    scores where they are written out, would take the square of its length.
     """
     num_queries, heads, _ = q.shape
     num_kv_heads, num_tokens, _ = k.shape

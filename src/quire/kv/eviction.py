@@ -98,7 +98,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def check(self, cached: Ids) -> None:
-        """Raises: AssertionError unless exactly the ``cached`` blocks may be evicted."""
+        """Raise AssertionError unless exactly the ``cached`` blocks may be evicted."""
         ...
 
 

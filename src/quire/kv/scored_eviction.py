@@ -24,7 +24,7 @@ _SLACK = 64  # stale entries of the heap that are not worth a sweep
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CachedBlock:
-    """What a policy knows of a block. It only reads it; new facts and hints become fields here.
+    """What a policy knows of a block. A policy only reads it; new hints become fields here.
 
     Times count blocks that the pool has handed out, and releases; they never go back.
     """
@@ -87,7 +87,7 @@ class ScoredPolicy(EvictionPolicy):
         ...
 
     def evicted(self, block: CachedBlock, score: Score) -> None:
-        """Learn that a block is gone, with the score that it had. By default nothing is done."""
+        """Note that a block is gone, with the score that it had. By default this does nothing."""
 
     # -- the interface of the pool ---------------------------------------------------------------
 

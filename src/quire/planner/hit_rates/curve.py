@@ -44,7 +44,7 @@ def core_hits(
     *,
     first_counted: int = 0,
 ) -> int:
-    """Tokens found in a cache of so many blocks; a larger prompt is refused.
+    """Count the tokens found in a cache of ``num_blocks``; a larger prompt is refused.
 
     Raises: ConfigError for an unknown policy.
     """
@@ -74,7 +74,10 @@ def core_hits(
 
 
 def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
-    """A prefix cache of so many blocks of one token; prompts have up to ``longest``, and one."""
+    """Make a prefix cache of blocks of one token, for prompts of up to ``longest`` and one more.
+
+    Raises: ConfigError for an unknown policy.
+    """
     group = Group(
         spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
     )
@@ -155,7 +158,7 @@ def hit_rate_curve(
     skip_requests: int = 0,
     on_work: OnWork = lambda *_: None,
 ) -> HitRates:
-    """Hits of each policy (all of ``OWN_POLICIES``) in caches of so many tokens.
+    """Compute the hits of each policy (``OWN_POLICIES``) in caches of ``cache_tokens`` tokens.
 
     ``block_tokens`` and ``whole_blocks`` are those of ``prompts_of``. ``skip_requests``: so many at
     the beginning fill the cache and are not counted.
