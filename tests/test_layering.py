@@ -98,7 +98,7 @@ ONLY_IN = {
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
-    *("errors", "units", "config", "spec", "memory", "kv", "attention"),
+    *("errors", "units", "config", "spec", "memory", "kv"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),
