@@ -196,7 +196,7 @@ class PrefixIndex:
     # -- growing ---------------------------------------------------------------------------------
 
     def advance(self, tail: int, tokens: bytes, extra: Extra = ()) -> tuple[int, bool]:
-        """Follow a sequence from ``tail`` to its next block. Returns: the node, whether it is new."""
+        """Follow a sequence from ``tail`` to its next block. Returns: the node, is it new."""
         key: BlockKey = (tail, tokens, extra) if extra else (tail, tokens)
         node = self._ids.get(key)
         if node is not None:

@@ -144,8 +144,9 @@ OWN_POLICIES: Final = ("choice", "lru", "lru-2", OPTIMUM)  # the engine's defaul
 def require_policies(names: Iterable[str], option: str) -> None:
     """Raise ConfigError for a name that is no eviction policy and not the optimum."""
     for name in names:
-        if name != OPTIMUM:
-            EVICTION_POLICIES.require(name, option)
+        if name != OPTIMUM and name not in EVICTION_POLICIES:
+            known = ", ".join((*EVICTION_POLICIES, OPTIMUM))
+            raise ConfigError(f"{option} {name!r} is none of {known}")
 
 
 def hit_rate_curve(
