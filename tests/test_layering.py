@@ -28,10 +28,10 @@ MAY_IMPORT = {
     "spec": "errors units",
     "kv": "errors units plugins spec memory",
     "figures": "",
-    "config": "errors units plugins spec memory kv",
     "kernels": "errors units",
     "devices": "errors units memory",
     "attention": "errors units plugins spec kv kernels devices",
+    "config": "errors units plugins spec memory kv attention",
     "layers": "errors units kernels",
     "models": "errors units spec memory kv kernels attention layers devices",
     "engine.structured": "errors units sampling_params",
@@ -346,6 +346,19 @@ def test_the_map_has_every_room() -> None:
         (room for room in sorted(rooms) if not re.search(rf"[/`]{room}(/|\.py)`", told)),
         "Say in CONTRIBUTING.md, under 'Where things live', what this room is for.",
     )
+
+
+def test_no_other_room_asks_for_an_attention_backend_by_name() -> None:
+    """What a backend can do is a member of it, so that another package's is treated alike."""
+    own = {"flashinfer", "triton", "sdpa", "reference"}  # "cpu" is a device too
+    problems = []
+    for module in MODULES:
+        for node in ast.walk(module.tree) if module.room != "attention" else ():
+            # Transformers has names of its own ways to attend.
+            if isinstance(node, ast.Compare) and "_attn_implementation" not in ast.unparse(node):
+                found = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & own
+                problems += [f"{module.where(node)} {found}"] * bool(found)
+    report(problems, "Ask the backend, or have quire.attention say what the name stands for.")
 
 
 def test_no_module_imports_the_package_itself() -> None:

@@ -23,7 +23,15 @@ import numpy.typing as npt
 import typer
 
 from benchmarks.harness.report import Table, markdown
-from quire.kv import DEFAULT_POLICY, FITS, POLICIES, BlockCoordinator, Commit, PoolSize, Release
+from quire.kv import (
+    DEFAULT_POLICY,
+    EVICTION_POLICIES,
+    FITS,
+    BlockCoordinator,
+    Commit,
+    PoolSize,
+    Release,
+)
 from quire.spec import FullAttention, Group
 
 BLOCK_SIZE = 16
@@ -53,7 +61,7 @@ class Use:
             ],
             block_size=BLOCK_SIZE,
             capacity_bytes=num_blocks * block_bytes,
-            make_policy=POLICIES[DEFAULT_POLICY],
+            make_policy=EVICTION_POLICIES[DEFAULT_POLICY],
             caching=caching,
         )
         self.caching = caching

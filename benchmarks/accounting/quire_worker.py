@@ -37,7 +37,7 @@ from benchmarks.accounting.workers import (
     shuffled,
 )
 from benchmarks.harness.quiet import no_collection
-from quire.kv import DEFAULT_POLICY, FITS, POLICIES, BlockCoordinator, Extension, PoolSize
+from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, FITS, BlockCoordinator, Extension, PoolSize
 from quire.kv.block_pool import NO_NODE
 from quire.kv.interface import CacheConfig
 from quire.kv.paged import PagedAccounting
@@ -340,7 +340,7 @@ def make_blocks(num_blocks: int) -> BlockCoordinator:
         [PoolSize(block_bytes=block_bytes, num_blocks=num_blocks, slots=BLOCK_SIZE)],
         block_size=BLOCK_SIZE,
         capacity_bytes=num_blocks * block_bytes,
-        make_policy=POLICIES[DEFAULT_POLICY],
+        make_policy=EVICTION_POLICIES[DEFAULT_POLICY],
     )
 
 

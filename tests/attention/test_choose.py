@@ -9,7 +9,9 @@ import torch
 
 import quire
 from quire.attention import BACKENDS, choose_backend
+from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kv import EVICTION_POLICIES
 from quire.spec import FullAttention, LatentAttention
 
 CPU = torch.device("cpu")
@@ -34,7 +36,7 @@ def test_a_name_is_that_backend(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     known = ", ".join(BACKENDS)
-    with pytest.raises(ConfigError, match=f"'flash' is unknown; known: {known}"):
+    with pytest.raises(ConfigError, match=f"='flash' is no attention backend; known: {known}"):
         choose_backend("flash", [layer()], CPU)
 
 
@@ -112,3 +114,19 @@ def test_an_engine_says_what_it_attends_with(
         quire.LLM(attention_backend="flash", **options)
     with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
         quire.LLM(attention_backend="flashinfer", **options)
+
+
+def test_quires_own_names_are_known_without_a_look_at_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It costs 20 ms, which a command's help does not wait for."""
+
+    def looked(**_: str) -> None:
+        raise AssertionError("entry points were looked up")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", looked)
+    for registry in (BACKENDS, EVICTION_POLICIES):
+        monkeypatch.setattr(registry, "_found", None)
+    EngineConfig(attention_backend="sdpa", prefix_caching_policy="lru")
+    with pytest.raises(AssertionError, match="looked up"):
+        EngineConfig(attention_backend="another")

@@ -14,7 +14,7 @@ from conformance.sharing_model import MAX_SEQS, SHARING_KINDS, TENANTS, Held, St
 from conformance.sharing_steps import Engine
 from conformance.sharing_world import World
 from conformance.strategy_cases import KINDS
-from quire.kv import POLICIES, CacheConfig, PrefixKeys
+from quire.kv import EVICTION_POLICIES, CacheConfig, PrefixKeys
 
 
 class SharingMachine(RuleBasedStateMachine):
@@ -51,7 +51,7 @@ class SharingMachine(RuleBasedStateMachine):
             block_size=size,
             page_bytes=page_bytes,
             enable_prefix_caching=draw(st.sampled_from([True] * 7 + [False])),
-            eviction_policy=draw(st.sampled_from(sorted(POLICIES))),
+            eviction_policy=draw(st.sampled_from(sorted(EVICTION_POLICIES))),
             keep_events=True,
             max_capacity_bytes=self.most,
             **{"max_num_seqs": MAX_SEQS, **windows},

@@ -274,7 +274,7 @@ class World:
         ]
         pools = [
             (
-                [run.tolist() for run in pool.evictable._runs.runs()],  # what would go next
+                [each.tolist() for each in pool.evictable.order()],  # what would go next
                 pool.refs.tolist(),
                 pool.nodes.tolist(),
             )

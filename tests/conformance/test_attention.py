@@ -6,6 +6,7 @@ the CPU meet the formula in ``test_attention_grid`` too, over far more kinds of 
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +28,20 @@ from conformance.attention_cases import (
     read_by,
 )
 from conformance.covering import in_turn
-from quire.attention import AttentionBackend, AttentionBatch, ReferenceAttention, SdpaAttention
+from quire.attention import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionBatch,
+    LayersToServe,
+    ReferenceAttention,
+    SdpaAttention,
+)
 from quire.attention.gather import read_sequence, readable
+from quire.errors import ConfigError
 
 pytestmark = pytest.mark.device
-BACKENDS = ("reference", "sdpa", "cpu", "flashinfer", "triton")
+OWN = ("reference", "sdpa", "cpu", "flashinfer", "triton")
+EXAMPLE = "einsum"  # of another package: examples/attention_backend.py
 KINDS = ("full", "sliding", "chunked", "latent")
 # (heads that share a key-value head, key-value heads, widths)
 SHAPES = ((1, 2, (16, 16)), (3, 2, (16, 16)), (4, 1, (8, 8)), (2, 2, (24, 16)))
@@ -39,27 +49,26 @@ SHAPES = ((1, 2, (16, 16)), (3, 2, (16, 16)), (4, 1, (8, 8)), (2, 2, (24, 16)))
 EXTRAS = ((None, False), (2.0, False), (None, True), (1.5, True))
 
 
-def make_backend(name: str) -> AttentionBackend:
+def make_backend(name: str, case: Case) -> AttentionBackend:
+    """Make the backend that ``BACKENDS`` has under the name, or skip what it does not serve.
+
+    Raises: ConfigError for an unknown name.
+    """
     match name:
-        case "reference":
-            return ReferenceAttention()
-        case "sdpa":
-            return SdpaAttention()
+        case "flashinfer" if target.on_gpu():
+            pytest.skip("its kernels know other widths: test_attention_gpu asks for those")
         case "flashinfer":
-            if target.on_gpu():
-                pytest.skip("its kernels know other widths: test_attention_gpu asks for those")
             # Pretended, and without its limits on widths and dtypes.
             return pretended_backend(real=False)
-        case "triton":
-            if not target.on_gpu():
-                pytest.skip("needs a GPU; in Triton's interpreter: tests/attention/triton")
-            from quire.attention.triton import TritonAttention
-
-            return TritonAttention()
-        case _:
-            if target.on_gpu():
-                pytest.skip("its kernels run on a CPU")
+        case "triton" if not target.on_gpu():
+            pytest.skip("needs a GPU; in Triton's interpreter: tests/attention/triton")
+        case "cpu" if not target.on_gpu():
             return cpu_backend("native")
+    layers = LayersToServe(specs=(case.spec,), device=target.device())
+    backend = BACKENDS.find(name, "--attention-backend")(layers)
+    if (reason := backend.unsupported(case.spec, layers.device)) is not None:
+        pytest.skip(reason)
+    return backend
 
 
 def dtype_for(name: str) -> str:
@@ -85,29 +94,59 @@ def test_the_reference_is_the_formula(strategy: str, kind: str) -> None:
         assert error(got, formula(case, **options)) < 1e-12, (shape, softcap, has_sinks)
 
 
+@pytest.mark.backends("sdpa", EXAMPLE)  # the CPU's, which has more kernels: test_attention_grid
 @pytest.mark.parametrize(("strategy", "dtype"), in_turn(STORED, [*TOLERANCE]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_gives_what_the_formula_gives(strategy: str, kind: str, dtype: torch.dtype) -> None:
+def test_a_backend_gives_what_the_formula_gives(
+    name: str, strategy: str, kind: str, dtype: torch.dtype
+) -> None:
+    """And reads nothing that no query may read: all of that is NaN."""
     for shape in range(len(SHAPES)):
         case = shaped_case(strategy, kind, shape, str(dtype).removeprefix("torch."))
+        backend = make_backend(name, case)
+        case.poison()
         for softcap, has_sinks in EXTRAS:
             sinks = make_sinks(case.q.shape[1], dtype) if has_sinks else None
             options = dict(scale=0.25, softcap=softcap, sinks=sinks)
             want = formula(case, **options)
-            got = case.attend(SdpaAttention(), **options)
+            got = case.attend(backend, **options)
             assert got.shape == want.shape
             assert got.dtype == dtype
             assert error(got, want) <= TOLERANCE[dtype], (shape, softcap, has_sinks)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
+def test_the_suite_runs_the_backend_that_is_named_and_no_other() -> None:
+    """A wrong one fails, by its own code; an unknown name is an error."""
+
+    class Wrong(SdpaAttention):
+        def attend(self, q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            return super().attend(q, *args, **options) * 1.05
+
+    BACKENDS.register("wrong", lambda layers: Wrong())
+    try:
+        with pytest.raises(AssertionError):
+            test_a_backend_gives_what_the_formula_gives("wrong", "paged", "full", torch.float32)
+    finally:
+        BACKENDS.unregister("wrong")
+    case = shaped_case("paged", "full", 0, "float32")
+    for name in (*OWN, EXAMPLE):
+        if name not in ("flashinfer", "triton"):
+            assert make_backend(name, case).name == name
+    assert make_backend(EXAMPLE, case).attend.__code__.co_filename.endswith(
+        "examples/attention_backend.py"
+    )
+    with pytest.raises(ConfigError, match=r"--attention-backend='wrong' is no attention backend"):
+        make_backend("wrong", case)
+
+
+@pytest.mark.backends("sdpa", "cpu", "triton", EXAMPLE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
     """Scores in the tens, as a trained model has them: products must not be rounded early."""
-    backend = make_backend(name)
     for seed in range(3):
         case = shaped_case("paged", "full", 1, dtype, seed)
-        for softcap, has_sinks in EXTRAS if name == "sdpa" else EXTRAS[:1]:
+        backend = make_backend(name, case)
+        for softcap, has_sinks in EXTRAS[:1] if name in ("cpu", "triton") else EXTRAS:
             sinks = make_sinks(case.q.shape[1], case.q.dtype) if has_sinks else None
             cap = None if softcap is None else 20 * softcap
             options = dict(scale=2.0, softcap=cap, sinks=sinks)
@@ -116,11 +155,11 @@ def test_large_scores_stay_within_the_tolerance(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STORED)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.backends(*OWN, EXAMPLE)
 def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str) -> None:
     """The chunks of the packed batch, each given alone, bring the same."""
-    backend = make_backend(name)
     case = shaped_case(strategy, "sliding", 1, dtype_for(name))
+    backend = make_backend(name, case)
     together = case.attend(backend, scale=2.0)
     starts = case.batch.query_starts.tolist()
     for index, (begin, end) in enumerate(pairwise(starts)):
@@ -140,7 +179,8 @@ def test_a_sequence_is_not_disturbed_by_its_neighbours(name: str, strategy: str)
 )  # torch refuses it; the engine gives none
 def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> None:
     case = shaped_case("paged", "full", 1, dtype_for(name))
-    want = case.attend(make_backend(name), scale=2.0)
+    backend = make_backend(name, case)
+    want = case.attend(backend, scale=2.0)
     starts = case.batch.query_starts
     idle = replace(
         case.fresh_batch(),
@@ -148,15 +188,15 @@ def test_a_sequence_with_no_query_of_this_step_gives_no_output(name: str) -> Non
         context_lens=np.insert(case.batch.context_lens, 2, case.batch.context_lens[2]),
         tables=torch.cat([case.batch.tables[:3], case.batch.tables[2:]]),
     )
-    got = make_backend(name).attend(case.q, case.view, idle, spec=case.spec, scale=2.0)
+    got = backend.attend(case.q, case.view, idle, spec=case.spec, scale=2.0)
     assert error(got, want) <= TOLERANCE[case.q.dtype]
 
 
-@pytest.mark.parametrize("name", ["sdpa", "cpu", "triton"])
+@pytest.mark.backends("sdpa", "cpu", "triton", EXAMPLE)
 def test_a_query_may_lie_anywhere(name: str) -> None:
     """Queries cut out of a wider tensor, as a fused projection leaves them; any sinks."""
-    backend = make_backend(name)
     case = shaped_case("paged", "full", 1, "float32")
+    backend = make_backend(name, case)
     tokens, heads, width = case.q.shape
     wide = torch.full((tokens, 3 * heads + 1, width + 5), torch.nan, dtype=case.q.dtype)
     cut = wide[:, heads : 2 * heads, 2 : 2 + width]
@@ -174,12 +214,12 @@ def test_a_query_may_lie_anywhere(name: str) -> None:
         assert torch.equal(case.attend(backend, **options, sinks=other), with_sinks)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.backends(*OWN, EXAMPLE)
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 def test_a_nan_is_seen_by_those_who_read_it(name: str, kind: str) -> None:
     """A broken entry must not look like a good one, and stays in its sequence and head."""
-    backend = make_backend(name)
     case = shaped_case("paged", kind, 1, dtype_for(name))
+    backend = make_backend(name, case)
     clean = case.attend(backend, scale=2.0)
     broken = 0  # the first of sequence 4's tokens that this step reads, in head 0
     history, length = CHUNKS[4]
@@ -235,7 +275,7 @@ def test_the_mask_is_absent_only_where_it_would_hide_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["reference", "sdpa", "cpu"])
+@pytest.mark.backends("reference", "sdpa", "cpu", EXAMPLE)
 def test_padding_is_read_by_no_query(name: str, kind: str) -> None:
     """A padded sequence says what it says without its padding, which may be anything."""
     if target.on_gpu():
@@ -248,7 +288,7 @@ def test_padding_is_read_by_no_query(name: str, kind: str) -> None:
         case.values[seq][:count] = torch.nan
     case.poison()
     padded = replace(case.fresh_batch(), padding=np.array(padding))
-    got = make_backend(name).attend(case.q, case.view, padded, spec=case.spec, scale=scale)
+    got = make_backend(name, case).attend(case.q, case.view, padded, spec=case.spec, scale=scale)
     assert error(got, wanted) < TOLERANCE[torch.float32]
 
 

@@ -21,7 +21,7 @@ from devices.test_engine import expected, generated, on
 from pretend import Gpu, PretendAttention
 from quire import LLM
 from quire.attention import AttentionBackend, AttentionFailed, SdpaAttention, choose
-from quire.attention.choose import TriedAttention
+from quire.attention.trial import TriedAttention
 from quire.config import EngineConfig
 from quire.engine import assembly
 from quire.engine.fallbacks import OtherAttention
@@ -149,7 +149,7 @@ def test_what_a_kernel_did_wrong_is_said_in_its_call(monkeypatch: pytest.MonkeyP
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(sys.modules["quire.attention.choose"], "wait_for", lost)
+    monkeypatch.setattr(sys.modules["quire.attention.trial"], "wait_for", lost)
     q, view, batch = step(Setting(emulated=True, seed=0, rounds=1), small(DECODE[0]))
     with pytest.raises(AttentionFailed, match=r"fails here: .*illegal memory access"):
         TriedAttention(SdpaAttention()).attend(

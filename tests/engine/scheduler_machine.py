@@ -39,8 +39,7 @@ from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, Sampled, StepPlan
 from quire.errors import RequestTooLong
-from quire.kv import POLICIES as EVICTION_POLICIES
-from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, PrefixKeys
+from quire.kv import EVICTION_POLICIES, STRATEGIES, Accounting, CacheConfig, Fits, PrefixKeys
 from quire.kv.paged import PagedAccounting
 from quire.sampling_params import SamplingParams
 

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from quire.kv import (
+    EVICTION_POLICIES,
     FITS,
     NO_KEYS,
-    POLICIES,
     BlockCoordinator,
     Commit,
     Copy,
     Fits,
     NotNow,
+    PolicyPool,
     PoolSize,
     PrefixHit,
     PrefixKeys,
@@ -43,6 +44,15 @@ _KV: dict[str, Any] = dict(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn")
 FULL = FullAttention(**_KV)
 LATENT = LatentAttention(latent_dim=1, rope_dim=1, dtype="float8_e4m3fn")
 STATE = RecurrentState(states=(StateTensor(name="state", shape=(BLOCK_BYTES,), dtype="int8"),))
+
+
+def policy_pool(num_blocks: int) -> PolicyPool:
+    """Make what a policy is made for, of blocks that are all the first of a prompt."""
+    return PolicyPool(
+        num_blocks=num_blocks,
+        prints_of=lambda blocks: blocks.astype(np.uint32),
+        places_of=lambda blocks: ([0] * len(blocks), blocks.tolist(), [-1] * len(blocks)),
+    )
 
 
 def sliding(window: int) -> SlidingWindow:
@@ -88,7 +98,7 @@ class Cache:
             sizes,
             block_size=SIZE,
             capacity_bytes=self.capacity_bytes,
-            make_policy=POLICIES["lru"],
+            make_policy=EVICTION_POLICIES["lru"],
             caching=caching,
             keep_events=keep_events,
         )

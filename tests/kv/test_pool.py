@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kv.caches import policy_pool
 from quire.kv.block_pool import NO_NODE, BlockPool
 from quire.kv.eviction import lru
 
@@ -23,7 +24,7 @@ def ids(blocks: Sequence[int]) -> Ids:
 
 
 def make(num_blocks: int, granule: int = 1) -> BlockPool:
-    policy = lru(num_blocks, lambda blocks: blocks.astype(np.uint32))
+    policy = lru(policy_pool(num_blocks))
     return BlockPool(num_blocks, policy, granule_blocks=granule)
 
 

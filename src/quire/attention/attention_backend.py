@@ -1,4 +1,4 @@
-"""What attention is given: packed queries, one layer's view, and where each sequence's tokens lie.
+"""What attention is given: packed queries, a layer's view, and where each sequence's tokens lie.
 
 The letters of every shape comment in Quire:
 
@@ -9,6 +9,7 @@ The letters of every shape comment in Quire:
     G  query heads that share a key-value head       L   tokens that one sequence can read
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, final
@@ -44,7 +45,7 @@ class PlacedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
-    """One step, as the layers of one group see it.
+    """One step of the layers of one group.
 
     Sequence i's chunk is tokens [query_starts[i], query_starts[i + 1]) of the packed queries: the
     last ones of its context_lens[i] tokens.
@@ -55,10 +56,10 @@ class AttentionBatch:
     tables: Tensor  # i64[S, P], -1 where a window has passed or a table has ended
     slots: Tensor  # i64[T]: where the chunk's own entries go
     block_size: int
-    # i64[S]: how many tokens each sequence begins with that no query reads, as a batch of rows
-    # padded on the left has. Fewer than come before its chunk. Kernels of the CPU only.
+    # i64[S]: how many tokens at each sequence's beginning no query reads: rows of a batch may be
+    # padded on the left. They end before its chunk. The CPU only.
     padding: Counts | None = None
-    # What a backend has worked out for the step, for the layers that come after the first one.
+    # What a backend has computed for the step, for the layers after the first one.
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -66,17 +67,17 @@ class AttentionBatch:
         return len(self.context_lens)
 
     def first_read(self, index: int, spec: AttentionSpec, position: int) -> int:
-        """The first token of sequence ``index`` that a query at ``position`` reads."""
+        """Return the first token of sequence ``index`` that a query at ``position`` reads."""
         padding = 0 if self.padding is None else int(self.padding[index])
         return max(padding, spec.live_range(position).start)
 
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(first query, one past the last, context length) of each sequence."""
+        """List (first query, one past the last, context length in tokens) of each sequence."""
         starts = self.query_starts.tolist()
         return list(zip(starts, starts[1:], self.context_lens.tolist(), strict=False))
 
     def on(self, device: torch.device) -> PlacedBatch:
-        """On a device; the same for every layer of a step."""
+        """Return its numbers on a device, copied once for all layers of a step."""
         if device not in self.memo:
             self.place(
                 device,
@@ -92,13 +93,13 @@ class AttentionBatch:
         self,
         device: torch.device,
         *,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        tables: Tensor,
-        slots: Tensor,
+        query_starts: Tensor,  # i32[S + 1]
+        context_lens: Tensor,  # i32[S]
+        tables: Tensor,  # i32[S, P]
+        slots: Tensor,  # i64[T]
         max_context_len: int | None = None,  # if it may become longer than now
     ) -> None:
-        """Its numbers lie there, from now on."""
+        """Set where its numbers lie on a device. Raises: ValueError for padded sequences."""
         if self.padding is not None:
             raise ValueError(f"padded sequences are read on the CPU only, not on {device}")
         longest = int(self.context_lens.max(initial=0))
@@ -112,15 +113,15 @@ class AttentionBatch:
         )
 
     def slots_on(self, device: torch.device) -> Tensor:
-        """Where tensors of a device are written to by torch."""
+        """Return the slots, i64[T], where torch indexes tensors of a device with them."""
         return self.slots if device.type == "cpu" else self.on(device).slots
 
     def tables_on(self, device: torch.device) -> Tensor:
-        """What tensors of a device are read with by torch."""
+        """Return the tables, [S, P], where torch indexes tensors of a device with them."""
         return self.tables if device.type == "cpu" else self.on(device).tables
 
 
-# A step's words for a call, and on how many threads it is made.
+# Finds a step's words for a call, and the number of threads that make it.
 FindWords: TypeAlias = Callable[[AttentionBatch], tuple[tuple[int, ...], int]]
 
 
@@ -129,19 +130,19 @@ class VaryingCall:
     """A kernel's call of which some words, side by side, differ from step to step."""
 
     call: KernelCall
-    words: range  # of its frame, that do
+    words: range  # of its frame: those that differ
     find: FindWords  # the same one for layers of one kind
     kept: object  # what its other words point to
 
 
 class Plays(Protocol):
-    """What a backend does for a layer, as calls that need no Python between two steps.
-
-    Each gives None for what it has no such call for.
-    """
+    """What a backend does for a layer, as calls that need no Python between two steps."""
 
     def write(self, view: LayerView, k: Tensor, v: Tensor) -> VaryingCall | None:
-        """Put entries, k [T, K, D] and v [T, K, Dv], into a step's slots: at most T of them."""
+        """Make the call that puts k [T, K, D] and v [T, K, Dv] into a step's slots, at most T.
+
+        It is None if the backend has no such call.
+        """
         ...
 
     def attend(
@@ -155,55 +156,52 @@ class Plays(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> VaryingCall | None:
-        """What ``AttentionBackend.attend`` gives, into ``out``, for a step of at most T tokens."""
+        """Make the call of ``AttentionBackend.attend`` into ``out``, for steps of at most T tokens.
+
+        It is None if the backend has no such call.
+        """
         ...
 
 
 class Replays(Protocol):
     """What a backend does for a step that was captured, as a CUDA graph, before it is replayed.
 
-    A backend that has it reads nothing in ``attend`` but what lies on the device, and the sizes
-    that a ``PlacedBatch`` says: those are the same in each replay, and no context is longer.
+    A backend that has it reads in ``attend`` only what lies on the device, and the sizes in a
+    ``PlacedBatch``: those are the same in each replay, and no context is longer.
     """
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """The host's part. The batch is padded; its placed numbers lie where the captured did."""
+        """Do the host's part. The padded batch's numbers lie where the captured step's lay."""
         ...
 
 
 @final
 class NoHostPart:
-    """Kernels that need nothing of the host's."""
+    """The ``Replays`` of kernels that need nothing of the host."""
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """There is nothing to be done."""
+        """Do nothing."""
 
 
 class AttentionBackend(Protocol):
-    """One way to attend. Implementations differ in speed, not in results beyond rounding."""
+    """One way to attend. Implementations differ in speed, not in results beyond rounding.
 
-    @property
-    def name(self) -> str: ...
+    A class that derives from this one needs ``name`` and ``attend`` alone.
+    """
 
-    @property
-    def make_writer(self) -> MakeWriter | None:
-        """What writes a layer's entries for the storage; None: torch does."""
-        ...
-
-    @property
-    def plays(self) -> Plays | None:
-        """The same as calls of kernels; None: it has none."""
-        ...
-
-    @property
-    def replays(self) -> Replays | None:
-        """For steps that are captured as graphs; None: what it does depends on the host."""
-        ...
+    name: str
+    # Makes what writes a layer's entries for the storage; None: torch writes them.
+    make_writer: MakeWriter | None = None
+    # The same as calls of kernels that need no Python between two steps; None: it has none.
+    plays: Plays | None = None
+    # What it does for steps that are captured as graphs; None: its calls depend on the host.
+    replays: Replays | None = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Why this backend cannot serve layers of ``spec`` on ``device``; None if it can."""
-        ...
+        """Return why this backend cannot serve layers of ``spec`` on ``device``; None if it can."""
+        return None
 
+    @abstractmethod
     def attend(
         self,
         q: Tensor,  # [T, H, D]
@@ -215,14 +213,17 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [H]: a logit that takes weight and gives no value
     ) -> Tensor:
-        """[T, H, Dv]: each query over the tokens of its own sequence that its spec lets it read."""
+        """Return [T, H, Dv]: each query over the tokens of its sequence that its spec lets it read.
+
+        Raises: ValueError for tensors that it has no kernel for.
+        """
         ...
 
 
 def make_batch(
     accounting: Accounting, group: int, chunks: list[tuple[int, int, int]]
 ) -> AttentionBatch:
-    """A step's batch for one group. ``chunks``: (sequence id, start, stop) of what is computed."""
+    """Make a step's batch for one group; ``chunks`` are (sequence id, start, stop), in tokens."""
     seq_ids, starts, stops = zip(*chunks, strict=True)
     tables, slots = accounting.packed(group, seq_ids, starts, stops)
     query_starts = np.zeros(len(chunks) + 1, np.int64)
@@ -237,6 +238,6 @@ def make_batch(
 
 
 def packed_tokens(chunks: list[tuple[int, int, int]]) -> Counts:
-    """The positions (i64[T]) of a step's tokens, each in its own sequence."""
+    """Return the positions, i64[T], of a step's tokens, each in its own sequence."""
     _, starts, stops = zip(*chunks, strict=True)
     return packed_positions(starts, stops)[1]

@@ -1,12 +1,12 @@
-"""The slow way to a sequence's entries: out of its blocks, into one tensor; and the masks for them.
+"""Entries of a sequence, gathered from its blocks into one tensor, and the masks for them.
 
-For what has no kernel of its own: the reference, torch's attention, models that expand a latent.
+The reference, torch's attention and models that expand a latent have no kernel and use these.
 """
 
 import torch
 from torch import Tensor
 
-from quire.attention.attention_backend import AttentionBatch
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
 from quire.kv import LayerView
 from quire.kv.storage.entries import dequantize
 from quire.spec import AttentionSpec, LatentAttention
@@ -17,9 +17,9 @@ from quire.spec import AttentionSpec, LatentAttention
 def read_sequence(
     view: LayerView, batch: AttentionBatch, index: int, start: int
 ) -> tuple[Tensor, Tensor]:
-    """Sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
+    """Return sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
 
-    A view where one table entry holds them all, else a copy; a copy in float32 of codes.
+    It is a view where one table entry holds them all, else a copy. Codes become float32.
     """
     stop, size = int(batch.context_lens[index]), batch.block_size
     first, last = start // size, (stop - 1) // size
@@ -43,16 +43,16 @@ def read_sequence(
 def read_for(
     spec: AttentionSpec, view: LayerView, batch: AttentionBatch, index: int, start: int
 ) -> tuple[Tensor, Tensor]:
-    """What queries meet and what their weights sum: k [K, L, D], v [K, L, Dv].
+    """Return a sequence's keys [K, L, D] and values [K, L, Dv] from token ``start`` on.
 
-    Of a latent that stays as it is kept, the key is latent and rotary key, the value the latent.
+    A latent's key is the latent and the rotary key, its value the latent.
     """
     k, v = read_sequence(view, batch, index, start)
     return (torch.cat([k, v], -1), k) if isinstance(spec, LatentAttention) else (k, v)
 
 
 def output_width(spec: AttentionSpec) -> int:
-    """Dv of what attention gives: a value's width, or a latent's."""
+    """Return Dv of attention's result: a value's width, or a latent's."""
     (_, key_width), (_, value_width) = spec.entry_shapes
     return key_width if isinstance(spec, LatentAttention) else value_width
 
@@ -60,7 +60,7 @@ def output_width(spec: AttentionSpec) -> int:
 def readable(
     spec: AttentionSpec, num_queries: int, context_len: int, start: int, device: torch.device
 ) -> Tensor | None:
-    """bool[num_queries, context_len - start]: which tokens each query may read; None if all.
+    """Return which tokens each query may read, bool[num_queries, context_len - start]; None: all.
 
     The queries are the last ones of the context; the tokens are those from ``start`` on.
     """
@@ -80,16 +80,10 @@ def readable(
 # Slow and obvious: the oracle that every other backend is compared with.
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """One query, one head at a time, in float64, with nothing fused and nothing skipped."""
 
     name = "reference"
-    make_writer = None
-    plays = None
-    replays = None
-
-    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        return None
 
     def attend(
         self,

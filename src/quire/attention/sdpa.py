@@ -1,8 +1,8 @@
 """Torch's own kernels, one sequence at a time: the fallback that runs everywhere.
 
 A sequence in a range is read where it lies; one in blocks is gathered first. The query heads that
-share a key-value head become rows of one head's queries, because repeating keys (or ``enable_gqa``)
-costs several times the attention itself on a CPU.
+share a key-value head become rows of one head's queries: to repeat keys (or ``enable_gqa``) costs
+several times the attention itself on a CPU.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.attention.attention_backend import AttentionBatch
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
 from quire.attention.gather import output_width, read_for, readable
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, FullAttention, LatentAttention
@@ -19,16 +19,10 @@ from quire.spec import AttentionSpec, FullAttention, LatentAttention
 _MOST_ELEMENTS = 2**24  # of a mask or of scores, at once
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """``scaled_dot_product_attention``; written out where it lacks softcap or sinks."""
 
     name = "sdpa"
-    make_writer = None
-    plays = None
-    replays = None
-
-    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        return None
 
     def attend(
         self,
@@ -62,10 +56,10 @@ def attend_sequence(
     softcap: float | None,
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """[n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
+    """Return [n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
 
-    Of a long chunk some queries at a time, each over what comes up to it: a mask, and scores where
-    they are written out, would take the square of its length.
+    A long chunk is computed some queries at a time, each over the tokens before it: one mask, and
+    scores where they are written out, would take the square of its length.
     """
     num_queries, heads, _ = q.shape
     num_kv_heads, num_tokens, _ = k.shape

@@ -21,11 +21,12 @@ from rich.table import Table
 
 from quire.errors import ConfigError
 from quire.planner.hit_rates import (
+    OWN_POLICIES,
     HitRates,
     Prompts,
     hit_rate_curve,
-    policy_names,
     prompts_of,
+    require_policies,
     round_sizes,
 )
 from quire.traces import Trace, form_names, open_trace
@@ -50,7 +51,11 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
         ),
     ] = None,
     policies: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(policy_names())}. Default: all.")
+        str | None,
+        typer.Option(
+            help=f"Of {', '.join(OWN_POLICIES)}, and of other packages' eviction policies. "
+            "Default: all but those."
+        ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens of a block. Default: what an id of the trace covers.")
@@ -146,9 +151,8 @@ def as_dict(rates: HitRates, trace: Trace) -> dict[str, Any]:
 
 
 def _policies(text: str | None) -> Sequence[str]:
-    names = policy_names() if text is None else tuple(text.split(","))
-    if unknown := [name for name in names if name not in policy_names()]:
-        raise ConfigError(f"--policies {unknown[0]!r} is none of {', '.join(policy_names())}")
+    names = OWN_POLICIES if text is None else tuple(text.split(","))
+    require_policies(names, "--policies")
     return names
 
 

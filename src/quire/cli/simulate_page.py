@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quire.errors import ConfigError
-from quire.planner.hit_rates import HitRates, Prompts, hit_rate_curve, policy_names, prompts_of
+from quire.kv import DEFAULT_POLICY
+from quire.planner.hit_rates import OPTIMUM, HitRates, Prompts, hit_rate_curve, prompts_of
 from quire.planner.report import Report, Variant, held_by_batch, held_by_one, render
 from quire.planner.report.content import Lengths
 from quire.planner.simulation.result import SimulationResult
@@ -90,11 +91,10 @@ def _hit_rates(requests: Iterable[TraceRequest], on_work: OnWork) -> HitRates | 
         prompts = prompts_of(requests)
     except ConfigError:  # no hash ids, or of several sizes
         return None
-    names = policy_names()
     return hit_rate_curve(
         prompts,
         _sizes(prompts),
-        (names[0], "lru", names[-1]),
+        (DEFAULT_POLICY, "lru", OPTIMUM),
         on_work=lambda what, done, of: on_work(f"hit rates, {what}: {done:,} of {of:,} requests"),
     )
 

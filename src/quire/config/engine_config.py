@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+from quire.attention import BACKENDS
 from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
-from quire.kv import DEFAULT_POLICY, POLICIES, STRATEGIES
-from quire.memory import PROVIDERS
+from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory.budget import BUDGETS
 from quire.units import parse_bytes
 
@@ -80,7 +80,6 @@ log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
-ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
 # How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
 # calls each. None: as the model has them.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -123,7 +122,8 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
-        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64).",
+        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64), or a "
+        "backend of another package.",
         panel=ADVANCED,
     )
     enforce_eager: bool = option(
@@ -147,7 +147,8 @@ class EngineConfig:
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
-        f"What of it goes first when room is needed: {', '.join(POLICIES)}.",
+        "What of it goes first when room is needed: choice, lru, lru-2, or a policy of another "
+        "package.",
         panel=ADVANCED,
     )
     watermark: float = option(
@@ -244,7 +245,7 @@ class EngineConfig:
             in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
-        one_of("prefix_caching_policy", self.prefix_caching_policy, tuple(POLICIES))
+        EVICTION_POLICIES.require(self.prefix_caching_policy, "prefix_caching_policy")
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
@@ -258,14 +259,8 @@ class EngineConfig:
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
-        STRATEGIES.require(self.cache, "cache")
-        PROVIDERS.require(self.memory_provider, "memory_provider")
-        if self.memory_provider != "auto" and self.residency == "lock":
-            raise ConfigError(
-                f"residency=lock is for Quire's own memory: memory_provider={self.memory_provider} "
-                f"says by itself whether its pages stay"
-            )
-        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        one_of("cache", self.cache, tuple(STRATEGIES))
+        BACKENDS.require(self.attention_backend, "attention_backend")
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))
         if not _DEVICE.fullmatch(self.device):

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
+from quire.attention import BY_TORCH, AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
 from quire.engine.runner import ModelRunner, Ranks
@@ -132,7 +132,7 @@ def _small_runner(
     try:
         backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
     except ConfigError:  # FlashInfer has no kernels for float32
-        config = replace(config, attention_backend="sdpa")
+        config = replace(config, attention_backend=BY_TORCH[0])
         backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
     kv = KVCache(make_pair)
     try:

@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from quire.attention import AttentionFailed, fallback_backends
+from quire.attention import AUTO, BY_TORCH, AttentionFailed, fallback_backends
 from quire.config import EngineConfig
 from quire.devices import wait_for
 from quire.engine.kv_sizing import stored_spec
@@ -45,7 +45,7 @@ class OtherAttention:
                 f"the GPU gives nothing but errors to this process any more, since {reason}: start "
                 f"another process, with attention_backend=sdpa if it was a kernel of attention's"
             ) from error
-        if asked in ("flashinfer", "triton"):
+        if asked not in (AUTO, *BY_TORCH):
             kind = UnsupportedModel if isinstance(error, UnsupportedModel) else ConfigError
             raise kind(
                 f"attention_backend={asked}: {reason}. With attention_backend=sdpa torch "

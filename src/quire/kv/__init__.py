@@ -7,8 +7,8 @@ then ``paged``.
 
 from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import PoolSize
-from quire.kv.contiguous import FirstFit
-from quire.kv.eviction import DEFAULT_POLICY, POLICIES
+from quire.kv.contiguous import ContiguousAccounting, FirstFit
+from quire.kv.eviction import DEFAULT_POLICY, EVICTION_POLICIES, EvictionPolicy, PolicyPool
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import (
     AS_IT_IS,
@@ -27,7 +27,8 @@ from quire.kv.occupancy import CellState, HeldRange, Occupancy
 from quire.kv.paged import BlockCoordinator
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
-from quire.kv.ranges import RangeAccounting, Row, RowAccounting
+from quire.kv.scored_eviction import CachedBlock, Score, ScoredPolicy
+from quire.kv.storage.per_layer import BlockStorage, RangeStorage
 from quire.kv.storage.stacked import StackedStorage
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.strategies import (
@@ -41,19 +42,21 @@ from quire.kv.strategies import (
 __all__ = [
     "AS_IT_IS",
     "DEFAULT_POLICY",
+    "EVICTION_POLICIES",
     "FITS",
     "NO_KEYS",
-    "POLICIES",
     "STRATEGIES",
     "Accounting",
     "AllocationResult",
     "BlockCoordinator",
     "BlockKey",
     "CacheConfig",
+    "CachedBlock",
     "CellState",
     "Commit",
     "Copy",
     "EntryWriter",
+    "EvictionPolicy",
     "Extension",
     "FirstFit",
     "Fits",
@@ -68,13 +71,14 @@ __all__ = [
     "Never",
     "NotNow",
     "Occupancy",
+    "PolicyPool",
     "PoolSize",
     "PrefixHit",
     "PrefixKeys",
     "RangeAccounting",
     "Release",
-    "Row",
-    "RowAccounting",
+    "Score",
+    "ScoredPolicy",
     "Shortfall",
     "StackedStorage",
     "Storage",

@@ -13,7 +13,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.eviction import EvictionPolicy, MakePolicy, Prints, Priority, Times, lru
+from quire.kv.eviction import (
+    EvictionPolicy,
+    MakePolicy,
+    PolicyPool,
+    Prints,
+    Priority,
+    Times,
+    lru,
+)
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_index import PrefixIndex
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
@@ -599,7 +607,13 @@ class Pools:
                 size.num_ids,
                 # A group that loses blocks one by one learns nothing from a prompt's return.
                 (lru if size.forgets else make_policy)(
-                    size.num_blocks, partial(self._prints, n), size.spare_blocks
+                    PolicyPool(
+                        num_blocks=size.num_blocks,
+                        spare_blocks=size.spare_blocks,
+                        block_tokens=size.slots,
+                        prints_of=partial(self._prints, n),
+                        places_of=partial(self._places, n),
+                    )
                 ),
                 granule_blocks=size.granule_blocks,
             )
@@ -796,6 +810,12 @@ class Pools:
         """Return the fingerprints of the prefixes that end in these blocks."""
         prints: Prints = self._index.prints[self._pools[group].nodes[blocks]]
         return prints
+
+    def _places(self, group: int, blocks: Ids) -> tuple[list[int], list[int], list[int]]:
+        """Return where these blocks are in the tree of prefixes, as ``PlacesOf`` says."""
+        rows = self._pools[group].nodes[blocks].tolist()
+        depths, parents = self._index.places(rows)
+        return depths, rows, parents
 
     def _note(self, change: type[Commit] | type[Release], group: int, granules: Ids) -> None:
         """Note what happens to the pages of granules, neighbours together."""

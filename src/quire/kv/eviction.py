@@ -1,49 +1,128 @@
-"""Which cached block goes first when room is needed: policies behind one seam.
+"""Which cached block is evicted first when room is needed: policies behind one interface.
 
-A policy sees the blocks of one group. It is told when a sequence has done with blocks, and when no
-sequence holds them any more; it is asked for victims. Times are counted in blocks computed. Blocks
-of one sequence are let go deepest first, and no policy lets a block go before what depends on it:
-its ancestors were used whenever it was.
+A policy orders the blocks of one group. The pool tells it when a sequence has ended its use of
+blocks and when no sequence holds them any more, and asks it for victims. Times count blocks
+computed. Blocks of one sequence come deepest first, and no policy evicts a block before a cached
+block that depends on it: without its ancestors, a block is found by no prompt.
 
 Blocks of a more important sequence (a smaller ``priority``, as in vLLM) go later than all others.
 
-Which policy keeps what real traffic comes back for is measured in
-``benchmarks/accounting/bench_eviction.py``.
+``EVICTION_POLICIES`` is open to other packages: docs/guides/write-an-eviction-policy.md.
+benchmarks/accounting/bench_eviction.py measures which policy keeps what real traffic asks for.
 """
 
-import heapq
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
+from quire.kv.policy_duel import NEVER, PolicyDuel
+from quire.plugins import Registry
+
+# -- the interface ---------------------------------------------------------------------------------
+
+Priority: TypeAlias = int | npt.NDArray[np.int8]  # of all blocks of a batch, or of each
+Times: TypeAlias = npt.NDArray[np.int32]
+Prints: TypeAlias = npt.NDArray[np.uint32]  # 32-bit fingerprints of whole prefixes
+PrintsOf: TypeAlias = Callable[[Ids], Prints]  # of the prefixes that end in these blocks
+# Of cached blocks, deepest first: how many blocks come before each, the id of the prefix that ends
+# in it, and the id of the prefix right before it. An id is used again when no block needs it.
+PlacesOf: TypeAlias = Callable[[Ids], tuple[list[int], list[int], list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPool:
+    """What a policy is made for: the blocks of one group."""
+
+    num_blocks: int  # that can be in use at once
+    spare_blocks: int = 0  # ids are 0 … num_blocks + spare_blocks - 1
+    block_tokens: int = 1
+    prints_of: PrintsOf
+    places_of: PlacesOf
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_blocks + self.spare_blocks
+
+
+class EvictionPolicy(Protocol):
+    """An order of the cached blocks that no sequence holds.
+
+    ``ScoredPolicy`` implements all of it, for a policy that can give each block a score.
+    """
+
+    def __len__(self) -> int:
+        """Return how many blocks may be evicted."""
+        ...
+
+    def use(self, blocks: Ids, now: int, priority: Priority) -> None:
+        """Note that a sequence has ended its use of these cached blocks, deepest first."""
+        ...
+
+    def free(self, blocks: Ids) -> None:
+        """Note that no sequence holds these any more, deepest first: they may be evicted."""
+        ...
+
+    def hold(self, blocks: Ids) -> None:
+        """Note that a sequence holds these again: they may not be evicted."""
+        ...
+
+    def drop(self, blocks: Ids) -> None:
+        """Forget held blocks, whose content is cached no longer."""
+        ...
+
+    def next_time(self) -> int:
+        """Return when the block that would be evicted next was used last. There is one."""
+        ...
+
+    def evict(self, count: int, *, alike: bool = False) -> Ids:
+        """Take out the first ``count`` blocks of the order; fewer if there are fewer.
+
+        With ``alike``, take out only such as one sequence used last together with the first.
+        """
+        ...
+
+    def order(self) -> tuple[Ids, Times]:
+        """List all blocks that may be evicted, the first to go first, and their last uses."""
+        ...
+
+    def take_out(self, blocks: Ids) -> None:
+        """Evict these blocks, wherever they are in the order."""
+        ...
+
+    def rewind(self, ticks: int) -> None:
+        """Set the clock back by ``ticks`` blocks computed, a multiple of 2³⁰."""
+        ...
+
+    def check(self, cached: Ids) -> None:
+        """Raise AssertionError unless exactly the ``cached`` blocks may be evicted."""
+        ...
+
 
 # -- ghost entries ---------------------------------------------------------------------------------
 
-# When blocks that are gone were last used: a small table that may forget.
+# When evicted blocks were last used: a small table that may forget.
 #
 # One slot of four bytes holds a 16-bit tag and a 16-bit time; a newcomer overwrites. Of a large
 # cache only a sample of the blocks is remembered, chosen by content, since blocks of one prefix
 # are used together: the time of a deep block says that its ancestors were used no earlier.
 
 
-Prints = npt.NDArray[np.uint32]  # 32-bit fingerprints of whole prefixes
 GhostTimes = npt.NDArray[np.int64]
 _SLOTS_A_BLOCK = 2
 _LEAST_SLOTS = 1 << 14
-_GHOST_REACH = 8  # how far back a time is believed: so many times the number of blocks
+_GHOST_REACH = 8  # a time is believed so many times the number of blocks back
 _TICKS = 1024  # of the coarse clock, in the time that as many blocks are computed as there are
-NEVER = -1
 _LOW = np.uint32(0xFFFF)  # of a slot: the time
 _LEAST_TAG = np.uint32(1 << 16)  # … above it the tag: the upper half of a print, and never zero
 _SPREAD, _SHIFT = np.uint32(0x9E3779B1), np.uint32(4)
 
 
 class Ghosts:
-    """GhostTimes are counted in blocks computed."""
+    """Last uses of evicted blocks, by fingerprint. Times count blocks computed."""
 
     def __init__(self, num_blocks: int) -> None:
         slots = max(_LEAST_SLOTS, 1 << (_SLOTS_A_BLOCK * num_blocks - 1).bit_length())
@@ -60,7 +139,7 @@ class Ghosts:
         return self._slots.nbytes
 
     def remember(self, prints: Prints, times: GhostTimes) -> None:
-        """Blocks of these contents are evicted; they were last used then."""
+        """Note when blocks of these contents, which are evicted, were used last."""
         if self._mask:
             sampled = prints & self._mask == 0
             prints, times = prints[sampled], times[sampled]
@@ -68,7 +147,7 @@ class Ghosts:
         self._slots[self._place(prints)] = (prints | _LEAST_TAG) & ~_LOW | ticks
 
     def recall(self, prints: Prints, now: int) -> GhostTimes:
-        """When each was last used, roughly; ``NEVER`` where that is not known."""
+        """Return roughly when each was last used; ``NEVER`` where that is not known."""
         found = self._slots[self._place(prints)]
         known = (found ^ (prints | _LEAST_TAG)) <= _LOW  # no tag is zero
         known &= prints & self._mask == 0
@@ -81,173 +160,11 @@ class Ghosts:
         return places
 
 
-# -- policy duel -----------------------------------------------------------------------------------
-
-# Which order of eviction would have found more lately: tried on miniature caches of a sample.
-#
-# A shadow holds no blocks, only the fingerprints of one prefix in so many, and as many fewer of
-# them as it sees fewer. Its hits estimate those of the whole cache (Waldspurger et al. 2017,
-# miniature simulations). The first order keeps its seat in doubt.
+# -- least recently used ---------------------------------------------------------------------------
 
 
-_SAMPLES = 128  # blocks of a shadow
-_HALF_LIFE = 16  # of a won hit, in shadow sizes of use
-_MARGIN, _HEAD_START = 1.02, 8.0  # by which the challenger must be ahead
-_SHADOW_REACH = 8  # shadow sizes back that a last use is remembered
-
-
-class PolicyDuel:
-    """Least recently used against least recently used but one, for a cache of ``num_blocks``."""
-
-    def __init__(self, num_blocks: int) -> None:
-        one_in = 1 << max(0, (num_blocks // _SAMPLES).bit_length() - 1)
-        self.mask = one_in - 1  # fingerprints with none of these bits are the sample
-        self._size = max(1, num_blocks // one_in)
-        self._champion = _ByLast(self._size)
-        self._challenger = _ByLastButOne(self._size)
-        self._won = [0.0, 0.0]
-        self._by_last = True
-
-    def watch(self, prints: list[int]) -> bool:
-        """A sequence has used the prefixes of these sampled fingerprints, shallowest first.
-
-        Returns: the verdict, whether a block should be judged by its last use.
-        """
-        if len(prints) > self._size:
-            return self._by_last
-        decay = 0.5 ** (len(prints) / (_HALF_LIFE * self._size))
-        hits = self._champion.request(prints), self._challenger.request(prints)
-        self._won = [(won + new) * decay for won, new in zip(self._won, hits, strict=True)]
-        champion, challenger = self._won
-        if self._by_last:
-            self._by_last = challenger <= _MARGIN * champion + _HEAD_START
-        else:
-            self._by_last = champion > challenger
-        return self._by_last
-
-
-class _ByLast:
-    """A cache of fingerprints that evicts the least recently used."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._cached: dict[int, None] = {}  # in order of use
-
-    def request(self, prints: list[int]) -> int:
-        """Use these, shallowest first, and cache them all; how many hit."""
-        cached = self._cached
-        hits = next((i for i, each in enumerate(prints) if each not in cached), len(prints))
-        for each in reversed(prints):
-            cached.pop(each, None)
-            cached[each] = None
-        for _ in range(len(cached) - self._size):
-            del cached[next(iter(cached))]
-        return hits
-
-
-class _ByLastButOne:
-    """A cache of fingerprints that evicts by the use before the last, and remembers the evicted."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._clock = self._serial = 0
-        self._last: dict[int, int] = {}  # also of what has been evicted, for a while
-        self._entry: dict[int, int] = {}  # what is cached → serial of its valid entry
-        self._heap: list[tuple[int, int, int]] = []  # score, serial, fingerprint
-
-    def request(self, prints: list[int]) -> int:
-        """Use these, shallowest first, and cache them all; how many hit."""
-        entry, last_use = self._entry, self._last
-        hits = next((i for i, each in enumerate(prints) if each not in entry), len(prints))
-        cached = [each for each in prints if each in entry]
-        for each in cached:
-            entry[each] = 0  # not to be evicted for the rest
-        self._evict(len(entry) + len(prints) - len(cached) - self._size)
-        self._clock += max(1, len(prints) - hits)
-        clock, oldest, before = self._clock, self._clock - _SHADOW_REACH * self._size, NEVER
-        for each in reversed(prints):
-            last = last_use.get(each, NEVER)
-            if last > before and (last >= oldest or each in entry):
-                before = last
-            last_use[each] = clock
-            self._serial += 1
-            entry[each] = self._serial
-            heapq.heappush(self._heap, (before, self._serial, each))
-        if len(self._heap) > 4 * self._size + 64:
-            self._heap = [item for item in self._heap if entry.get(item[2]) == item[1]]
-            heapq.heapify(self._heap)
-        if len(last_use) > 2 * _SHADOW_REACH * self._size:
-            kept = (item for item in last_use.items() if item[1] >= oldest or item[0] in entry)
-            self._last = dict(kept)
-        return hits
-
-    def _evict(self, count: int) -> None:
-        while count > 0:
-            _, serial, each = heapq.heappop(self._heap)
-            if self._entry.get(each) == serial:
-                del self._entry[each]
-                count -= 1
-
-
-# -- eviction --------------------------------------------------------------------------------------
-
-
-Priority: TypeAlias = int | npt.NDArray[np.int8]  # of all blocks of a batch, or of each
-Times: TypeAlias = npt.NDArray[np.int32]
-PrintsOf: TypeAlias = Callable[[Ids], Prints]  # fingerprints of the prefixes that end in blocks
 _PRIORITY = 1 << 48  # one step of priority outweighs any time
 _LEAST_IMPORTANT = 127
-
-
-class EvictionPolicy(Protocol):
-    """An order of the cached blocks that no sequence holds."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-        ...
-
-    def use(self, blocks: Ids, now: int, priority: Priority) -> None:
-        """A sequence has done with these cached blocks, deepest first."""
-        ...
-
-    def free(self, blocks: Ids) -> None:
-        """No sequence holds these any more, deepest first: they may be evicted."""
-        ...
-
-    def hold(self, blocks: Ids) -> None:
-        """These may not be evicted any more."""
-        ...
-
-    def drop(self, blocks: Ids) -> None:
-        """What these contained is cached no longer; they may not be evicted."""
-        ...
-
-    def next_time(self) -> int:
-        """When the one that would be evicted next was used last. There is one."""
-        ...
-
-    def evict(self, count: int, *, alike: bool = False) -> Ids:
-        """Take out the ``count`` that will be missed least; fewer if there are fewer.
-
-        ``alike``: only such as were let go together with the first.
-        """
-        ...
-
-    def order(self) -> tuple[Ids, Times]:
-        """All of them, the first to go first, and when each was used last."""
-        ...
-
-    def take_out(self, blocks: Ids) -> None:
-        """These are evicted, wherever they are in the order."""
-        ...
-
-    def rewind(self, ticks: int) -> None:
-        """The clock is set back by so many blocks, a multiple of 2³⁰."""
-        ...
-
-    def check(self, cached: Ids) -> None:
-        """Raises: AssertionError unless exactly the ``cached`` blocks may be evicted."""
-        ...
 
 
 class Recency:
@@ -255,27 +172,25 @@ class Recency:
 
     LRU is right where what was used just now comes back soon. LRU-2 is right where much comes once
     and never again: a block that was used once is worth less than any that came back, so a flood of
-    new prompts washes itself away. To tell the two apart it must know when a block that is gone was
+    new prompts evicts itself. To tell the two apart it must know when a block that is gone was
     last used (``ghosts``). Which of them is right changes with the traffic and the size of the
-    cache; with a ``contest`` both are tried on a sample all the time, and the better one decides.
+    cache; with a ``duel`` both are tried on a sample, and the better one decides.
 
-    Source: LRU-2, O'Neil, O'Neil and Weikum 1993; trying policies on a sample, Waldspurger 2017.
+    Source: LRU-2, O'Neil, O'Neil and Weikum 1993.
     """
 
     def __init__(
         self,
-        num_blocks: int,
-        prints_of: PrintsOf,
-        spare_blocks: int = 0,
+        pool: PolicyPool,
         *,
         by_last: bool = True,
-        contest: PolicyDuel | None = None,
+        duel: PolicyDuel | None = None,
     ) -> None:
         self._by_last = by_last
-        self._contest = contest
-        self._prints_of = prints_of
-        self._ghosts = Ghosts(num_blocks) if contest or not by_last else None
-        num_ids = num_blocks + spare_blocks
+        self._duel = duel
+        self._prints_of = pool.prints_of
+        self._ghosts = Ghosts(pool.num_blocks) if duel or not by_last else None
+        num_ids = pool.num_ids
         self._runs = EvictionQueue(num_ids)
         self._last = np.full(num_ids, NEVER, np.int32)
         self._before = self._last if self._ghosts is None else self._last.copy()
@@ -301,9 +216,9 @@ class Recency:
             last[fresh] = self._ghosts.recall(prints[fresh], now)
         # An ancestor was used whenever its descendant was, even if its ghost has been forgotten.
         self._before[blocks] = np.maximum.accumulate(last)
-        if self._contest is not None:
-            sampled = prints[prints & self._contest.mask == 0]
-            if len(sampled) and self._contest.watch(sampled[::-1].tolist()) != self._by_last:
+        if self._duel is not None:
+            sampled = prints[prints & self._duel.mask == 0]
+            if len(sampled) and self._duel.watch(sampled[::-1].tolist()) != self._by_last:
                 self._by_last = not self._by_last
                 self._reorder()
 
@@ -343,7 +258,7 @@ class Recency:
         self._forget(blocks)
 
     def rewind(self, ticks: int) -> None:
-        """The clock is set back, before it outgrows 32 bits; what is older becomes 0."""
+        """Set the clock back, before it outgrows 32 bits; older times become 0."""
         for times in (self._last, self._before) if self._ghosts is not None else (self._last,):
             known = times != NEVER
             times[known] = np.maximum(times[known] - ticks, 0)
@@ -353,36 +268,40 @@ class Recency:
         self._runs.check(cached)
 
     def _forget(self, blocks: Ids) -> None:
-        """What is evicted leaves at most a ghost."""
+        """Keep at most a ghost of evicted blocks."""
         if self._ghosts is not None:
             times = self._last[blocks].astype(np.int64)
             self._ghosts.remember(self._prints_of(blocks), times)
         self._last[blocks] = NEVER
 
     def _reorder(self) -> None:
-        """Put what is free in anew: by another use, or at other times."""
+        """Put the free blocks in again: by another use, or at other times."""
         runs, self._runs = self._runs.runs(), EvictionQueue(len(self._last))
         for blocks in runs:
             self.free(blocks)
 
 
-def lru(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
-    """Least recently used."""
-    return Recency(num_blocks, prints_of, spare_blocks)
+def lru(pool: PolicyPool) -> EvictionPolicy:
+    """Make the policy that evicts the least recently used block."""
+    return Recency(pool)
 
 
-def lru2(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
-    """Least recently used but one."""
-    return Recency(num_blocks, prints_of, spare_blocks, by_last=False)
+def lru2(pool: PolicyPool) -> EvictionPolicy:
+    """Make the policy that evicts by the use before the last."""
+    return Recency(pool, by_last=False)
 
 
-def choice(num_blocks: int, prints_of: PrintsOf, spare_blocks: int = 0) -> Recency:
-    """Whichever of the two would have found more lately."""
-    return Recency(num_blocks, prints_of, spare_blocks, contest=PolicyDuel(num_blocks))
+def choice(pool: PolicyPool) -> EvictionPolicy:
+    """Make the policy that follows the one of the two that would have found more lately."""
+    return Recency(pool, duel=PolicyDuel(pool.num_blocks))
 
 
-# From the number of blocks that can be in use at once, and that of ids beyond it.
-MakePolicy: TypeAlias = Callable[[int, PrintsOf, int], EvictionPolicy]
+MakePolicy: TypeAlias = Callable[[PolicyPool], EvictionPolicy]
 
 DEFAULT_POLICY = "choice"
-POLICIES: Mapping[str, MakePolicy] = MappingProxyType({"lru": lru, "lru-2": lru2, "choice": choice})
+EVICTION_POLICIES: Registry[MakePolicy] = Registry(
+    "eviction policy",
+    "quire.eviction_policies",
+    {"choice": choice, "lru": lru, "lru-2": lru2},
+    lambda found: None if callable(found) else f"{found!r} makes no policy: it is not callable",
+)

@@ -1,4 +1,4 @@
-"""Free blocks in order of a score, as runs: what one sequence let go together mostly scores alike.
+"""Free blocks in order of a score, as runs: blocks that one sequence released mostly score alike.
 
 A run gives its blocks in the order in which they were put in. A block that leaves from the middle
 forgets its run, and the entry that stays behind is skipped when it comes up; when half of the
@@ -22,7 +22,7 @@ _SLACK = 1 << 12  # stale entries that are not worth a sweep
 @dataclass(slots=True)
 class _QueuedRun:
     blocks: npt.NDArray[np.int32]
-    begin: int = 0  # those before it have left
+    begin: int = 0  # entries before it have left
 
 
 class EvictionQueue:
@@ -54,7 +54,7 @@ class EvictionQueue:
         self._len -= len(blocks)
 
     def first(self) -> int:
-        """The block that comes first. There is one."""
+        """Return the block that comes first. There is one."""
         while True:
             _, serial, run = self._heap[0]
             for index in range(run.begin, len(run.blocks)):
@@ -90,11 +90,11 @@ class EvictionQueue:
         return blocks
 
     def runs(self) -> list[Ids]:
-        """The blocks of each run, in order."""
+        """List the blocks of each run, in order."""
         return [blocks for _, blocks in self._alive()]
 
     def check(self, blocks: Ids) -> None:
-        """Raises: AssertionError unless exactly these ``blocks`` (ascending) are in."""
+        """Raise AssertionError unless exactly these ``blocks`` (ascending) are in."""
         found = np.sort(np.concatenate([NO_IDS, *self.runs()]))
         assert np.array_equal(found, blocks), "the free blocks are not those in the runs"
         assert len(found) == self._len, "the free blocks are miscounted"
@@ -107,7 +107,7 @@ class EvictionQueue:
         self._num_entries -= len(run.blocks) - run.begin
 
     def _alive(self) -> list[tuple[int, Ids]]:
-        """Score and blocks of each run that has any, in order."""
+        """List the score and the blocks of each run that has any, in order."""
         found: list[tuple[int, Ids]] = []
         for score, serial, run in sorted(self._heap, key=itemgetter(0, 1)):
             blocks = run.blocks[run.begin :]
@@ -117,7 +117,7 @@ class EvictionQueue:
         return found
 
     def _sweep(self) -> None:
-        """Keep what is alive, in its order."""
+        """Drop stale entries; the others keep their order."""
         runs = self._alive()
         self._heap, self._serial = [], _NO_RUN
         for score, blocks in runs:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.errors import ConfigError
 from quire.kv.allocation import (
     FITS,
     AllocationResult,
@@ -27,7 +26,7 @@ from quire.kv.allocation import (
 from quire.kv.block_pool import Moves, Pools, PoolSize
 from quire.kv.block_steps import Counts, GroupStep, check_trim, first_columns, group_step
 from quire.kv.block_tables import PASSED, BlockTables
-from quire.kv.eviction import POLICIES, MakePolicy, Priority
+from quire.kv.eviction import EVICTION_POLICIES, MakePolicy, Priority
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
@@ -492,11 +491,6 @@ class PagedAccounting(BlockCoordinator):
         self, groups: tuple[Group, ...], config: CacheConfig, *, whole_pages: bool = False
     ) -> None:
         """``whole_pages``: a block is made of those, all layers of a group together."""
-        if config.eviction_policy not in POLICIES:
-            raise ConfigError(
-                f"eviction policy {config.eviction_policy!r} is unknown; known: "
-                f"{', '.join(POLICIES)}"
-            )
         self._config = config
         self._sizes = [self._size(group, whole_pages) for group in groups]
         super().__init__(
@@ -504,7 +498,7 @@ class PagedAccounting(BlockCoordinator):
             self._sizes,
             block_size=config.block_size,
             capacity_bytes=config.capacity_bytes,
-            make_policy=POLICIES[config.eviction_policy],
+            make_policy=EVICTION_POLICIES.find(config.eviction_policy, "eviction_policy"),
             caching=config.enable_prefix_caching,
             keep_events=config.keep_events,
         )

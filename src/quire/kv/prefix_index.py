@@ -173,6 +173,26 @@ class PrefixIndex:
             parent = self._key(row)[0]
         return path[::-1]
 
+    def places(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return how many blocks come before each of these rows' and the rows above them.
+
+        Rows of one path cost least with the deepest first.
+        """
+        depths: dict[int, int] = {}
+        parents = {row: self._key(row)[0] & _ROW for row in rows}
+        for row in reversed(rows):
+            path = []
+            while row not in depths:
+                parent = self._key(row)[0]
+                if parent == _NO_PARENT:
+                    depths[row] = -1  # the root
+                    break
+                path.append(row)
+                row = parent & _ROW
+            for depth, below in enumerate(reversed(path), depths[row] + 1):
+                depths[below] = depth
+        return [depths[row] for row in rows], [parents[row] for row in rows]
+
     # -- growing ---------------------------------------------------------------------------------
 
     def advance(self, tail: int, tokens: bytes, extra: Extra = ()) -> tuple[int, bool]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attention.triton.interpreter import checking_overflow
 from attention.triton.test_triton_addresses import element_addresses, outside, watched
-from quire.attention import TorchRows, find_padded_rows
 from quire.attention.triton import TritonRows
 from quire.attention.triton import writers as rows
 from quire.memory import HostMemory
+from quire.models.states.recurrent_layers import TorchRows, find_padded_rows
 
 PADDING = -1
 SHAPES = [(3, 7), (5,), (4, 2, 3, 1)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.planner.hit_rates import hit_rate_curve, policy_names, prompts_of
+from quire.planner.hit_rates import OWN_POLICIES, hit_rate_curve, prompts_of
 from quire.planner.hit_rates.curve import core_hits
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.stack_distances import infinite_hits, lru_curve, lru_hits
@@ -154,7 +154,7 @@ def test_every_token_is_a_hit_or_has_a_reason(
     found = hit_rate_curve(
         requests, [TOKENS, 5 * TOKENS, 400 * TOKENS], whole_blocks=whole, skip_requests=skip
     )
-    assert set(found.by_policy) == set(policy_names())
+    assert set(found.by_policy) == set(OWN_POLICIES)
     total = sum(asked.input_tokens for asked in requests[skip:])
     for several in found.by_policy.values():
         assert [each.cache_tokens for each in several] == [TOKENS, 5 * TOKENS, 400 * TOKENS]
@@ -250,7 +250,7 @@ def test_long_work_is_told() -> None:
     hit_rate_curve(requests, [8, 16], on_work=lambda *what: told.append(what))
     assert {what for what, _, _ in told} == {
         "lru",
-        *(f"{policy}, {n} blocks" for policy in policy_names() if policy != "lru" for n in (2, 4)),
+        *(f"{policy}, {n} blocks" for policy in OWN_POLICIES if policy != "lru" for n in (2, 4)),
     }
     assert {done for _, done, _ in told} == {0, 256, 512}
     assert {count for _, _, count in told} == {600}

@@ -11,7 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention.attention_backend import AttentionBatch, FindWords, VaryingCall
+from quire.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    FindWords,
+    VaryingCall,
+)
 from quire.attention.cpu.call_frame import (
     FRAME,
     GROUP,
@@ -330,11 +335,10 @@ class _Planned(NamedTuple):
 # -- the backend -----------------------------------------------------------------------------------
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """Kernels compiled for this machine on their first use, and kept for the next process."""
 
     name = "cpu"
-    replays = None
 
     def __init__(self, isa: Isa | None = None, cache_dir: Path | None = None) -> None:
         found = native_isa() if isa is None else isa

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention.attention_backend import AttentionBatch
+from quire.attention.attention_backend import AttentionBackend, AttentionBatch
 from quire.attention.flashinfer.wrappers import (
     CapturedPlans,
     Decode,
@@ -146,11 +146,11 @@ class _PlannedStep:
     part: _PlannedPart | None = None
 
 
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """FlashInfer, where it is installed; see ``unsupported``."""
 
     name = "flashinfer"
-    plays = None
+    replays: CapturedPlans | None = None
 
     def __init__(
         self,

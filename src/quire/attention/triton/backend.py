@@ -14,7 +14,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.attention.attention_backend import AttentionBatch, NoHostPart, PlacedBatch
+from quire.attention.attention_backend import (
+    AttentionBackend,
+    AttentionBatch,
+    NoHostPart,
+    PlacedBatch,
+)
 from quire.attention.triton import launch as tiles
 from quire.attention.triton.kernels import attend, join
 from quire.attention.triton.launch import (
@@ -64,11 +69,10 @@ class _TritonStep:
 
 
 @final
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Kernels in Triton, on CUDA; in its interpreter on any machine."""
 
     name = "triton"
-    plays = None
     replays = NoHostPart()
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from quire.attention import AttentionBackend, choose_backend
+from quire.attention import BACKENDS, AttentionBackend, SdpaAttention, choose_backend
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, CacheConfig, Growth
 from quire.kv.layout import suited_to
@@ -21,8 +21,6 @@ from quire.models.footprint import weights_of
 from quire.models.states.mixers import find_mixers
 from quire.spec import AttentionSpec, Layer, ModelSpec, RecurrentState
 from quire.units import format_count, parse_bytes
-
-_BACKENDS = ("auto", "cpu", "sdpa")
 
 
 def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults work
@@ -67,11 +65,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     if spec.recurrent_layers:
         spec = spec.computed_in(str(model.dtype).removeprefix("torch."))
         spec = _with_states_that_caches_see(model, spec)
-    if attention_backend not in _BACKENDS:
-        raise ConfigError(
-            f"attention_backend={attention_backend!r} is unknown here; known: "
-            f"{', '.join(_BACKENDS)}"
-        )
+    BACKENDS.require(attention_backend, "attention_backend")
     _at_least_one(max_model_len=longest, block_size=block_size, growth_tokens=growth_tokens)
     if max_num_seqs is not None:
         _at_least_one(max_num_seqs=max_num_seqs)
@@ -85,7 +79,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
 
     def choose(specs: Iterable[AttentionSpec]) -> AttentionBackend | None:
         chosen = choose_backend(attention_backend, specs, device)
-        return None if chosen.name == "sdpa" else chosen
+        return None if isinstance(chosen, SdpaAttention) else chosen
 
     def make_rows(spec: ModelSpec, num_rows: int) -> BatchRows:
         config = CacheConfig(

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from quire.attention import RowMover, TorchRows, find_padded_rows
 from quire.errors import UnsupportedModel
 from quire.kv import Accounting, Storage
 from quire.layers.watch import Place
@@ -29,6 +29,53 @@ from quire.models.states.settling import settle
 from quire.models.states.state_batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.weight_placement import device_of
 from quire.spec import RecurrentState
+
+# -- rows of a tensor of states --------------------------------------------------------------------
+
+# A layer's states are a tensor with a row for each slot. In an eager step torch moves a step's
+# rows into one batch and back. A captured step has rows of padding too, which only a kernel can
+# leave out: a tensor on the device tells it where to read and write.
+
+
+class RowMover(Protocol):
+    """Moves rows by their slots, which lie on the device."""
+
+    def take(self, held: Tensor, slots: Tensor) -> Tensor:
+        """Copy some rows: held [slots, …], slots i64[S] → [S, …], in order."""
+        ...
+
+    def put(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
+        """Overwrite some rows: held [slots, …], slots i64[S], new [S, …]."""
+        ...
+
+
+@final
+class TorchRows:
+    """A ``RowMover`` by torch: every slot is a sequence's."""
+
+    def take(self, held: Tensor, slots: Tensor) -> Tensor:
+        """Copy some rows: held [slots, …], slots i64[S] → [S, …], in order."""
+        return held[slots]
+
+    def put(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
+        """Overwrite some rows: held [slots, …], slots i64[S], new [S, …]."""
+        held[slots] = new
+
+
+def find_padded_rows(device: torch.device) -> RowMover | str:
+    """Find what moves rows and leaves out padding, or return why the device has nothing that does.
+
+    The slot of padding is -1: it is taken as zeros and written nowhere.
+    """
+    try:
+        from quire.attention.triton import TritonRows, find_gpu
+    except (ImportError, OSError) as error:  # torch for CUDA brings it, one for the CPU not
+        return f"Triton cannot be imported ({error})"
+    gpu = find_gpu(device)
+    return gpu if isinstance(gpu, str) else TritonRows()
+
+
+# -- recurrent layers ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,24 @@
 """Hit rates of prefix caches over real traffic: how much memory is worth its price."""
 
 from quire.planner.hit_rates.curve import (
+    OPTIMUM,
+    OWN_POLICIES,
     HitRate,
     HitRates,
     hit_rate_curve,
-    policy_names,
+    require_policies,
     round_sizes,
 )
 from quire.planner.hit_rates.prefix_tree import Prompts, prompts_of
 
 __all__ = [
+    "OPTIMUM",
+    "OWN_POLICIES",
     "HitRate",
     "HitRates",
     "Prompts",
     "hit_rate_curve",
-    "policy_names",
     "prompts_of",
+    "require_policies",
     "round_sizes",
 ]

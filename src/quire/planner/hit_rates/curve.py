@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.kv import DEFAULT_POLICY, POLICIES, Extension, Fits
+from quire.kv import EVICTION_POLICIES, Extension, Fits
 from quire.kv.interface import CacheConfig
 from quire.kv.paged import PagedAccounting
 from quire.planner.hit_rates.optimum import Optimum
@@ -44,7 +44,7 @@ def core_hits(
     *,
     first_counted: int = 0,
 ) -> int:
-    """Tokens found in a cache of so many blocks; a larger prompt is refused.
+    """Count the tokens found in a cache of ``num_blocks``; a larger prompt is refused.
 
     Raises: ConfigError for an unknown policy.
     """
@@ -74,7 +74,10 @@ def core_hits(
 
 
 def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
-    """A prefix cache of so many blocks of one token; prompts have up to ``longest``, and one."""
+    """Make a prefix cache of blocks of one token, for prompts of up to ``longest`` and one more.
+
+    Raises: ConfigError for an unknown policy.
+    """
     group = Group(
         spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
     )
@@ -135,9 +138,15 @@ class HitRates:
         return next(each for each in self.by_policy[policy] if each.cache_tokens == cache_tokens)
 
 
-def policy_names() -> tuple[str, ...]:
-    """What can be asked for: the engine's default first, the optimum last."""
-    return (DEFAULT_POLICY, *(name for name in POLICIES if name != DEFAULT_POLICY), OPTIMUM)
+OWN_POLICIES: Final = ("choice", "lru", "lru-2", OPTIMUM)  # the engine's default first
+
+
+def require_policies(names: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a name that is no eviction policy and not the optimum."""
+    for name in names:
+        if name != OPTIMUM and name not in EVICTION_POLICIES:
+            known = ", ".join((*EVICTION_POLICIES, OPTIMUM))
+            raise ConfigError(f"{option} {name!r} is none of {known}")
 
 
 def hit_rate_curve(
@@ -150,16 +159,15 @@ def hit_rate_curve(
     skip_requests: int = 0,
     on_work: OnWork = lambda *_: None,
 ) -> HitRates:
-    """Hits of each policy (all of ``policy_names()``) in caches of so many tokens.
+    """Compute the hits of each policy (``OWN_POLICIES``) in caches of ``cache_tokens`` tokens.
 
     ``block_tokens`` and ``whole_blocks`` are those of ``prompts_of``. ``skip_requests``: so many at
     the beginning fill the cache and are not counted.
 
     Raises: ConfigError.
     """
-    policies = policy_names() if policies is None else tuple(policies)
-    if unknown := sorted(set(policies) - set(policy_names())):
-        raise ConfigError(f"eviction policy {unknown[0]!r} is none of {', '.join(policy_names())}")
+    policies = OWN_POLICIES if policies is None else tuple(policies)
+    require_policies(policies, "policies")
     if isinstance(trace, Prompts):
         prompts = trace
     else:

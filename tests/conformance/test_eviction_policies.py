@@ -1,0 +1,340 @@
+"""What every eviction policy promises, over Quire's own and an example of another package.
+
+`--eviction-policy NAME` asks a policy of your own instead. Each runs in the real accounting, with
+`Checked` around it: a model of which blocks are cached, free and used when, that every call and
+every answer is compared with.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kv.caches import policy_pool
+from quire.errors import ConfigError
+from quire.kv import (
+    EVICTION_POLICIES,
+    CacheConfig,
+    CachedBlock,
+    EvictionPolicy,
+    Extension,
+    Fits,
+    PagedAccounting,
+    PolicyPool,
+    Score,
+    ScoredPolicy,
+)
+from quire.kv.eviction import Priority, Times
+from quire.kv.eviction_queue import Ids
+from quire.planner.hit_rates import hit_rate_curve
+from quire.spec import FullAttention, Group
+from quire.traces import TraceRequest
+
+OWN = ("choice", "lru", "lru-2")
+EXAMPLE = "lfu"  # of another package: examples/eviction_policy.py
+NUM_BLOCKS = 24
+GROUP = Group(spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,))
+
+
+class Checked(EvictionPolicy):
+    """A policy, and what is demanded of it."""
+
+    def __init__(self, policy: EvictionPolicy, pool: PolicyPool) -> None:
+        self._policy, self._pool = policy, pool
+        self._places: dict[int, tuple[int, int]] = {}  # of used blocks: prefix, the one before it
+        self._last: dict[int, int] = {}
+        self._priorities: dict[int, int] = {}
+        self._free: set[int] = set()
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        assert len(self._policy) == len(self._free)
+        return len(self._policy)
+
+    def use(self, blocks: Ids, now: int, priority: Priority) -> None:
+        ids = blocks.tolist()
+        assert not self._free.intersection(ids), "a sequence holds what it uses"
+        _, prefixes, parents = self._pool.places_of(blocks)
+        self._places.update(zip(ids, zip(prefixes, parents, strict=True), strict=True))
+        self._last.update(dict.fromkeys(ids, now))
+        for block, each in zip(ids, np.broadcast_to(priority, blocks.shape).tolist(), strict=True):
+            self._priorities[block] = min(each, self._priorities.get(block, 127))
+        self._policy.use(blocks, now, priority)
+
+    def free(self, blocks: Ids) -> None:
+        self._free.update(blocks.tolist())
+        self._policy.free(blocks)
+
+    def hold(self, blocks: Ids) -> None:
+        self._free.difference_update(blocks.tolist())
+        self._policy.hold(blocks)
+
+    def drop(self, blocks: Ids) -> None:
+        self._forget(blocks.tolist())
+        self._policy.drop(blocks)
+
+    def next_time(self) -> int:
+        blocks, times = self.order()
+        time = self._policy.next_time()
+        assert time == times[0] == self._last[int(blocks[0])]
+        return time
+
+    def evict(self, count: int, *, alike: bool = False) -> Ids:
+        before, (expected, _) = len(self), self.order()
+        blocks = self._policy.evict(count, alike=alike)
+        ids = blocks.tolist()
+        assert len(ids) == min(count, before) or (alike and 0 < len(ids) < count)
+        assert ids == expected[: len(ids)].tolist(), "it evicts in the order that it says"
+        if alike:
+            assert len({self._last[block] for block in ids}) == 1
+        least_left = max((self._priorities[b] for b in self._free.difference(ids)), default=-128)
+        for at, block in enumerate(ids):
+            assert block in self._free, "a block that a sequence holds, or that is gone"
+            gone = ids[:at]
+            prefix = self._places[block][0]
+            below = {b for b in self._free if self._places[b][1] == prefix}
+            assert below <= {*gone}, "a block goes after those that depend on it"
+            assert self._priorities[block] >= least_left, "who matters more goes later"
+        self._forget(ids)
+        self.num_evicted += len(ids)
+        return blocks
+
+    def order(self) -> tuple[Ids, Times]:
+        blocks, times = self._policy.order()
+        assert sorted(blocks.tolist()) == sorted(self._free)
+        assert times.tolist() == [self._last[block] for block in blocks.tolist()]
+        return blocks, times
+
+    def take_out(self, blocks: Ids) -> None:
+        assert self._free.issuperset(blocks.tolist())
+        self._forget(blocks.tolist())
+        self._policy.take_out(blocks)
+
+    def rewind(self, ticks: int) -> None:
+        self._last = {block: max(0, time - ticks) for block, time in self._last.items()}
+        self._policy.rewind(ticks)
+
+    def check(self, cached: Ids) -> None:
+        assert sorted(self._free) == cached.tolist()
+        self._policy.check(cached)
+
+    def _forget(self, ids: list[int]) -> None:
+        for block in ids:
+            self._free.discard(block)
+            for known in (self._places, self._last, self._priorities):
+                known.pop(block, None)
+
+
+@contextmanager
+def checked(name: str) -> Iterator[list[Checked]]:
+    """Register a policy with the checks around it, as "checked"; the list has what was made."""
+    make, made = EVICTION_POLICIES.find(name, "--eviction-policy"), list[Checked]()
+
+    def make_checked(pool: PolicyPool) -> EvictionPolicy:
+        made.append(Checked(make(pool), pool))
+        return made[-1]
+
+    EVICTION_POLICIES.register("checked", make_checked)
+    try:
+        yield made
+    finally:
+        EVICTION_POLICIES.unregister("checked")
+
+
+def play(num_groups: int, page_bytes: int, *, seed: int, priorities: tuple[int, ...]) -> None:
+    """Prompts that begin alike, three at a time, in a cache that is too small for all."""
+    rng = random.Random(seed)
+    config = CacheConfig(
+        max_model_len=24,
+        max_num_seqs=4,
+        capacity_bytes=NUM_BLOCKS * GROUP.bytes_per_token * num_groups * 2,
+        block_size=2,
+        page_bytes=page_bytes,
+        eviction_policy="checked",
+    )
+    accounting = PagedAccounting((GROUP,) * num_groups, config)
+    accounting.pools._clock = 2**31 - 400  # it is set back on the way
+    running: list[int] = []
+    for seq_id in range(100):
+        while len(running) > 2:
+            accounting.free(running.pop(rng.randrange(len(running))))
+        prompt = np.array([rng.randrange(3), *(rng.randrange(2) for _ in range(15))], np.int32)
+        prompt[rng.choice((1, 4, 8, 16)) :] += 10 * seq_id  # a part of its own
+        accounting.add(seq_id, priority=rng.choice(priorities))
+        hit = accounting.match_prefix(seq_id, prompt)
+        verdict = accounting.try_extend(seq_id, len(prompt), Extension(hit=hit))
+        running.append(seq_id)
+        if not isinstance(verdict, Fits):
+            accounting.free(running.pop())
+            continue
+        rest = prompt[hit.num_tokens :]
+        accounting.mark_computed([seq_id], [len(rest)], rest)
+        if seq_id % 30 == 20:  # the machine is short of memory, and then no longer
+            whole = config.capacity_bytes
+            accounting.resize(accounting.held_bytes + 6 * GROUP.bytes_per_token, for_now=True)
+            accounting.resize(whole, for_now=True)
+        accounting.drain()
+    accounting.check()
+
+
+@pytest.mark.policies(*OWN, EXAMPLE)
+@pytest.mark.parametrize(("num_groups", "page_bytes"), [(1, 1), (2, 1), (1, 12)])
+def test_a_policy_evicts_in_its_order_what_may_go(
+    name: str, num_groups: int, page_bytes: int
+) -> None:
+    with checked(name) as made:
+        play(num_groups, page_bytes, seed=1, priorities=(0,))
+        play(num_groups, page_bytes, seed=2, priorities=(-1, 0, 0, 5))
+    assert len(made) == 2 * num_groups
+    assert sum(policy.num_evicted for policy in made) > 60
+
+
+@pytest.mark.policies(*OWN, EXAMPLE)
+def test_a_policy_finds_what_comes_back_at_once(name: str) -> None:
+    requests = [
+        TraceRequest(
+            at_s=at, input_tokens=4, output_tokens=1, hash_ids=(at // 2, -at // 2), id_tokens=2
+        )
+        for at in range(40)
+    ]
+    rates = hit_rate_curve(requests, [12], [name])
+    assert rates.at(name, 12).hit_tokens >= 20 * 2
+
+
+class ParentsFirst(ScoredPolicy):
+    """No score keeps a block from being evicted after its descendants."""
+
+    def score(self, block: CachedBlock, now: int) -> Score:
+        return block.depth
+
+
+def test_the_suite_runs_the_policy_that_is_named_and_no_other() -> None:
+    seen = set[int]()
+
+    class Watched(ParentsFirst):
+        def score(self, block: CachedBlock, now: int) -> Score:
+            assert block.num_tokens == 2
+            assert block.prefix_tokens == 2 * block.depth + 2
+            assert block.tokens_saved == 2 * block.hits
+            assert block.first_used <= (block.used_before or 0) <= block.last_used <= now or (
+                block.used_before is None and block.first_used == block.last_used <= now
+            )
+            seen.add(block.depth)
+            return super().score(block, now)
+
+    class WithoutOrder(EvictionPolicy):
+        """A planted wrong one: the order of ids, whatever depends on them."""
+
+        def __init__(self, pool: PolicyPool) -> None:
+            self._own = EVICTION_POLICIES["lru"](pool)
+            for verb in ("use", "free", "hold", "drop", "rewind", "check", "next_time", "take_out"):
+                setattr(self, verb, getattr(self._own, verb))
+
+        def __len__(self) -> int:
+            return len(self._own)
+
+        def order(self) -> tuple[Ids, Times]:
+            blocks, times = self._own.order()
+            by_id = np.argsort(blocks)
+            return blocks[by_id], times[by_id]
+
+        def evict(self, count: int, *, alike: bool = False) -> Ids:
+            blocks = self.order()[0][:count]
+            self._own.take_out(blocks)
+            return blocks
+
+    try:
+        EVICTION_POLICIES.register("watched", Watched)
+        test_a_policy_evicts_in_its_order_what_may_go("watched", 1, 1)
+        assert seen >= set(range(8))
+        EVICTION_POLICIES.register("wrong", WithoutOrder)
+        with pytest.raises(AssertionError, match="after those that depend on it"):
+            test_a_policy_evicts_in_its_order_what_may_go("wrong", 1, 1)
+    finally:
+        for name in ("watched", "wrong"):
+            EVICTION_POLICIES.unregister(name)
+    with pytest.raises(ConfigError, match=r"--eviction-policy='wrong' is no eviction policy"):
+        test_a_policy_evicts_in_its_order_what_may_go("wrong", 1, 1)
+
+
+def test_a_score_that_is_not_a_number_is_an_error() -> None:
+    class Broken(ScoredPolicy):
+        def score(self, block: CachedBlock, now: int) -> Score:
+            return float("nan")
+
+    with pytest.raises(ValueError, match=r"Broken.score gives NaN for .*block=3"):
+        let_go(Broken(policy_pool(8)), 1, 3)
+
+
+# -- one by one ------------------------------------------------------------------------------------
+
+
+def ids(*blocks: int) -> npt.NDArray[np.intp]:
+    return np.array(blocks, np.intp)
+
+
+def let_go(policy: EvictionPolicy, now: int, *blocks: int, priority: int = 0) -> None:
+    policy.use(ids(*blocks), now, priority)
+    policy.free(ids(*blocks))
+
+
+@pytest.mark.policies("lru", EXAMPLE)
+def test_what_was_let_go_first_goes_first(name: str) -> None:
+    policy = EVICTION_POLICIES[name](policy_pool(8))
+    let_go(policy, 1, 3, 2, 1)
+    let_go(policy, 2, 6, 5)
+    assert len(policy) == 5
+    assert policy.next_time() == 1
+    assert policy.evict(9, alike=True).tolist() == [3, 2, 1]
+    assert policy.evict(1, alike=True).tolist() == [6]
+    policy.hold(ids(5))
+    let_go(policy, 3, 5)
+    assert policy.next_time() == 3
+    assert policy.evict(9).tolist() == [5]
+    assert len(policy) == 0
+
+
+@pytest.mark.policies(*OWN, EXAMPLE)
+def test_who_matters_more_goes_later_in_a_batch(name: str) -> None:
+    """Several sequences let go in one step, and a block that two of them held counts as both."""
+    policy = EVICTION_POLICIES[name](policy_pool(8))
+    for blocks, priorities, order in (
+        ([0, 1, 2], [0, 5, -1], [1, 0, 2]),
+        ([0, 1, 2], [5, 0, -5], [0, 1, 2]),
+        ([0, 1, 0, 2], [0, 1, 3, 2], [2, 1, 0]),
+        ([0, 1, 0, 2], [3, 1, 0, 2], [2, 1, 0]),
+    ):
+        policy.use(ids(*blocks), 1, np.array(priorities, np.int8))
+        policy.free(ids(0, 1, 2))
+        assert policy.evict(9).tolist() == order
+
+
+@pytest.mark.policies("lru", "lru-2", EXAMPLE)
+def test_the_order_is_the_same_when_the_clock_is_set_back(name: str) -> None:
+    policy = EVICTION_POLICIES[name](policy_pool(8))
+    ticks = 1 << 30
+
+    def use_twice(now: int, *blocks: int) -> None:
+        let_go(policy, now, *blocks)
+        policy.hold(ids(*blocks))
+        let_go(policy, now + 1, *blocks)
+
+    use_twice(ticks + 10, 0, 1)
+    policy.rewind(ticks)
+    assert policy.next_time() == 11
+    use_twice(20, 2, 3)
+    assert set(policy.evict(2).tolist()) == {0, 1}
+    assert set(policy.evict(2).tolist()) == {2, 3}
+
+
+@pytest.mark.policies(*OWN, EXAMPLE)
+def test_check_names_what_may_be_evicted(name: str) -> None:
+    policy = EVICTION_POLICIES[name](policy_pool(4))
+    let_go(policy, 1, 2, 0)
+    policy.check(ids(0, 2))
+    for wrong in ((0, 1, 2), (2,)):
+        with pytest.raises(AssertionError):
+            policy.check(ids(*wrong))
