@@ -15,11 +15,11 @@ from quire.errors import MemoryUnavailable
 from quire.kv.interface import Accounting, LayerView, MakeWriter
 from quire.kv.layout import Stacking, attention_spec
 from quire.kv.storage.entries import Entries, RangeLayer
-from quire.kv.storage.pages import Pages, back
 from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
+from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import AttentionSpec
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
@@ -167,7 +167,8 @@ class StackedStorage:
                 for stack in stacks:
                     self._copy(stack, change)
             else:
-                back(change, [stack.pages(change) for stack in stacks])
+                pages = [stack.pages(change) for stack in stacks]
+                change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
         if self._beside is not None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.kv.layout import slot_bytes, state_offsets
-from quire.kv.storage.pages import Pages, back
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory
+from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import Group, KeptWhole
 from quire.spec.layer_specs import dtype_bytes
 
@@ -55,8 +55,9 @@ class StateRows:
             target.copy_(self._rows[change.source : stop])
             return
         assert isinstance(change, Commit | Release), f"{change} asks for a window"
-        start, length = change.start, change.stop - change.start
-        back(change, [Pages(self._region, start * self._row_bytes, length * self._row_bytes)])
+        start, stop = change.start * self._row_bytes, change.stop * self._row_bytes
+        pages = Pages(self._region, start, stop - start)
+        change_pages([pages], commit=isinstance(change, Commit))
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
         """Copy rows out: slots i64[n]; one tensor, u8[n, bytes]."""
