@@ -1,6 +1,6 @@
-"""A budget that explains itself: a line a term, the limit that bound, the way out of a refusal.
+"""A budget that explains itself: a line a term, the limit that decided, the flag that would help.
 
-How the terms come about is a rule's matter (``budget``).
+``rules`` makes ledgers.
 """
 
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class Ledger:
         return sum(term.num_bytes for term in self.terms)
 
     def explain(self) -> str:
-        """The terms as text, a line each."""
+        """Write the terms as text, a line each."""
         rows = [(term.label, term.num_bytes, term.source) for term in self.terms]
         rows.append((f"KV memory ({self.rule})", self.kv_bytes, self.bound))
         if self.state_bytes:
@@ -102,7 +102,7 @@ class Ledger:
         )
 
     def require(self) -> int:
-        """The bytes. Raises: ConfigError with the whole ledger and the flag that would help."""
+        """Return the bytes. Raises: ConfigError with the whole ledger and the flag that helps."""
         if self.refusal is None:
             return self.kv_bytes
         raise ConfigError(f"{self.refusal}: {self.advice}\n{self.explain()}")

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 @final
 class CudaMemory:
     """Memory of one CUDA device.
@@ -123,6 +120,9 @@ class CudaMemory:
 
         Physical memory comes and goes page by page in any case. So heaps are honoured in what they
         promise (what is not committed takes nothing; there are windows), and not as a unit.
+
+        Raises: MemoryUnavailable where the driver refuses. ConfigError for ``heap_bytes`` that are
+        not whole pages.
         """
         if heap_bytes is not None and heap_bytes % self.page_bytes:
             raise ConfigError(
@@ -157,10 +157,8 @@ class CudaMemory:
         """
         import torch
 
-        page, region = (
-            self.page_bytes,
-            self.reserve(2 * self.page_bytes, heap_bytes=self.page_bytes),
-        )
+        page = self.page_bytes
+        region = self.reserve(2 * page, heap_bytes=page)
         is_new = True
         try:
             own = region.tensor(torch.uint8)[page:]
@@ -261,7 +259,7 @@ class _Addresses:
         return _Addresses(granules, nbytes, self._tensor_device, parks=False)
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """A flat tensor over the whole range, which keeps it."""
+        """Return a tensor [bytes / itemsize] over the whole range, which keeps it."""
         table = self.table
         return bytes_at(table.start, table.nbytes, self._tensor_device, self).view(dtype)
 
@@ -313,13 +311,13 @@ class CudaRegion:
         self._granules.settle(wait=True)
 
     def opened(self) -> _Addresses:
-        """The addresses. Raises: ValueError after ``close``."""
+        """Return the addresses. Raises: ValueError after ``close``."""
         if self._addresses is None:
             raise ValueError("this memory region is closed")
         return self._addresses
 
     def _hide(self, granules: list[Granule]) -> None:
-        """Wherever they are seen: else their memory would not go."""
+        """Hide granules wherever they are seen: else their memory would not go."""
         self._granules.hide([place for granule in granules for place in granule.places])
 
     def _pages(self, offset: int, nbytes: int, stride: int, count: int) -> list[int]:
@@ -451,9 +449,10 @@ class _Export:
 
 
 def bytes_at(address: int, nbytes: int, device: tuple[int, int], owner: object) -> "torch.Tensor":
-    """A flat uint8 tensor. ``owner`` is kept until the last tensor that shares its memory dies.
+    """Return a tensor u8[nbytes] over memory that ``owner`` holds.
 
-    ``device`` is DLPack's: its kind (``CPU``, ``CUDA``) and its number.
+    The owner is kept until the last tensor that shares its memory dies. ``device`` is DLPack's: its
+    kind (``CPU``, ``CUDA``) and its number.
     """
     from torch.utils.dlpack import from_dlpack
 
