@@ -16,12 +16,12 @@ from quire.attention.cpu.call_frame import (
     FRAME,
     GROUP,
     ITEM,
+    KEYS,
     MAX_PANELS,
     WORD_BYTES,
     AttendShape,
     Layout,
 )
-from quire.attention.cpu.prefill_kernel import KEYS
 from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
 from quire.kernels import amx

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, WORD_BYTES, AttendShape, Layout
-from quire.attention.cpu.prefill_kernel import KEYS
+from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, KEYS, WORD_BYTES, AttendShape, Layout
 from quire.kernels.language import F32, Code, Int
 
 
