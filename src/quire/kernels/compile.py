@@ -49,7 +49,7 @@ _CHOOSE = "set QUIRE_CACHE_DIR to a folder that only this user can write to"
 
 @cache
 def kept_code(folder: Path | None) -> "KeptCode":
-    """The one of this process for a folder; None: there is no folder."""
+    """Return this process's one of a folder; None: there is no folder."""
     return KeptCode(folder)
 
 
@@ -61,7 +61,7 @@ class KeptCode:
         self._has_warned = False
 
     def read(self, key: str) -> bytes | None:
-        """What ``write`` was given; None if there is nothing, or nothing that can be trusted."""
+        """Read what ``write`` was given; None if there is none that can be trusted."""
         try:
             content = _read(self._path(), _name(key))
         except FileNotFoundError:
@@ -76,14 +76,14 @@ class KeptCode:
         return None
 
     def write(self, key: str, image: bytes) -> None:
-        """Keep it for the next process, which finds the whole file or none."""
+        """Write a file for the next process, which finds it whole or not at all."""
         try:
             _write(self._path(), _name(key), _digest(key, image) + image)
         except OSError as error:
             self.warn(self._told_by(error))
 
     def warn(self, reason: str) -> None:
-        """Say why kernels are compiled again: once, for what is wrong with one is so with all."""
+        """Warn once that kernels are compiled again: what is wrong with one is wrong with all."""
         if not self._has_warned:
             self._has_warned = True
             log.warning("this process compiles its kernels again: %s", reason)
@@ -106,12 +106,12 @@ def _name(key: str) -> str:
 
 
 def _digest(key: str, image: bytes) -> bytes:
-    """With the key: a file under another file's name is not what was written there."""
+    """Hash the key too: a file under another file's name is not what was written there."""
     return hashlib.sha256(key.encode() + image).digest()
 
 
 def _read(folder: Path, name: str) -> bytes:
-    """Raises: OSError, FileNotFoundError among them."""
+    """Read a file. Raises: OSError, FileNotFoundError among them."""
     place = _open_folder(folder, make=False)
     try:
         # A pipe in its place would otherwise be waited for.
@@ -133,7 +133,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _write(folder: Path, name: str, content: bytes) -> None:
-    """Raises: OSError; then the file is as it was."""
+    """Write a file. Raises: OSError; then the file is as it was."""
     place = _open_folder(folder, make=True)
     try:
         part = f"{name}.{secrets.token_hex(8)}.part"
@@ -155,9 +155,9 @@ def _write(folder: Path, name: str, content: bytes) -> None:
 
 
 def _open_folder(path: Path, *, make: bool) -> int:
-    """A folder that only this user can write to, from the root down, as a descriptor.
+    """Open a folder that only this user can write to, from the root down, as a descriptor.
 
-    ``make``: folders that are missing are made, for this user alone.
+    ``make``: make missing folders, for this user alone.
 
     Raises: OSError, FileNotFoundError among them; PermissionError for a folder of others.
     """
@@ -194,7 +194,7 @@ def _open_folder(path: Path, *, make: bool) -> int:
 
 
 def _require_own(found: os.stat_result, path: Path) -> None:
-    """Raises: PermissionError if another user can write there."""
+    """Check that no other user can write there. Raises: PermissionError."""
     if found.st_uid != os.geteuid():
         raise PermissionError(
             f"{path} belongs to user {found.st_uid}, and this process runs as user "
@@ -205,9 +205,11 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 
 def _require_safe(found: os.stat_result, path: Path) -> None:
-    """Raises: PermissionError if another user can say what lies in a folder, or where a link leads.
+    """Check that no other user can say what lies in a folder, or where a link leads.
 
     In a sticky folder, as /tmp is, each user renames only what is that user's own.
+
+    Raises: PermissionError.
     """
     if found.st_uid not in (0, os.geteuid()):
         raise PermissionError(
@@ -229,13 +231,13 @@ _LOCK = threading.Lock()  # LLVM's own state is one for the process
 
 @cache
 def native_isa() -> Isa:
-    """This machine's."""
+    """Detect this machine's CPU."""
     _start_llvm()
     return isa(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
 
 
 def isa(cpu: str, features: str) -> Isa:
-    """What LLVM's name of a CPU and its list of features (+avx2,+fma,…) say."""
+    """Read LLVM's name of a CPU and its list of features (+avx2,+fma,…)."""
     has = set(features.split(","))
     zen = cpu.startswith("znver")
     wide = "+avx512f" in has and "+avx512bw" in has
@@ -269,7 +271,7 @@ class Kernels:
         self._loaded: dict[str, tuple[llvm.ResourceTracker, int]] = {}
 
     def address(self, name: str, write: Callable[[ir.Module], None]) -> int:
-        """Of the function "work" in the module that ``write`` fills, compiled now or earlier."""
+        """Return the address of "work" in the module that ``write`` fills; compile it if new."""
         with _LOCK:
             if name not in self._loaded:
                 self._loaded[name] = self._load(name, write)
@@ -295,7 +297,7 @@ class Kernels:
         return self._link(key, image)
 
     def _link(self, key: str, image: bytes) -> tuple[llvm.ResourceTracker, int]:
-        """Raises: RuntimeError for what is no object file with a "work" in it."""
+        """Link an object file. Raises: RuntimeError where it is none with a "work" in it."""
         # The other linker takes its pieces of memory where there is room: between reservations as
         # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
         jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=True)
@@ -305,7 +307,7 @@ class Kernels:
 
 
 def _own_folder() -> Path | None:
-    """In the user's home; None for a user without one."""
+    """Return the folder in the user's home; None for a user without one."""
     try:
         return Path("~/.cache/quire").expanduser()
     except RuntimeError:
@@ -314,7 +316,7 @@ def _own_folder() -> Path | None:
 
 @cache
 def _source_hash(folder: Path) -> str:
-    """Of all that decides what that folder's kernels do, but for their names and the CPU."""
+    """Hash all that decides what that folder's kernels do, but their names and the CPU."""
     digest = hashlib.sha256(f"{llvm.llvm_version_info}".encode())
     for sources in {Path(__file__).parent: None, folder: None}:
         for path in sorted(sources.glob("*.py")):
@@ -362,7 +364,7 @@ KINDS: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 def words(tensor: Tensor | None, num_strides: int) -> tuple[int, ...]:
-    """A tensor's address and its first strides in bytes; zeros for none."""
+    """Return the address of a tensor of any shape and its first strides in bytes; or zeros."""
     if tensor is None:
         return (0,) * (1 + num_strides)
     size = tensor.element_size()
@@ -370,5 +372,5 @@ def words(tensor: Tensor | None, num_strides: int) -> tuple[int, ...]:
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, in which the elements of a row lie side by side."""
+    """Return the tensor [..., D], or a copy, with the elements of a row side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -167,6 +167,7 @@ class AttendShape:
         return self.kv_heads * self.rounds * self.at_once
 
     def row_shape(self, isa: Isa) -> RowShape:
+        """Return the shape of the kernels for one query."""
         return RowShape(
             queries=self.at_once,
             key_dim=self.key_dim,
@@ -177,6 +178,7 @@ class AttendShape:
 
     def panel_shape(self, isa: Isa) -> PanelShape:
         # A float8 or int8 is a bfloat16, exactly; a float16 is not, nor an int8 with its scale.
+        """Return the shape of the kernels for many queries."""
         kinds = ("bf16", "f8") if self.latent else ("bf16", "f8", "i8")
         fits = self.query_kind == "bf16" and self.kind in kinds
         return PanelShape(
@@ -235,6 +237,6 @@ class Layout:
         return self.row.out_row_bytes
 
     def area_bytes(self, num_rows: Rows) -> Rows:
-        """Of an area of so many rows; of many areas at once; or as the kernels work it out."""
+        """Return the bytes of an area, or of many at once, or as the kernels work them out."""
         lines = (num_rows * (8 + self.row_bytes) + LINE_BYTES - 1) // LINE_BYTES
         return lines * LINE_BYTES

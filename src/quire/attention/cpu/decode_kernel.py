@@ -80,7 +80,7 @@ def _dot_rows(code: Code, shape: RowShape) -> None:
 
 
 def _key_step(code: Code, shape: RowShape, address: Int, step: int) -> Value:
-    """The step-th vector of a key: floats, or words of two bfloat16; zeros behind its end."""
+    """Load the step-th vector of a key: floats, or words of two bfloat16; zeros behind its end."""
     count = min(shape.width, shape.key_dim - step * shape.width)
     address = address + step * shape.width * KIND_BYTES[shape.kind]
     if not shape.pairs:
@@ -243,12 +243,12 @@ def write_single(thread: Thread) -> None:
 
 
 def _first_row(thread: Thread, head: Int) -> Int:
-    """Of a key-value head. Its rows are taken a few at a time; the last may be no queries."""
+    """Find the first row of a key-value head. Rows go few at a time; the last may be no queries."""
     return head * (thread.shape.rounds * thread.shape.at_once)
 
 
 def _copy_queries(thread: Thread, head: Int) -> None:
-    """The queries that share a key-value head, as ``dot_rows`` reads them."""
+    """Copy the queries that share a key-value head, as ``dot_rows`` reads them."""
     sharing, row_bytes = thread.shape.sharing, thread.layout.row.query_row_bytes
     source = thread.query(thread.item["first_query"], head * sharing)
     target = thread.at["query_rows"] + _first_row(thread, head) * row_bytes
@@ -257,9 +257,9 @@ def _copy_queries(thread: Thread, head: Int) -> None:
 
 
 def _tile(thread: Thread, entry: Int, head: Int, inside: Int, count: Int, ahead: list[Int]) -> None:
-    """Up to ``TILE`` tokens of one block and one key-value head.
+    """Attend to up to ``TILE`` tokens of one block and one key-value head.
 
-    Meanwhile memory is asked for what comes next: the keys and the values at ``ahead``.
+    Meanwhile ask memory for what comes next: the keys and the values at ``ahead``.
     """
     code, call, at, shape = thread.code, thread.call, thread.at, thread.shape
     keys, values = (thread.place(what, entry, head, inside) for what in ("k", "v"))

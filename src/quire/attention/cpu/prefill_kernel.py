@@ -39,7 +39,7 @@ _SLACK = 8.0
 
 
 def write_cap(code: Code) -> None:
-    """(scores, count, factors): s becomes cap · tanh(s · scale / cap), in place.
+    """Write a kernel (scores, count, factors): s becomes cap · tanh(s · scale / cap), in place.
 
     factors: 2 · log2(e) · scale / cap, cap. Source: tanh(x) = 1 - 2 / (1 + exp(2x)).
     """
@@ -58,7 +58,7 @@ def write_cap(code: Code) -> None:
 
 
 def write_scale(code: Code, keys: int) -> None:
-    """(Sᵀ, scales of the keys): one panel's scores of int8 codes become scores."""
+    """Write a kernel (Sᵀ, scales of the keys): a panel's scores of int8 codes become scores."""
     scores, scales = code.params
 
     def token(t: Int) -> None:
@@ -73,7 +73,7 @@ def write_scale(code: Code, keys: int) -> None:
 def write_weigh(
     code: Code, *, keys: int, value_rows: int, pairs: bool, scaled: bool, masked: bool
 ) -> None:
-    """One panel: (Sᵀ, Pᵀ, c, state, Oᵀ, first token, reach, scales).
+    """Write a kernel for one panel: (Sᵀ, Pᵀ, c, state, Oᵀ, first token, reach, scales).
 
     state: m[16], l[16]. reach: the first and the last token that each query reads, i32[2][16].
     scales: of each token's value, f32[keys], if they are ``scaled``. Pᵀ is left as ``pairs`` of
@@ -130,7 +130,7 @@ def write_weigh(
 
 
 def _follow(code: Code, top: Value, state: Int, out: Int, value_rows: int) -> None:
-    """Where the new maximum is well above a query's old one, m, l and Oᵀ follow it."""
+    """Rescale m, l and Oᵀ where the new maximum is well above a query's old one."""
     old = code.load(state)
     above = code.b.fcmp_ordered(">", top, code.plus(old, code.floats(_SLACK)))
 
@@ -208,7 +208,7 @@ def write_panels(module: ir.Module, shape: PanelShape, isa: Isa) -> None:
 
 
 def _paired_bytes(shape: PanelShape) -> int:
-    """Of a row of values as ``add_values`` reads them."""
+    """Return the bytes of a row of values as ``add_values`` reads them."""
     return shape.value_rows * 4 if shape.pairs else shape.value_row_bytes
 
 
@@ -224,7 +224,7 @@ class RowCopy:
 
 
 def copy_rows(code: Code, kind: str, copied: RowCopy) -> None:
-    """(source, bytes from one row to the next, count, target, its row bytes, scales or nothing)."""
+    """Write a kernel (source, its stride, count, target, its row bytes, scales or nothing)."""
     source, stride, count, target, row_bytes, scales = code.params
     size, step = KIND_BYTES[kind], 2 * LANES if copied.pairs else LANES
 
@@ -256,7 +256,7 @@ def copy_rows(code: Code, kind: str, copied: RowCopy) -> None:
 
 
 def _store_part(code: Code, value: Value, address: Int, count: int) -> None:
-    """The first ``count`` elements of a vector; the rest of memory is left alone."""
+    """Store the first ``count`` elements of a vector and nothing behind them."""
     lanes = value.type.count
     if count < lanes:
         value = code.shuffle(value, value, list(range(count)))
@@ -310,7 +310,7 @@ def _tile_values(code: Code, shape: PanelShape) -> None:
 
 
 def _paired(code: Code, address: Int, shape: PanelShape) -> Value:
-    """Words of sixteen values of a token and of the next one."""
+    """Pair sixteen values of a token with those of the next one, as words."""
     half = ir.VectorType(I16, LANES)
     low = code.b.zext(code.read(address, half), INTS)
     high = code.b.zext(code.read(address + shape.value_row_bytes, half), INTS)
@@ -428,20 +428,20 @@ def write_several(thread: Thread) -> None:
 
 
 def _query_of(thread: Thread, r: Int) -> tuple[Int, Int]:
-    """(packed token, query head) of an item's row."""
+    """Find the (packed token, query head) of an item's row."""
     item, sharing = thread.item, thread.shape.sharing
     number = item["first_row"] + r
     return item["first_query"] + number // sharing, item["head"] * sharing + number % sharing
 
 
 def _reach(thread: Thread, which: str, r: Int) -> Int:
-    """The first ("lows") or the last ("highs") token that an item's row reads."""
+    """Read the first ("lows") or the last ("highs") token that an item's row reads."""
     token, _ = _query_of(thread, r)
     return thread.code.number(thread.call[which] + token * WORD_BYTES)
 
 
 def _begin_panel(thread: Thread, p: Int) -> None:
-    """Sixteen queries, copied beside each other and turned into a panel; and what they read."""
+    """Copy sixteen queries side by side, turn them into a panel, and note what they read."""
     code, at, panel = thread.code, thread.at, thread.layout.panel
     row_bytes, reach = panel.key_words * 4, at["reach"] + p * _STATE_BYTES
     thread.fill(LOWEST, at["state"] + p * _STATE_BYTES, LINE_BYTES)
@@ -469,7 +469,7 @@ def _begin_panel(thread: Thread, p: Int) -> None:
 
 
 def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
-    """Keys and values of up to ``KEYS`` tokens; where the values are for ``add_values``."""
+    """Copy the keys and values of up to ``KEYS`` tokens; return the address of the values."""
     code, call, at, panel = thread.code, thread.call, thread.at, thread.layout.panel
     head, eight_bit = thread.item["head"], thread.shape.kind == "i8"
     # (kernel, of the view, into which tile, its row bytes): a latent is key and value.
@@ -504,7 +504,7 @@ def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
 
 
 def _weigh(thread: Thread, first: Int, p: Int, first_token: Int, name: str) -> None:
-    """A panel's scores of a tile become weights; ``first`` is the first panel that has some."""
+    """Turn a panel's scores of a tile into weights; ``first`` is the first panel that has some."""
     code, at, panel = thread.code, thread.at, thread.layout.panel
     scores = at["scores"] + (p - first) * (KEYS * LINE_BYTES)
     if panel.scaled_scores:
@@ -533,7 +533,7 @@ def _fetch(thread: Thread, start: Int, stop: Int) -> None:
 
 
 def _end_panel(thread: Thread, p: Int, padded: Int) -> None:
-    """A panel's state and its output, turned back into rows, into the item's area."""
+    """Turn a panel's state and its output back into rows, in the item's area."""
     code, panel, area = thread.code, thread.layout.panel, thread.area
     state = thread.at["state"] + p * _STATE_BYTES
     code.store(code.load(state), area + p * LINE_BYTES)

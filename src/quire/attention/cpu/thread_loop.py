@@ -25,7 +25,7 @@ from quire.kernels.number_formats import KIND_BYTES, kind_factor, store_as
 
 
 def write_finish_row(code: Code, shape: AttendShape) -> None:
-    """(m, l, o, target, sink): o / l, where a sink takes its share of l, as the output's kind."""
+    """Write a kernel (m, l, o, target, sink): o / l, a sink in l, as the output's kind."""
     m_at, l_at, out, target, sink_at = code.params
     total = code.splat(code.read(l_at, F32))
     by = code.floats(kind_factor(shape.kind))
@@ -46,7 +46,7 @@ def write_finish_row(code: Code, shape: AttendShape) -> None:
 
 
 def write_merge(code: Code, shape: AttendShape) -> None:
-    """(first area, number of areas, rows): all of them into the first one, in order."""
+    """Write a kernel (first area, number of areas, rows): merge all into the first, in order."""
     area, num_parts, num_rows = code.params
     layout = Layout(shape, code.isa)
     row_bytes, part_bytes = layout.row_bytes, layout.area_bytes(num_rows)

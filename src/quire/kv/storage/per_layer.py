@@ -98,7 +98,7 @@ class RangeStorage:
                 change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
-        """Nothing is copied beside the steps."""
+        """Do nothing: no copy runs beside the steps."""
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         self._layers[layer].layer.write(slots, k, v)
@@ -113,6 +113,7 @@ class RangeStorage:
         self._layers[layer].layer.load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._layers[layer].layer.view
 
     def states(self, group: int) -> StateRows:
@@ -196,7 +197,7 @@ class BlockStorage:
                 change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
-        """Nothing is copied beside the steps."""
+        """Do nothing: no copy runs beside the steps."""
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -223,6 +224,7 @@ class BlockStorage:
             held[block, :, offset] = part.to(held.device)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._layers[layer].view
 
     def states(self, group: int) -> StateRows:

@@ -66,13 +66,13 @@ class CopyStream:
         self._copied[where] = self._stream.record_event()
 
     def require(self, where: Hashable) -> None:
-        """What is launched from now on finds these copies done."""
+        """Make what is launched from now on wait for the copies made in ``where``."""
         event = self._copied.pop(where, None)
         if event is not None:
             self._cuda.current_stream(self._device).wait_event(event)
 
     def settle(self) -> None:
-        """All of them."""
+        """Make what is launched from now on wait for all copies."""
         for where in list(self._copied):
             self.require(where)
 
@@ -84,7 +84,7 @@ class StackedAccounting(Accounting, Protocol):
     """An accounting of ranges says how they are laid out."""
 
     def stacking(self, group: int) -> Stacking | None:
-        """How a group's layers lie together; None: head by head, each layer by itself."""
+        """Return how a group's layers lie together; None: each layer by itself, head by head."""
         ...
 
 
@@ -187,6 +187,7 @@ class StackedStorage:
         self._settled(layer).load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._settled(layer).view
 
     def states(self, group: int) -> StateRows:

@@ -44,11 +44,11 @@ class StateRows:
             self._layers[layer] = tuple(tensors)
 
     def layer(self, layer: int) -> "tuple[Tensor, ...]":
-        """Each of its states as the spec lists them: [slots, *shape]."""
+        """Return each of its states as the spec lists them: [slots, *shape]."""
         return self._layers[layer]
 
     def apply(self, change: StorageOp) -> None:
-        """Raises: MemoryUnavailable, and then nothing of it is done."""
+        """Carry a change out. Raises: MemoryUnavailable, and then nothing of it is done."""
         if isinstance(change, Copy):
             stop = change.source + change.num_slots
             target = self._rows[change.target : change.target + change.num_slots]
@@ -64,7 +64,7 @@ class StateRows:
         return [self._rows[slots, : self._used_bytes]]
 
     def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:
-        """Put back what ``save`` gave."""
+        """Put back what ``save`` gave: slots i64[n], one tensor u8[n, bytes]."""
         (rows,) = parts
         self._rows[slots, : self._used_bytes] = rows.to(self._rows.device)
 
@@ -76,7 +76,7 @@ class StateRows:
 def make_states(
     memory: CountedMemory, groups: tuple[Group, ...], num_slots: Callable[[int], int]
 ) -> dict[int, StateRows]:
-    """Rows for the groups that keep something whole, by the groups' numbers."""
+    """Make rows for the groups that keep something whole, by the groups' numbers."""
     return {
         index: StateRows(memory, group, num_slots(index))
         for index, group in enumerate(groups)

@@ -411,8 +411,8 @@ def _shares(low: int, high: int, total: int, *, greatest: bool) -> Iterator[str]
 
 # -- footprint -------------------------------------------------------------------------------------
 
-# A model's own bytes: its weights, and an estimate of what one step computes in between. The numbers
-# come from a model in memory, or from its files alone.
+# A model's own bytes: its weights, and an estimate of what one step computes in between. They come
+# from a model in memory, or from its files alone.
 
 _FLOAT32_BYTES = 4
 
