@@ -5,7 +5,7 @@ vector of sixteen floats into what a CPU has: one register of AVX-512, two of AV
 NEON. So there is one source for all of them; only the number of registers (``Isa``) decides how
 much a kernel keeps at hand.
 
-What elements of memory may be besides floats is in ``formats``. Nothing here knows of attention.
+What elements of memory may be besides floats is in ``number_formats``. Nothing here knows of attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,6 @@ from math import log
 
 from llvmlite import ir
 from llvmlite.ir import Value
-
-# -- isa -------------------------------------------------------------------------------------------
-
-# What a CPU has, as far as kernels differ by it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +32,6 @@ class Isa:
     def without_amx(self) -> "Isa":
         """Return the same CPU without AMX, where the system does not grant its tiles."""
         return replace(self, amx=False)
-
-
-# -- language --------------------------------------------------------------------------------------
 
 
 LANES = 16
