@@ -5,7 +5,7 @@ vector of sixteen floats into what a CPU has: one register of AVX-512, two of AV
 NEON. So there is one source for all of them; only the number of registers (``Isa``) decides how
 much a kernel keeps at hand.
 
-What elements of memory may be besides floats is in ``number_formats``. Nothing here knows of attention.
+``number_formats`` has what elements of memory may be besides floats. Nothing here knows attention.
 """
 
 from collections.abc import Callable, Sequence
