@@ -18,7 +18,7 @@ from llvmlite.ir import Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isa:
-    """What a CPU has, as far as kernels differ by it."""
+    """The features of a CPU by which kernels differ."""
 
     cpu: str  # LLVM's name
     features: str  # LLVM's list
@@ -86,11 +86,11 @@ class Int:
         return self if _is(other, 1) else self._with(self.b.mul(self.value, _word(other)))
 
     def __floordiv__(self, other: "int | Int") -> "Int":
-        """Of numbers that are not negative."""
+        """Divide numbers that are not negative."""
         return self._with(self.b.udiv(self.value, _word(other)))
 
     def __mod__(self, other: "int | Int") -> "Int":
-        """Of numbers that are not negative."""
+        """Take the remainder of numbers that are not negative."""
         return self._with(self.b.urem(self.value, _word(other)))
 
     __radd__ = __add__

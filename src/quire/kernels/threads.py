@@ -43,7 +43,7 @@ class Threads:
 
     @property
     def most(self) -> int:
-        """As many as torch would use."""
+        """The number of threads that torch would use."""
         return torch.get_num_threads() if self._parallel is not None else 1
 
     def run(self, worker: int, frame: bytes, num_threads: int) -> None:

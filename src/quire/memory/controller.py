@@ -49,7 +49,7 @@ class ControllerReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do about the ceiling."""
+    """Where the ceiling goes, and what is given back for it."""
 
     ceiling_bytes: int
     event: Literal["", "pressure", "idle"] = ""  # pressure: running sequences make room too

@@ -61,7 +61,7 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """What a frame says about the step. It keeps the arrays alive whose addresses it gives away."""
+    """A frame's words about the step, and the arrays whose addresses they are."""
 
     words: tuple[int, ...]  # of a frame, from "items" to "block_size"
     num_threads: int
@@ -324,7 +324,7 @@ class CpuPlays:
 
 
 class _Planned(NamedTuple):
-    """What a step says to the calls of one kind, and what its words point to."""
+    """A step's words for the calls of one kind, and the memory that they point to."""
 
     words: tuple[int, ...]
     num_threads: int
@@ -437,7 +437,7 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CpuStep:
-    """What is worked out once a step for all layers of a group."""
+    """A step's work, planned once for all layers of a group."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
     work: int  # address of the compiled code

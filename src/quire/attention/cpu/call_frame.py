@@ -42,7 +42,7 @@ Rows = TypeVar("Rows", int, npt.NDArray[np.int64], Int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """What the kernels for one query a sequence are made for."""
+    """The shape of the kernels for one query a sequence."""
 
     queries: int  # that share a key-value head, at most 8 at once
     key_dim: int
@@ -65,23 +65,23 @@ class RowShape:
 
     @property
     def query_row_bytes(self) -> int:
-        """Of one query as ``dot_rows`` reads it: padded with zeros."""
+        """Bytes of one query as ``dot_rows`` reads it: padded with zeros."""
         return align_up(self.key_dim, 2 * LANES) * (2 if self.pairs else 4)
 
     @property
     def out_row_bytes(self) -> int:
-        """Of one row of ``o``."""
+        """Bytes of one row of ``o``."""
         return align_up(self.value_dim, LANES) * 4
 
     @property
     def score_bytes(self) -> int:
-        """Of the scores, and of what ``dot_rows`` needs behind them."""
+        """Bytes of the scores, and of what ``dot_rows`` needs behind them."""
         return self.queries * (TILE * 4 + LANES * LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelShape:
-    """What the kernels for many queries are made for."""
+    """The shape of the kernels for many queries."""
 
     key_parts: tuple[int, ...]  # widths of what lies side by side in a tile's row of keys
     value_dim: int
@@ -113,22 +113,22 @@ class PanelShape:
 
     @property
     def key_words(self) -> int:
-        """Of a row of keys or queries: padded with zeros to whole vectors."""
+        """Words of a row of keys or queries: padded with zeros to whole vectors."""
         return align_up(sum(self.key_parts), LANES * self.word_elements) // self.word_elements
 
     @property
     def value_rows(self) -> int:
-        """Of Oᵀ: the width of a value, padded."""
+        """Rows of Oᵀ: the width of a value, padded."""
         return align_up(self.value_dim, LANES)
 
     @property
     def weight_words(self) -> int:
-        """Of a column of Pᵀ."""
+        """Words of a column of Pᵀ."""
         return KEYS // self.word_elements
 
     @property
     def value_row_bytes(self) -> int:
-        """Of a row of values before it is paired with the next one."""
+        """Bytes of a row of values before it is paired with the next one."""
         return align_up(self.value_dim, 2 * LANES) * (2 if self.pairs else 4)
 
 
@@ -233,7 +233,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of an area's output."""
+        """Bytes of a row of an area's output."""
         return self.row.out_row_bytes
 
     def area_bytes(self, num_rows: Rows) -> Rows:

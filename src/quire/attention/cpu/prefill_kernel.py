@@ -214,7 +214,7 @@ def _paired_bytes(shape: PanelShape) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCopy:
-    """What ``copy_rows`` makes of a row."""
+    """The row that ``copy_rows`` makes."""
 
     width: int  # elements
     padded: int  # with zeros up to so many

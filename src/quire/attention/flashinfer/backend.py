@@ -128,7 +128,7 @@ MakeWrapper: TypeAlias = Callable[[Any, Tensor, Kind], Wrapper]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedPart:
-    """Those of a step's sequences that one wrapper serves."""
+    """The sequences of a step that one wrapper serves."""
 
     make: MakeWrapper
     tables: PageTables

@@ -122,7 +122,7 @@ def _i32(x: npt.NDArray[Any]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What the calls that one plan serves have in common."""
+    """All that the calls which one plan serves have in common."""
 
     spec: AttentionSpec
     num_heads: int
@@ -309,7 +309,7 @@ class _Held:
 
 @final
 class CapturedPlans:
-    """What is planned for graphs. An implementation of ``Replays``."""
+    """The plans for graphs: an implementation of ``Replays``."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], dict[Kind, _Held]] = {}

@@ -56,7 +56,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TritonStep:
-    """What a group's layers have in common."""
+    """A step's calls, planned once for all layers of a group."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
     shape: AttendLaunch

@@ -53,7 +53,7 @@ class CopyStream:
 
     @property
     def stream(self) -> int:
-        """Its handle."""
+        """The stream's handle."""
         handle: int = self._stream.cuda_stream
         return handle
 
@@ -105,7 +105,7 @@ class _Stack:
         return Pages(self.region, change.start * size, (change.stop - change.start) * size)
 
     def copy(self, change: Copy) -> None:
-        """All that some tokens have here."""
+        """Copy all that some tokens have here."""
         source = self.rows[change.source : change.source + change.num_slots]
         if abs(change.source - change.target) < change.num_slots:  # they overlap
             source = source.clone()
@@ -245,7 +245,7 @@ class StackedStorage:
 
 
 def _show(several: list[_Stack], change: Map) -> None:
-    """In all stacks, or in none."""
+    """Show pages in all stacks, or in none. Raises: MemoryUnavailable."""
     for index, stack in enumerate(several):
         try:
             stack.show(change)

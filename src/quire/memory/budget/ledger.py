@@ -11,7 +11,7 @@ from quire.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a model and a configuration need besides, and of, KV memory."""
+    """Bytes that a model and a configuration need for KV memory and besides it."""
 
     weights_bytes: int
     # Of these, what the machine's figures count as used already. Weights that are mapped from a
@@ -35,7 +35,7 @@ class Needs:
 
     @property
     def step_bytes(self) -> int:
-        """What steps need besides weights and KV."""
+        """Bytes that steps need besides weights and KV."""
         return self.activation_bytes + self.graph_bytes + self.swap_buffer_bytes
 
 
@@ -81,7 +81,7 @@ class Ledger:
 
     @property
     def kv_bytes(self) -> int:
-        """What the rule gives; where it refuses, what it asked for."""
+        """Bytes that the rule gives; where it refuses, those that it asked for."""
         return sum(term.num_bytes for term in self.terms)
 
     def explain(self) -> str:
@@ -109,7 +109,7 @@ class Ledger:
 
     @property
     def advice(self) -> str:
-        """What to do about a refusal."""
+        """The way out of a refusal."""
         if self.remedy is not None:
             lower = "lower it, " if self.remedy.option == self.bound else ""
             return f"{lower}set {self.remedy.flag}"

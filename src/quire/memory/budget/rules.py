@@ -40,7 +40,7 @@ class _Case:
 
     @property
     def bounds(self) -> tuple[MemoryBound, ...]:
-        """What limits KV memory, where it goes."""
+        """The limits on KV memory, where it goes."""
         on_device = self.machine.device is not None
         return (self.machine.tightest,) if on_device else self.machine.bounds
 
@@ -67,7 +67,7 @@ class _Case:
 
     @property
     def lasting_bytes(self) -> int:
-        """What to name as fitting: a little less, since the figures move between two runs."""
+        """Bytes to name as fitting: a little less, since the figures move between two runs."""
         room_bytes, bound = self.room
         lasting = room_bytes * 49 // 50
         if bound.counts_addresses:

@@ -83,31 +83,32 @@ class CudaMemory:
 
     @property
     def keep_bytes(self) -> int:
-        """How many of those that are given back are kept, if none are held."""
+        """Bytes of pages that are kept when they are given back, beyond those that are held."""
         return self._granules.keep_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are ready to be committed again."""
+        """Bytes of pages that are ready to be committed again."""
         return self._granules.kept_bytes
 
     @property
     def parked_bytes(self) -> int:
-        """Of these, bytes that are still mapped where they were."""
+        """Bytes of kept pages that are still mapped where they were."""
         return self._granules.parked_bytes
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of addresses that are given back once the device has done its work so far."""
+        """Bytes of addresses that are unmapped once the device has done its work so far."""
         return self._granules.hidden_bytes
 
     @property
     def hold_bytes(self) -> int:
-        """Of ``physical_bytes``, below which pages that are given back are all kept."""
+        """Bytes that are held: below them all pages that are given back are kept."""
         return self._granules.hold_bytes
 
     @hold_bytes.setter
     def hold_bytes(self, nbytes: int) -> None:
+        """Bytes that are held: below them all pages that are given back are kept."""
         self._granules.hold_bytes = nbytes
         self._granules.settle()
 
@@ -137,7 +138,7 @@ class CudaMemory:
         """Use a page as an engine will: by a tensor whose first page is not there, and once more.
 
         Where a page cannot be seen at a second address, ``cannot_share`` says so: less is shared.
-        Where one that stayed where it was is not as new, none stays from now on.
+        Where a parked page is not as new when it is committed again, no page is parked any more.
 
         Raises: ConfigError, in words, where such memory is refused or is not what it should be;
         MemoryUnavailable where the device has too little.
@@ -151,9 +152,9 @@ class CudaMemory:
         log.warning("pages that are kept are not kept where they were: %s", parked)
 
     def _refused(self) -> str | None:
-        """What goes wrong only with a page that is used again, which may be parked until then.
+        """Try a page; return what goes wrong only with a page that is used again, or None.
 
-        Raises: as ``try_out``, for what goes wrong with a new one.
+        Such a page may be parked meanwhile. Raises: as ``try_out``, for what goes wrong with a new one.
         """
         import torch
 
@@ -434,7 +435,7 @@ _DELETER = _make_deleter()  # torch calls it, on any thread; ctypes takes Python
 
 @final
 class _Export:
-    """All that must live until the last tensor is gone; torch holds a reference, by ``context``."""
+    """Holds all that must live until the last tensor is gone, as torch refers to it by ``context``."""
 
     __slots__ = ("managed", "owner", "shape")
 

@@ -232,7 +232,7 @@ class _Heap:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of a piece lies in one heap."""
+    """The part of a piece that lies in one heap."""
 
     heap: int  # its number
     start: int  # in the heap

@@ -24,7 +24,7 @@ class DeviceMemory:
 
     @property
     def others_bytes(self) -> int:
-        """Of other processes, and of this one's driver and libraries."""
+        """Bytes of other processes, and of this one's driver and libraries."""
         return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
 
 

@@ -40,7 +40,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HugePages:
-    """What the kernel does with pages of 2 MiB: its own words, e.g. ``madvise``."""
+    """The kernel's rules for pages of 2 MiB, in its own words, e.g. ``madvise``."""
 
     anonymous: str = ""
     shared: str = ""  # memfd
@@ -49,7 +49,7 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is, what limits it, and who uses it."""
+    """The memory that there is, the limits on it, and its use."""
 
     bounds: tuple[MemoryBound, ...]  # the tightest first; at least that of the machine itself
     ram_bytes: int
@@ -79,7 +79,7 @@ class Machine:
 
     @property
     def available_bytes(self) -> int:
-        """What can be taken now."""
+        """Bytes that can be taken now."""
         return self.tightest.available_bytes
 
     @property
@@ -118,7 +118,7 @@ class Machine:
 
     @property
     def own_bytes(self) -> int:
-        """What this process has, where KV goes."""
+        """Bytes that this process has, where KV goes."""
         return self.process_bytes if self.device is None else self.device.own_bytes
 
     @property
