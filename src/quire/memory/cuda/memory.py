@@ -154,7 +154,9 @@ class CudaMemory:
     def _refused(self) -> str | None:
         """Try a page; return what goes wrong only with a page that is used again, or None.
 
-        Such a page may be parked meanwhile. Raises: as ``try_out``, for what goes wrong with a new one.
+        Such a page may be parked meanwhile.
+
+        Raises: as ``try_out``, for what goes wrong with a new one.
         """
         import torch
 
@@ -435,7 +437,7 @@ _DELETER = _make_deleter()  # torch calls it, on any thread; ctypes takes Python
 
 @final
 class _Export:
-    """Holds all that must live until the last tensor is gone, as torch refers to it by ``context``."""
+    """Holds all that must live until the last tensor is gone; torch refers to it by ``context``."""
 
     __slots__ = ("managed", "owner", "shape")
 

@@ -30,7 +30,7 @@ from quire.memory.host.syscalls import (
     no_pages,
     not_taken_back,
 )
-from quire.units import align_up, format_bytes
+from quire.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -238,20 +238,6 @@ class _Part:
     start: int  # in the heap
     nbytes: int
     offset: int  # in the region
-
-
-@final
-class Heaps:
-    """Reserves regions with heaps."""
-
-    __slots__ = ("_calls", "_guard")
-
-    def __init__(self) -> None:
-        self._calls = SystemCalls()
-        self._guard = ForkGuard()
-
-    def reserve(self, nbytes: int, heap_bytes: int) -> "HeapRegion":
-        return HeapRegion(self._calls, self._guard, align_up(nbytes, heap_bytes), heap_bytes)
 
 
 def why_no_heaps() -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, final
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host.heaps import HeapRegion, Heaps, why_no_heaps
+from quire.memory.host.heaps import ForkGuard, HeapRegion, SystemCalls, why_no_heaps
 from quire.memory.host.huge_pages import huge_page_bytes
 from quire.memory.host.syscalls import (
     MADV_DONTNEED_LOCKED,
@@ -91,7 +91,7 @@ class HostMemory:
             log.info("host memory commits by writing: no MADV_POPULATE_WRITE in this kernel")
         self._huge_bytes = huge_page_bytes() if huge_pages and not self.portable else 0
         self._locked = locked
-        self._heaps: Heaps | None = None
+        self._heaps: tuple[SystemCalls, ForkGuard] | None = None
         self.cannot_share: str | None
         if portable or locked:
             self.cannot_share = f"it is told to be {'locked' if locked else 'portable'}"
@@ -125,8 +125,8 @@ class HostMemory:
         if self.cannot_share is not None:
             raise MemoryUnavailable(f"memory cannot be seen at two addresses: {self.cannot_share}")
         if self._heaps is None:
-            self._heaps = Heaps()
-        return self._heaps.reserve(nbytes, heap_bytes)
+            self._heaps = SystemCalls(), ForkGuard()
+        return HeapRegion(*self._heaps, align_up(nbytes, heap_bytes), heap_bytes)
 
 
 @final
