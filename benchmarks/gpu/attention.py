@@ -91,7 +91,7 @@ PREFILL = (
 
 
 def small(shape: Shape) -> Shape:
-    """For an emulation."""
+    """Shrink a shape for an emulation."""
     return Shape(
         num_seqs=2,
         context=80 if shape.window is None else 100,
@@ -105,11 +105,12 @@ def small(shape: Shape) -> Shape:
 
 
 def shapes(setting: Setting, wanted: tuple[Shape, ...]) -> list[Shape]:
-    """Those; each kind of them once, and small, where they are emulated."""
+    """Return the shapes; where they are emulated, each kind of them once, and small."""
     return list(dict.fromkeys(map(small, wanted))) if setting.emulated else list(wanted)
 
 
 def copied(setting: Setting) -> float:
+    """Measure a copy on the device in GB/s."""
     size = 8 * MIB if setting.emulated else min(4 * GIB, setting.free_bytes() // 4)
     source = torch.ones(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
@@ -118,7 +119,7 @@ def copied(setting: Setting) -> float:
 
 
 def decode(setting: Setting) -> None:
-    """Each backend beside the copy's bandwidth; ours beside FlashInfer's."""
+    """Measure each backend beside the copy's bandwidth, and ours beside FlashInfer's."""
     say_what_is_missing(setting)
     limit = copied(setting)
     note(f"A copy on the device: {limit:,.0f} GB/s, read and written.")
@@ -146,7 +147,7 @@ def decode(setting: Setting) -> None:
 
 
 def prefill(setting: Setting) -> None:
-    """TFLOP/s of chunks, beside a product of matrices and torch's attention over one tensor."""
+    """Measure TFLOP/s of chunks, beside a product of matrices and torch's attention."""
     say_what_is_missing(setting)
     peak = product_tflops(setting)
     note(f"A product of matrices: {peak:,.0f} TFLOP/s.")
@@ -164,11 +165,13 @@ def prefill(setting: Setting) -> None:
 
 
 def say_what_is_missing(setting: Setting) -> None:
+    """Note why a backend cannot run."""
     for name, why in setting.missing().items():
         note(f"{name}: {why}")
 
 
 def beside_flashinfer(name: str, ours: str, timed: dict[str, list[float]]) -> None:
+    """Tell our time beside FlashInfer's, in seconds, where both were measured."""
     if ours not in timed or "flashinfer" not in timed:
         return
     ratio = median_ratio(timed[ours], timed["flashinfer"])
@@ -185,7 +188,7 @@ def beside_flashinfer(name: str, ours: str, timed: dict[str, list[float]]) -> No
 
 
 def compared(setting: Setting, shape: Shape) -> dict[str, list[float]]:
-    """Seconds of each backend that serves the shape, after its result was checked."""
+    """Measure the seconds of each backend that serves the shape, after its result was checked."""
     q, view, batch = step(setting, shape)
     scale = shape.width**-0.5
     backends = {**dict([setting.ours()]), **setting.backends()}
@@ -228,6 +231,7 @@ class Checked:
     scale: float
 
     def error(self, backend: AttentionBackend) -> float:
+        """Return the largest difference from torch's result, as a share of the largest result."""
         got = backend.attend(self.q, self.view, self.batch, spec=self.shape.spec, scale=self.scale)
         worst = 0.0
         for index in {0, self.shape.num_seqs - 1}:
@@ -248,7 +252,7 @@ class Checked:
 
 
 def step(setting: Setting, shape: Shape) -> tuple[Tensor, LayerView, AttentionBatch]:
-    """Queries, a layer's pool full of random entries, and whose blocks are where."""
+    """Make queries [T, H, D], a layer's pool full of random entries, and whose blocks are where."""
     generator = torch.Generator(setting.device).manual_seed(setting.seed)
     blocks_each = -(-shape.context // shape.block_size)
     num_blocks = shape.num_seqs * blocks_each
@@ -282,7 +286,7 @@ def step(setting: Setting, shape: Shape) -> tuple[Tensor, LayerView, AttentionBa
 
 
 def dense(setting: Setting, shape: Shape) -> Callable[[], object]:
-    """Torch's attention where all keys and values lie in one tensor."""
+    """Make a call of torch's attention where all keys and values lie in one tensor."""
     q, k, v = (
         torch.randn(
             shape.num_seqs,
@@ -298,6 +302,7 @@ def dense(setting: Setting, shape: Shape) -> Callable[[], object]:
 
 
 def product_tflops(setting: Setting) -> float:
+    """Measure a product of two matrices in TFLOP/s."""
     size = 256 if setting.emulated else 8192
     a, b = torch.randn(2, size, size, device=setting.device).bfloat16()
     seconds = in_turns(setting, {"product": lambda: a @ b}, inner=5)

@@ -21,6 +21,7 @@ MOST_BYTES_OF_100_TOKENS = 18 * MIB
 
 
 def bytes(setting: Setting) -> None:
+    """Measure what a session takes of the device, and what it gives back."""
     _take_what_stays(setting)
     _session(setting)
     _release(setting)

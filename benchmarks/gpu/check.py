@@ -16,6 +16,7 @@ from benchmarks.gpu.process import ROOT
 
 
 def check(asked: dict[str, Any]) -> int:
+    """Run a part's tests, and return pytest's code where they could not run."""
     part, marked = PARTS[asked["part"]], "(gpu or device)"
     if asked["emulated"] or not part.full:
         marked += " and not full"
@@ -41,20 +42,24 @@ class Telling:
         self._seconds = 0.0
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Note the session, to end it where the device is lost."""
         self._session = session
 
     @pytest.hookimpl(trylast=True)  # when others have taken out what is not marked
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Choose the tests of this shard that are not done, the last ones last."""
         chosen = few(items) if self._emulated else items
         mine = chosen[self._shard :: self._num_shards]
         left = [item for item in mine if item.nodeid not in self._done]
         items[:] = sorted(left, key=lambda item: item.nodeid in self._last)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Tell that a test begins."""
         self._seconds = 0.0
         tell(begun=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Tell a test's outcome, and end the session where the device is lost."""
         self._seconds += report.duration
         if report.failed:
             print(f"{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
@@ -65,9 +70,11 @@ class Telling:
             self._session.shouldstop = f"the device is lost: {lost}"
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Tell that a test has ended."""
         tell(finished=nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Tell a file that cannot be collected."""
         if report.failed:
             print(report.longreprtext, flush=True)
         if report.outcome != "passed":
@@ -75,7 +82,7 @@ class Telling:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No dots between the lines."""
+        """Print no dots between the lines."""
         counts = report.when == "call" or report.outcome != "passed"
         return (report.outcome if counts else "", "", "")
 
@@ -87,7 +94,7 @@ class Telling:
 
 
 def few(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first and the last test of each file that run, or one that is skipped.
+    """Choose the first and the last test of each file that run, or one that is skipped.
 
     Where all is emulated: `make test` runs all of them so.
     """
@@ -102,7 +109,7 @@ def few(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def device_lost() -> str | None:
-    """After a fault in a kernel every later call of the process fails."""
+    """Say why the device is lost: after a fault in a kernel every later call fails."""
     if not torch.cuda.is_initialized():
         return None
     try:

@@ -40,6 +40,7 @@ PROGRAMS = (
 
 
 def look(emulated: bool) -> None:
+    """Print what this machine has, and try what a session will use."""
     _say("python", lambda: f"{platform.python_version()}, {sys.executable}")
     _say("machine", lambda: f"{platform.platform()}, {os.cpu_count()} cores")
     for program, *options in PROGRAMS:

@@ -17,7 +17,7 @@ from quire.units import format_bytes
 
 
 def growing(setting: Setting) -> None:
-    """Milliseconds of a step without copies, with them beside it, with them before it."""
+    """Measure a step in milliseconds: without copies, with them beside it, with them before it."""
     geometry = setting.geometry
     num_seqs, held = (2, 32) if setting.emulated else (16, 2048)
     memory, _ = setting.memory()

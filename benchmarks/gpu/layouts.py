@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 
 def layouts(setting: Setting) -> None:
-    """A decode step through all layers: 1, 4, 6 and all layers a page, beside blocks of a pool."""
+    """Measure a decode step through all layers: 1, 4, 6 and all layers a page, and paged."""
     geometry = setting.geometry
     memory, _ = setting.memory()
     for name, backend in setting.backends().items() or [setting.ours()]:

@@ -17,6 +17,7 @@ IN_MODULE = {"decode": "attention", "prefill": "attention"}  # others: in one of
 
 
 def main() -> int:
+    """Run the part that standard input names."""
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)  # before a process is ended that hangs
     asked = json.load(sys.stdin)
@@ -35,6 +36,7 @@ def main() -> int:
 
 
 def measure(name: str, asked: dict[str, Any]) -> None:
+    """Run a part that measures."""
     import torch
 
     from benchmarks.gpu.setting import Setting

@@ -81,7 +81,7 @@ def tell(**found: Any) -> None:
 
 
 def told(line: str) -> dict[str, Any] | None:
-    """What a line says to ``run``; None for one that a reader is to see."""
+    """Read what a line says to ``run``; None for a line that a reader is to see."""
     if not line.startswith(MARK):
         return None
     try:

@@ -61,7 +61,7 @@ class Kept:
             )
 
     def say(self, line: str = "", *, screen: bool = True) -> None:
-        """A line on the screen and in the log, of which a part may fill only so much."""
+        """Put a line on the screen and into the log, of which a part may fill only so much."""
         with self._lock:
             if screen:
                 print(line, flush=True)
@@ -72,6 +72,7 @@ class Kept:
                     self._log.flush()
 
     def begin(self) -> None:
+        """Begin a part's share of the log."""
         self._logged = 0
 
     def close(self) -> None:
@@ -79,6 +80,7 @@ class Kept:
             self._log.close()
 
     def keep(self, name: str, record: Record) -> None:
+        """Keep the record of a part."""
         self.parts[name] = record
         if self._log is None:
             return
@@ -108,7 +110,10 @@ class Run:
         self._told: dict[str, list[Any]] = {kind: [] for kind in ("fact", "table", "note", "claim")}
 
     def run(self, limit_s: float, before: Record | None) -> Record:
-        """``before``: a record of the same part on the same tree, whose passed tests stand."""
+        """Run the part for ``limit_s`` seconds at most.
+
+        ``before``: a record of the same part on the same tree, whose passed tests stand.
+        """
         begun = time.monotonic()
         if before is not None:
             self._tests = {k: v for k, v in before["tests"].items() if v[0] == "passed"}
@@ -209,6 +214,7 @@ class Run:
 
 
 def main(options: Sequence[str]) -> int:
+    """Run the parts that the options name."""
     given = _options(options)
     keep = given.keep or ROOT / "build" / ("gpu-emulated" if given.emulated else "gpu")
     with contextlib.closing(Kept(keep)) as kept, _scratch(kept) as scratch:

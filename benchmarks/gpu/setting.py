@@ -38,7 +38,7 @@ class Setting:
         return torch.device("cpu" if self.emulated else "cuda")
 
     def memory(self) -> tuple[CudaMemory, Driver]:
-        """The device's memory, none of it kept, and its driver."""
+        """Make the device's memory, none of it kept, and its driver."""
         if not self.emulated:
             functions = load_driver_functions()
             return CudaMemory(driver=functions, keep_bytes=0), Driver(functions, 0, 0)
@@ -49,7 +49,7 @@ class Setting:
         return memory, Driver(emulator, 0, 0)
 
     def backends(self) -> dict[str, AttentionBackend]:
-        """Ours and FlashInfer's, by name; what is missing is not there (``missing`` says why)."""
+        """Return ours and FlashInfer's, by name, without those that ``missing`` names."""
         found: dict[str, AttentionBackend] = {}
         for name in ("triton", "flashinfer"):
             made = self._backend(name)
@@ -58,6 +58,7 @@ class Setting:
         return found
 
     def missing(self) -> dict[str, str]:
+        """Return why a backend cannot run, by its name."""
         tried = {name: self._backend(name) for name in ("triton", "flashinfer")}
         return {name: why for name, why in tried.items() if isinstance(why, str)}
 
@@ -84,7 +85,10 @@ class Setting:
         return triton.unsupported(spec, self.device) or triton
 
     def ours(self) -> tuple[str, AttentionBackend]:
-        """What is compared with others: Triton's; in an emulation without Triton, torch's."""
+        """Return the backend that is compared: Triton's, or in an emulation without Triton torch's.
+
+        Raises: RuntimeError where a GPU cannot run it.
+        """
         backends = self.backends()
         if "triton" in backends:
             return "triton", backends["triton"]
@@ -93,14 +97,16 @@ class Setting:
         return "sdpa", SdpaAttention()
 
     def oracle(self) -> AttentionBackend:
+        """Return the backend that results are compared with."""
         return ReferenceAttention() if self.emulated else SdpaAttention()
 
     def wait(self) -> None:
+        """Wait for the device."""
         if not self.emulated:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Of the device, as every program on it sees them."""
+        """Return the free bytes of the device, as every program on it sees them."""
         return 2 * GIB if self.emulated else torch.cuda.mem_get_info()[0]
 
 
@@ -128,6 +134,7 @@ class Geometry:
         )
 
     def model(self, max_model_len: int) -> ModelSpec:
+        """Make the spec of a model of these layers."""
         return ModelSpec(
             model_type="random",
             layers=tuple(Layer(specs=(self.spec,)) for _ in range(self.num_layers)),
@@ -142,6 +149,7 @@ def show(title: str, columns: str, rows: list[list[str]]) -> None:
 
 
 def note(text: str) -> None:
+    """Tell a line to a reader."""
     tell(note=text)
 
 
@@ -174,17 +182,17 @@ def claim(
 
 
 def median_ratio(ours: list[float], peer: list[float]) -> float:
-    """How many times the peer's speed: the median over interleaved pairs of seconds."""
+    """Return how many times the peer's speed: the median over interleaved pairs of seconds."""
     return statistics.median(b / a for a, b in zip(ours, peer, strict=True))
 
 
 def in_turns(
     setting: Setting, calls: Mapping[str, Callable[[], object]], *, inner: int = 10
 ) -> dict[str, list[float]]:
-    """Seconds of each call, a sample a round, all taking turns; "NAME again" is a call's noise.
+    """Measure seconds of each call, a sample a round, in turns; "NAME again" is a call's noise.
 
     On a GPU a sample is ``inner`` calls, played from one graph where they can be recorded, so that
-    what is timed is the kernels and not their launching.
+    it has the time of the kernels and not of their launching.
     """
     samplers = {name: _sampler(setting, call, inner) for name, call in calls.items()}
     first = next(iter(calls))
@@ -228,7 +236,7 @@ def _sampler(setting: Setting, call: Callable[[], object], inner: int) -> Callab
 
 
 def _recorded(several: Callable[[], None]) -> Callable[[], None] | None:
-    """The calls as one CUDA graph; None where they cannot be recorded."""
+    """Record the calls as one CUDA graph; None where they cannot be recorded."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()

@@ -37,7 +37,7 @@ class Load:
 
 
 def throughput(setting: Setting) -> None:
-    """Tokens a second of answers, of all engines that are here."""
+    """Measure tokens a second of answers, of all engines that are here."""
     load = _load(setting)
     context = get_context("spawn")
     workers: dict[str, tuple[Any, Connection]] = {}

@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU that can be used, else the CPU, and the log says why.
+    """Choose a device: ``auto`` is the first GPU that can be used, else the CPU; the log says why.
 
     Raises: ConfigError for a GPU that was asked for and cannot be used.
     """
@@ -46,12 +46,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """While it lasts, kernels that are launched without asking go there."""
+    """Launch kernels on a device, for a while, where nothing else says on which."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def refuse_other_device(name: str, found: torch.device) -> None:
-    """Raises: ConfigError for a model that is not on the device that was asked for."""
+    """Check that a model is on the device that was asked for. Raises: ConfigError."""
     asked = torch.device("cpu" if name == "auto" else name)
     same_index = asked.index is None or asked.index == (found.index or 0)
     if name != "auto" and (asked.type != found.type or not same_index):
@@ -62,7 +62,7 @@ def refuse_other_device(name: str, found: torch.device) -> None:
 
 
 def why_no_cuda(index: int = 0) -> str | None:
-    """Why that GPU cannot be used, and what to do; None if it can."""
+    """Say why that GPU cannot be used, and what to do; None if it can."""
     if not torch.cuda.is_available():
         return _why_none()
     count = torch.cuda.device_count()
@@ -80,7 +80,7 @@ def why_no_cuda(index: int = 0) -> str | None:
 
 
 def _why_none() -> str:
-    """Why torch has no GPU at all."""
+    """Say why torch has no GPU at all."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} was built without CUDA: install one that has it "
@@ -109,7 +109,10 @@ _TRIAL_BYTES = 2**20
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """u8[num_bytes], pinned for a GPU. Of pageable memory it waits for each copy, as torch does."""
+    """Make u8[num_bytes] on the host, pinned for a GPU.
+
+    Where no memory can be pinned, torch waits for each copy of it.
+    """
     if device.type == "cuda":
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -119,7 +122,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def warn_if_none(device: torch.device) -> None:
-    """Say aloud that a step's copies will be waited for, where no memory can be pinned."""
+    """Warn that the host waits for a step's copies, where no memory can be pinned."""
     if device.type != "cuda":
         return
     try:
@@ -145,7 +148,7 @@ _MOST_BYTES = 64 * 2**20  # of results that wait on the device for a copy
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that was launched there is done; the host's own memory has nothing under way."""
+    """Wait until all that was launched on a device is done; the CPU's work is done at once."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -161,7 +164,7 @@ class Results:
         self._num = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Its number among what arrives."""
+        """Add a tensor of any shape; return its number among what arrives."""
         if self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
             self._send()  # the device's memory is handed out again only after the copy
         self._waiting.append(tensor)
@@ -170,7 +173,7 @@ class Results:
         return self._num - 1
 
     def arrive(self) -> list[NDArray[Any]]:
-        """All that was added. The host waits for the device, once."""
+        """Wait for the device, once, and return all that was added, each in its shape."""
         self._send()
         wait_for(self._device)
         found: list[NDArray[Any]] = []
@@ -214,17 +217,17 @@ _ALIGNMENT = 16  # bytes: of every dtype
 
 
 def staged_bytes(arrays: Sequence[Array]) -> int:
-    """What they take beside each other."""
+    """Return the bytes that arrays take beside each other."""
     return sum(align_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
 
 def to_device(
     arrays: Sequence[Array], device: torch.device, into: Tensor | None = None
 ) -> list[Tensor]:
-    """Each array as a tensor on the device, of its shape and type.
+    """Copy each array to the device, as a tensor of its shape and type.
 
     ``into``: u8, of at least ``staged_bytes``, to hold them. Arrays of the same shapes and types
-    come to lie at the same addresses in it; what was there is overwritten when the work that has
+    come to lie at the same addresses in it, and overwrite what was there when the work that has
     been launched so far is done.
     """
     staged = host_bytes(staged_bytes(arrays), device)
@@ -256,10 +259,10 @@ def to_device(
 
 @contextmanager
 def on_default_stream(device: torch.device) -> Iterator[None]:
-    """While it lasts, what is launched goes there.
+    """Launch on the device's default stream, for a while.
 
-    It comes after what the caller has launched on a stream of its own, and before what it launches
-    on that later.
+    The work comes after what the caller has launched on a stream of its own, and before what it
+    launches on that later.
     """
     if device.type != "cuda":
         yield

@@ -16,9 +16,9 @@ from llvmlite import ir
 from attention import twins
 from attention.alone import Alone, ending
 from attention.machines import isa_or_skip
-from quire.attention.cpu.call_frame import AttendShape, Layout
-from quire.attention.cpu.decode_kernel import TILE, write_rows
-from quire.attention.cpu.prefill_kernel import KEYS, write_panels
+from quire.attention.cpu.call_frame import KEYS, TILE, AttendShape, Layout
+from quire.attention.cpu.decode_kernel import write_rows
+from quire.attention.cpu.prefill_kernel import write_panels
 from quire.attention.cpu.thread_loop import write_finish_row, write_merge
 from quire.kernels import amx
 from quire.kernels.language import LANES, LOG2_E, LOWEST, Code

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from llvmlite import ir
 
-from quire.kernels import compile as kept
 from quire.kernels import compile as machine
+from quire.kernels import kernel_cache as kept
 from quire.kernels.compile import Kernels, native_isa
 from quire.kernels.language import I64, Code, Isa
 

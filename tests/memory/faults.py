@@ -96,7 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Faults:
     c = stand_in(ctypes, CDLL=lambda *_, **__: Library(faults))
     files = {name: faults.wrap(name, getattr(os, name)) for name in ("memfd_create", "ftruncate")}
     for name, module in {
-        "backing.mmap": stand_in(mmap, mmap=Mapping),
+        "memory.mmap": stand_in(mmap, mmap=Mapping),
         "syscalls.ctypes": c,
         "heaps.mmap": stand_in(mmap, mmap=Mapping),
         "heaps.ctypes": c,

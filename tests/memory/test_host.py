@@ -246,7 +246,7 @@ def test_an_old_kernel_gets_portable_memory_and_a_line_in_the_log(
     caplog.set_level("INFO")
     assert HostMemory(portable=True).portable
     assert not caplog.records
-    monkeypatch.setattr("quire.memory.host.backing.can_populate", lambda: False)
+    monkeypatch.setattr("quire.memory.host.memory.can_populate", lambda: False)
     assert HostMemory().portable
     assert "MADV_POPULATE_WRITE" in caplog.text
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
 from quire.errors import ModelNotLoadable
-from quire.memory.host.backing import huge_page_bytes
+from quire.memory.host.huge_pages import huge_page_bytes
 from quire.models.footprint import footprint, outline
 from quire.models.loader import load
 from tiny import tiny_model

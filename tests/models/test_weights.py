@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host import backing as huge
-from quire.memory.host.backing import huge_page_bytes
+from quire.memory.host import huge_pages as huge
+from quire.memory.host.huge_pages import huge_page_bytes
 from quire.memory.machine.probe import mapped_from_files
 from quire.models import loader as weights
 from quire.models.footprint import footprint

@@ -1,4 +1,4 @@
-"""Entries of a sequence, gathered from its blocks into one tensor, and the masks for them.
+"""A sequence's entries out of its blocks, in one tensor, and the masks for them: the slow way.
 
 The reference, torch's attention and models that expand a latent have no kernel and use these.
 """
@@ -11,15 +11,13 @@ from quire.kv import LayerView
 from quire.kv.storage.entries import dequantize
 from quire.spec import AttentionSpec, LatentAttention
 
-# -- gather ----------------------------------------------------------------------------------------
-
 
 def read_sequence(
     view: LayerView, batch: AttentionBatch, index: int, start: int
 ) -> tuple[Tensor, Tensor]:
-    """Return sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
+    """Read sequence ``index``'s entries from token ``start`` on: k [K, L, D], v [K, L, Dv].
 
-    It is a view where one table entry holds them all, else a copy. Codes become float32.
+    Return a view where one table entry holds them all, else a copy; of codes, a copy in float32.
     """
     stop, size = int(batch.context_lens[index]), batch.block_size
     first, last = start // size, (stop - 1) // size
@@ -43,7 +41,7 @@ def read_sequence(
 def read_for(
     spec: AttentionSpec, view: LayerView, batch: AttentionBatch, index: int, start: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a sequence's keys [K, L, D] and values [K, L, Dv] from token ``start`` on.
+    """Read what queries meet and what their weights sum: k [K, L, D], v [K, L, Dv].
 
     A latent's key is the latent and the rotary key, its value the latent.
     """
@@ -60,7 +58,7 @@ def output_width(spec: AttentionSpec) -> int:
 def readable(
     spec: AttentionSpec, num_queries: int, context_len: int, start: int, device: torch.device
 ) -> Tensor | None:
-    """Return which tokens each query may read, bool[num_queries, context_len - start]; None: all.
+    """Mark which tokens each query may read: bool[num_queries, context_len - start]; None if all.
 
     The queries are the last ones of the context; the tokens are those from ``start`` on.
     """
@@ -73,6 +71,41 @@ def readable(
     queries = torch.arange(first, context_len, device=device)
     tokens = torch.arange(start, context_len, device=device)
     return (tokens >= lows[:, None]) & (tokens <= queries[:, None])
+
+
+# -- what fits a layer -----------------------------------------------------------------------------
+
+
+def query_sharing(q: Tensor, view: LayerView, spec: AttentionSpec) -> int:
+    """Return how many query heads of q [T, H, D] share a key-value head of the view.
+
+    Raises: ValueError where queries do not fit the view.
+    """
+    (_, kv_heads, _, width), (*_, value_width) = view.k.shape, view.v.shape
+    if isinstance(spec, LatentAttention):
+        width += value_width
+    if q.shape[1] % kv_heads or q.shape[2] != width:
+        raise ValueError(
+            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit {kv_heads} heads of {width}"
+        )
+    return q.shape[1] // kv_heads
+
+
+def check_entries(
+    view: LayerView, num_tokens: int, slots_dtype: torch.dtype, k: Tensor, v: Tensor
+) -> None:
+    """Check that k [T, K, D] and v [T, K, Dv] are entries of a layer, for as many slots.
+
+    Raises: ValueError where they are not.
+    """
+    (_, heads, _, key), value = view.k.shape, view.v.shape[-1]
+    if k.shape != (num_tokens, heads, key) or v.shape != (num_tokens, heads, value):
+        raise ValueError(
+            f"{num_tokens} slots for keys {list(k.shape)} and values {list(v.shape)}: this "
+            f"layer keeps {heads} heads of {key} and {value}"
+        )
+    if slots_dtype != torch.int64 or v.dtype != k.dtype:
+        raise ValueError(f"slots are {slots_dtype}, keys {k.dtype}, values {v.dtype}")
 
 
 # -- reference -------------------------------------------------------------------------------------

@@ -56,10 +56,10 @@ def attend_sequence(
     softcap: float | None,
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """Return [n, H, Dv]: a sequence's last queries over its tokens from ``start`` on.
+    """Compute [n, H, Dv] of a sequence's last queries over its tokens from ``start`` on.
 
-    A long chunk is computed some queries at a time, each over the tokens before it: one mask, and
-    scores where they are written out, would take the square of its length.
+    A long chunk goes some queries at a time, each over what comes up to it: a mask, and scores
+    where they are written out, would take the square of its length.
     """
     num_queries, heads, _ = q.shape
     num_kv_heads, num_tokens, _ = k.shape
@@ -81,7 +81,7 @@ def attend_sequence(
 
 
 def _is_causal(spec: AttentionSpec) -> bool:
-    """Whether each token reads all that come before it."""
+    """Return whether each token reads all that come before it."""
     return isinstance(spec, FullAttention | LatentAttention)
 
 
@@ -96,7 +96,7 @@ def _attend(
     sinks: Tensor | None,  # [H]
     is_causal: bool = False,
 ) -> Tensor:
-    """[n, H, Dv]. ``is_causal`` is a mask for as many tokens as queries, and for the fused way."""
+    """Compute [n, H, Dv]. ``is_causal`` masks for as many tokens as queries, and fuses."""
     num_queries, heads, _ = q.shape
     sharing = heads // k.shape[0]
     # [n, H, D] → [K, G * n, D]: head h reads key-value head h // G

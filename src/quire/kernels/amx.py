@@ -28,7 +28,7 @@ def allow() -> bool:
 
 
 def write_shape(code: Code) -> None:
-    """(): all eight tiles have sixteen rows of 64 bytes from now on, in this thread."""
+    """Write a kernel (): set sixteen rows of 64 bytes for all eight tiles of this thread."""
     shape = bytes([1, 0, *[0] * 14, *([LINE_BYTES, 0] * 8), *[0] * 16, *[LANES] * 8, *[0] * 8])
     module = code.function.module
     constant = ir.Constant(ir.ArrayType(I8, len(shape)), bytearray(shape))
@@ -39,7 +39,7 @@ def write_shape(code: Code) -> None:
 
 
 def write_release(code: Code) -> None:
-    """(): give the tiles back, so that the system need not keep them for this thread."""
+    """Write a kernel (): give the tiles back, so that the system need not keep them."""
     code.call("llvm.x86.tilerelease", _NOTHING)
     code.end()
 
@@ -47,7 +47,7 @@ def write_release(code: Code) -> None:
 def write_multiply(
     code: Code, *, rows: int, words: int, row_bytes: int, word_bytes: int, adds: bool, pairs: bool
 ) -> None:
-    """What ``panels._multiply`` does; a row's words lie side by side."""
+    """Write what ``prefill_kernel._multiply`` does; a row's words lie side by side."""
     assert pairs
     assert word_bytes == 4
     assert rows % LANES == words % LANES == 0
@@ -68,7 +68,7 @@ class _TileProduct:
         self.a, self.b, self.c, _ = code.params
 
     def write(self, panel: Int, *, height: int, width: int) -> None:
-        """``width`` panels, ``height`` times sixteen rows at once."""
+        """Add the product of ``width`` panels, ``height`` times sixteen rows at once."""
         step = height * LANES
         whole = self.rows // step * step
         self.code.each(whole, lambda r: self._block(panel, r, height, width), step=step)

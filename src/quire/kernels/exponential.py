@@ -8,7 +8,7 @@ from quire.kernels.language import FLOATS, INTS, Code
 
 
 def exp2(code: Code, x: Value, degree: int = 6) -> Value:
-    """2 ** x for x ≤ 127, to about 2e-4, 4e-6, 1e-7 for degree 3, 4, 5, and to rounding for 6.
+    """Compute 2 ** x for x ≤ 127: to about 2e-4, 4e-6, 1e-7 for degree 3, 4, 5; to rounding for 6.
 
     2 ** x = 2 ** n * 2 ** r, n the nearest whole number: a polynomial for r, and n added to the
     exponent's bits.
@@ -25,7 +25,7 @@ def exp2(code: Code, x: Value, degree: int = 6) -> Value:
 
 
 def exp2_coefficients(degree: int) -> list[float]:
-    """A polynomial near 2 ** r for |r| ≤ 1/2: Taylor's, its last terms spread by Chebyshev."""
+    """Fit 2 ** r for |r| ≤ 1/2: Taylor's polynomial, its last terms spread by Chebyshev."""
     terms = [log(2) ** n / factorial(n) for n in range(degree + 3)]
     # Economize: x ** n is lowered by T_n / 2 ** (n - 1) on [-1/2, 1/2].
     for n in range(degree + 2, degree, -1):
@@ -37,7 +37,7 @@ def exp2_coefficients(degree: int) -> list[float]:
 
 
 def _chebyshev(n: int) -> list[int]:
-    """Coefficients of T_n."""
+    """Compute the coefficients of T_n."""
     before, now = [1], [0, 1]
     for _ in range(n - 1):
         doubled = [0, *(2 * c for c in now)]

@@ -5,7 +5,7 @@ vector of sixteen floats into what a CPU has: one register of AVX-512, two of AV
 NEON. So there is one source for all of them; only the number of registers (``Isa``) decides how
 much a kernel keeps at hand.
 
-What elements of memory may be besides floats is in ``formats``. Nothing here knows of attention.
+``number_formats`` has what elements of memory may be besides floats. Nothing here knows attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,10 @@ from math import log
 from llvmlite import ir
 from llvmlite.ir import Value
 
-# -- isa -------------------------------------------------------------------------------------------
-
-# What a CPU has, as far as kernels differ by it.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isa:
-    """What a CPU has, as far as kernels differ by it."""
+    """The features of a CPU by which kernels differ."""
 
     cpu: str  # LLVM's name
     features: str  # LLVM's list
@@ -34,10 +30,8 @@ class Isa:
     amx: bool  # multiplies tiles of 16 x 32 bfloat16
 
     def without_amx(self) -> "Isa":
+        """Return the same CPU without AMX, where the system does not grant its tiles."""
         return replace(self, amx=False)
-
-
-# -- language --------------------------------------------------------------------------------------
 
 
 LANES = 16
@@ -92,17 +86,18 @@ class Int:
         return self if _is(other, 1) else self._with(self.b.mul(self.value, _word(other)))
 
     def __floordiv__(self, other: "int | Int") -> "Int":
-        """Of numbers that are not negative."""
+        """Divide numbers that are not negative."""
         return self._with(self.b.udiv(self.value, _word(other)))
 
     def __mod__(self, other: "int | Int") -> "Int":
-        """Of numbers that are not negative."""
+        """Take the remainder of numbers that are not negative."""
         return self._with(self.b.urem(self.value, _word(other)))
 
     __radd__ = __add__
     __rmul__ = __mul__
 
     def compare(self, how: str, other: "int | Int") -> Value:
+        """Compare as signed numbers: ``how`` is LLVM's sign, "<" for one."""
         return self.b.icmp_signed(how, self.value, _word(other))
 
     def __lt__(self, other: "int | Int") -> Value:
@@ -112,12 +107,15 @@ class Int:
         return self.compare(">=", other)
 
     def equals(self, other: "int | Int") -> Value:
+        """Compare for equality; ``==`` itself stays Python's."""
         return self.compare("==", other)
 
     def at_most(self, other: "int | Int") -> "Int":
+        """Take the smaller number."""
         return self._with(self.b.select(self < other, self.value, _word(other)))
 
     def at_least(self, other: "int | Int") -> "Int":
+        """Take the larger number."""
         return self._with(self.b.select(self < other, _word(other), self.value))
 
     @property
@@ -136,11 +134,13 @@ class Code:
         self.params = [Int(self.b, argument) for argument in self.function.args]
 
     def end(self) -> None:
+        """End the kernel."""
         self.b.ret_void()
 
     # -- whole numbers and control ---------------------------------------------------------------
 
     def whole(self, value: int) -> Int:
+        """Make a number that is known now."""
         return Int(self.b, ir.Constant(I64, value))
 
     def loop(
@@ -152,7 +152,10 @@ class Code:
         step: int = 1,
         start: int | Int = 0,
     ) -> list[Value]:
-        """``for i in range(start, count, step): carried = body(i, carried)``; the last ones."""
+        """Write ``for i in range(start, count, step): carried = body(i, carried)``.
+
+        Return the last of what is carried.
+        """
         before = self.b.block
         head, inside, after = (self.b.append_basic_block(n) for n in ("head", "body", "after"))
         self.b.branch(head)
@@ -180,7 +183,7 @@ class Code:
         step: int = 1,
         start: int | Int = 0,
     ) -> None:
-        """``for i in range(start, count, step): body(i)``."""
+        """Write ``for i in range(start, count, step): body(i)``."""
 
         def with_nothing(i: Int, _: list[Value]) -> Sequence[Value]:
             body(i)
@@ -189,12 +192,14 @@ class Code:
         self.loop(count, (), with_nothing, step=step, start=start)
 
     def when(self, condition: Value, body: Callable[[], None]) -> None:
+        """Write ``if condition: body()``."""
         with self.b.if_then(condition):
             body()
 
     def either(
         self, condition: Value, then: Callable[[], None], otherwise: Callable[[], None]
     ) -> None:
+        """Write ``if condition: then()`` and ``else: otherwise()``."""
         with self.b.if_else(condition) as (when_true, when_false):
             with when_true:
                 then()
@@ -202,11 +207,11 @@ class Code:
                 otherwise()
 
     def choose(self, condition: Value, a: Int, b: Int) -> Int:
-        """a where the condition holds, else b."""
+        """Choose a where the condition holds, else b."""
         return Int(self.b, self.b.select(condition, a.value, b.value))
 
     def forever(self, body: Callable[[], None]) -> None:
-        """``while True: body()``, until the body leaves."""
+        """Write ``while True: body()``, until the body leaves."""
         again, after = (self.b.append_basic_block(n) for n in ("again", "done"))
         self.b.branch(again)
         self.b.position_at_end(again)
@@ -226,28 +231,30 @@ class Code:
         self.b.call(self.function.module.globals[name], [_word(a) for a in arguments])
 
     def take(self, counter: Int, by: int = 1) -> Int:
-        """Add to a shared counter at an address; what it was before."""
+        """Add to a shared counter at an address; return its number before."""
         pointer = self.pointer(counter)
         return Int(self.b, self.b.atomic_rmw("add", pointer, _word(by), "seq_cst"))
 
     # -- memory ----------------------------------------------------------------------------------
 
     def pointer(self, address: Int) -> Value:
+        """Turn an address into LLVM's pointer."""
         return self.b.inttoptr(address.value, POINTER)
 
     def read(self, address: Int, typ: ir.Type) -> Value:
-        """Whatever lies at an address, aligned as one element is."""
+        """Read a value at an address, aligned as one element is."""
         return self.b.load(self.pointer(address), align=_element_bytes(typ), typ=typ)
 
     def number(self, address: Int) -> Int:
-        """A 64-bit integer from memory."""
+        """Read a 64-bit integer."""
         return Int(self.b, self.read(address, I64))
 
     def write(self, value: Value, address: Int) -> None:
+        """Write a value at an address, aligned as one element is."""
         self.b.store(value, self.pointer(address), align=_element_bytes(value.type))
 
     def read_part(self, address: Int, element: ir.Type, count: int, lanes: int) -> Value:
-        """The first ``count`` elements and zeros: not a byte behind them is touched."""
+        """Read the first ``count`` elements, and zeros: no byte behind them is touched."""
         nbytes = _element_bytes(element)
         zero = ir.Constant(ir.VectorType(element, lanes), [_zero(element)] * lanes)
         if count == lanes:
@@ -266,11 +273,11 @@ class Code:
         return result
 
     def load(self, address: Int) -> Value:
-        """Sixteen floats."""
+        """Read sixteen floats."""
         return self.read(address, FLOATS)
 
     def prefetch(self, address: Int, nbytes: int, *, writes: bool = False) -> None:
-        """Ask for lines that are needed soon, where the CPU does not see that itself."""
+        """Ask for ``nbytes`` that are needed soon, where the CPU does not see that itself."""
         if self.isa.prefetch:
             # Of reads: into L2 only, which keeps the few places for misses of L1 free.
             hints = [ir.Constant(I32, hint) for hint in ((1, 3, 1) if writes else (0, 2, 1))]
@@ -279,57 +286,64 @@ class Code:
                 self.call("llvm.prefetch.p0", ir.VoidType(), line, *hints)
 
     def store(self, value: Value, address: Int) -> None:
-        """Sixteen floats."""
+        """Write sixteen floats."""
         self.write(value, address)
 
     # -- vectors ---------------------------------------------------------------------------------
 
     def ints(self, value: int) -> Value:
+        """Make a vector of one 32-bit number."""
         return ir.Constant(INTS, [value] * LANES)
 
     def shorts(self, value: int) -> Value:
+        """Make a vector of one 16-bit number."""
         return ir.Constant(SHORTS, [value] * LANES)
 
     def floats(self, value: float) -> Value:
+        """Make a vector of one float."""
         return ir.Constant(FLOATS, [value] * LANES)
 
     def splat(self, value: Value) -> Value:
-        """One number in every lane."""
+        """Put one number into every lane."""
         typ = ir.VectorType(value.type, LANES)
         vector = self.b.insert_element(ir.Constant(typ, ir.Undefined), value, ir.Constant(I32, 0))
         return self.shuffle(vector, vector, [0] * LANES)
 
     def shuffle(self, a: Value, b: Value, picks: list[int]) -> Value:
-        """Lane i is lane ``picks[i]`` of a, or of b from its number of lanes on."""
+        """Put lane ``picks[i]`` of a into lane i; picks beyond a's lanes are of b."""
         mask = ir.Constant(ir.VectorType(I32, len(picks)), picks)
         return self.b.shuffle_vector(a, b, mask)
 
     def plus(self, a: Value, b: Value) -> Value:
+        """Add floats."""
         return self.b.fadd(a, b, flags=_ORDINARY)
 
     def minus(self, a: Value, b: Value) -> Value:
+        """Subtract floats."""
         return self.b.fsub(a, b, flags=_ORDINARY)
 
     def times(self, a: Value, b: Value) -> Value:
+        """Multiply floats."""
         return self.b.fmul(a, b, flags=_ORDINARY)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, in one rounding where the CPU can."""
+        """Compute a * b + c, in one rounding where the CPU can."""
         return self._intrinsic("llvm.fmuladd", a, b, c)
 
     def max(self, a: Value, b: Value) -> Value:
-        """The larger one; b where a is not a number."""
+        """Take the larger floats; b where a is not a number."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
     def min(self, a: Value, b: Value) -> Value:
+        """Take the smaller floats; b where a is not a number."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
     def largest(self, a: Value) -> Value:
-        """The largest lane, as a scalar."""
+        """Find the largest lane, as a scalar."""
         return self._fold(a, lambda x, y: self.max(x, y))
 
     def sum(self, a: Value) -> Value:
-        """The sum of all lanes, as a scalar."""
+        """Sum all lanes, as a scalar."""
         return self._fold(a, self.plus)
 
     def _fold(self, a: Value, join: Callable[[Value, Value], Value]) -> Value:
@@ -341,30 +355,31 @@ class Code:
         return self.b.extract_element(a, ir.Constant(I32, 0))
 
     def largest_int(self, a: Value) -> Value:
-        """The largest lane of whole numbers without a sign, as a scalar."""
+        """Find the largest lane of whole numbers without a sign, as a scalar."""
         return self._fold(a, lambda x, y: self.b.select(self.b.icmp_unsigned(">", x, y), x, y))
 
     def round(self, a: Value) -> Value:
-        """The nearest whole numbers, ties to even."""
+        """Round to the nearest whole numbers, ties to even."""
         return self._intrinsic("llvm.roundeven", a)
 
     def total(self, several: list[Value]) -> Value:
-        """The sum of some vectors, two by two."""
+        """Sum some vectors, two by two."""
         while len(several) > 1:
             several = [self.plus(a, b) for a, b in zip(several[::2], several[1::2], strict=True)]
         return several[0]
 
     def any(self, bits: Value) -> Value:
-        """Whether one lane is true."""
+        """Test whether one lane is true."""
         return self.b.icmp_unsigned(
             "!=", self.b.bitcast(bits, ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0)
         )
 
     def lane_numbers(self) -> Value:
+        """Make the vector 0, 1, … 15."""
         return ir.Constant(INTS, list(range(LANES)))
 
     def dot_pairs(self, total: Value, a: Value, b: Value) -> Value:
-        """total + a * b over pairs: lane i adds a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
+        """Compute total + a * b over pairs: lane i adds a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
 
         a and b are sixteen words of two bfloat16 each. Only for a CPU with ``bf16_dot``.
         """
@@ -372,7 +387,7 @@ class Code:
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
 
     def transpose(self, rows: list[Value]) -> list[Value]:
-        """Sixteen vectors of sixteen: lane j of the i-th becomes lane i of the j-th."""
+        """Transpose sixteen vectors of sixteen: lane j of the i-th becomes lane i of the j-th."""
         for width in (8, 4, 2, 1):
             swapped = list(rows)
             for i in range(LANES):
@@ -392,7 +407,7 @@ class Code:
         return self.call(f"{name}.v{LANES}f32", FLOATS, *arguments)
 
     def call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
-        """An operation that LLVM knows by name."""
+        """Call a function of LLVM or of this module by its name."""
         module = self.function.module
         known = module.globals.get(name)
         if known is None:

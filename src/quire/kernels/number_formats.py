@@ -29,14 +29,14 @@ _F8_FACTOR = 2.0**8
 
 
 def kind_factor(kind: str) -> float:
-    """What a loaded element of a kind is to be multiplied with."""
+    """Return the factor of a loaded element of a kind."""
     return _F8_FACTOR if kind == "f8" else 1.0
 
 
 def load_as(code: Code, address: Int, kind: str = "f32", count: int = LANES) -> Value:
-    """Up to sixteen elements of a row, as floats; zeros behind ``count``.
+    """Load up to sixteen elements of a row as floats, with zeros behind ``count``.
 
-    An int8 is its code and a float8 is 2 ** -8 of its value: ``kind_factor`` says so.
+    An int8 is its code and a float8 is 2 ** -8 of its value: ``kind_factor`` has the factor.
     """
     if kind == "f32":
         return code.read_part(address, F32, count, LANES)
@@ -57,7 +57,7 @@ def load_as(code: Code, address: Int, kind: str = "f32", count: int = LANES) -> 
 
 
 def _from_halves(code: Code, bits: Value) -> Value:
-    """The floats that sixteen float16 are."""
+    """Make floats of sixteen float16."""
     if code.isa.f16:
         return code.b.fpext(code.b.bitcast(bits, HALVES), FLOATS)
     # Exponents count from 15, or from 127: what is at hand is 2 ** -112 of the value.
@@ -73,7 +73,7 @@ def _from_halves(code: Code, bits: Value) -> Value:
 
 
 def store_as(code: Code, value: Value, address: Int, kind: str, count: int = LANES) -> None:
-    """The first ``count`` of sixteen floats as the nearest elements of a kind."""
+    """Store the first ``count`` of sixteen floats as the nearest elements of a kind."""
     if kind == "bf16":
         value = code.b.trunc(to_bf16(code, value), SHORTS)
     elif kind == "f16":
@@ -88,7 +88,7 @@ def store_as(code: Code, value: Value, address: Int, kind: str, count: int = LAN
 
 
 def rounded(code: Code, value: Value, kind: str) -> Value:
-    """The floats that the nearest f32, f16 or bf16 are."""
+    """Round floats to the nearest f32, f16 or bf16, as floats."""
     if kind == "f32":
         return value
     if kind == "bf16":
@@ -106,7 +106,7 @@ def _to_halves(code: Code, value: Value) -> Value:
 
 
 def _to_float8(code: Code, value: Value) -> Value:
-    """float8_e4m3fn; what is too large becomes the largest, ±448."""
+    """Round to float8_e4m3fn; numbers that are too large become the largest, ±448."""
     nan = code.b.fcmp_unordered("uno", value, value)
     value = code.min(code.max(value, code.floats(-448.0)), code.floats(448.0))
     bits = _narrow_float(code, value, exponent_bits=4, mantissa_bits=3)
@@ -114,9 +114,10 @@ def _to_float8(code: Code, value: Value) -> Value:
 
 
 def _narrow_float(code: Code, value: Value, *, exponent_bits: int, mantissa_bits: int) -> Value:
-    """The bits of the nearest shorter float, ties to even. Source: F. Giesen, half conversion.
+    """Round to a shorter float, ties to even, and return its bits.
 
-    What is too large becomes infinity, where the format has one.
+    Numbers that are too large become infinity, where the format has one. Source: F. Giesen, half
+    conversion.
     """
     bias = 2 ** (exponent_bits - 1) - 1
     shift = 23 - mantissa_bits
@@ -146,7 +147,7 @@ def _narrow_float(code: Code, value: Value, *, exponent_bits: int, mantissa_bits
 
 
 def to_bf16(code: Code, x: Value) -> Value:
-    """The bits of the nearest bfloat16, in the low half of each lane; ties to even."""
+    """Round to bfloat16, ties to even: its bits are in the low half of each lane."""
     bits = code.b.bitcast(x, INTS)
     odd = code.b.and_(code.b.lshr(bits, code.ints(16)), code.ints(1))
     rounded = code.b.add(bits, code.b.add(odd, code.ints(0x7FFF)))
@@ -156,14 +157,14 @@ def to_bf16(code: Code, x: Value) -> Value:
 
 
 def pair_bf16(code: Code, low: Value, high: Value) -> Value:
-    """Sixteen words of two bfloat16: the nearest to each float of ``low`` and of ``high``."""
+    """Pack the nearest bfloat16 to ``low`` and to ``high`` into sixteen words of two."""
     shorts = narrow(code, low, high)
     picks = [lane + half * LANES for lane in range(LANES) for half in (0, 1)]
     return code.b.bitcast(code.shuffle(shorts, shorts, picks), INTS)
 
 
 def narrow(code: Code, low: Value, high: Value) -> Value:
-    """The nearest bfloat16 to each of 32 floats, as 32 shorts."""
+    """Round 32 floats to the nearest bfloat16, as 32 shorts."""
     if code.isa.bf16_convert:
         both = code.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, high, low)
         return code.b.bitcast(both, ir.VectorType(I16, 2 * LANES))

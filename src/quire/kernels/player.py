@@ -49,7 +49,7 @@ class Player:
     def set_threads(
         self, which: slice | npt.NDArray[np.int64], num_threads: int | list[int]
     ) -> None:
-        """On how many threads some of the calls are made."""
+        """Set on how many threads some calls, i64[n] of their numbers, are made."""
         self.calls[which, 2] = num_threads
         several = self.calls[:, 2] > 1
         self.calls[:, 3] = several
@@ -120,7 +120,7 @@ def write_player(module: ir.Module, isa: Isa) -> None:
 
 
 def _team_size(code: Code, function: Int) -> Int:
-    """How many threads there are, which may be fewer than were asked for."""
+    """Ask how many threads there are, which may be fewer than were asked for."""
     b = code.b
     size = b.alloca(I64)
     b.store(ir.Constant(I64, 1), size)

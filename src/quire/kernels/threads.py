@@ -43,7 +43,7 @@ class Threads:
 
     @property
     def most(self) -> int:
-        """As many as torch would use."""
+        """The number of threads that torch would use."""
         return torch.get_num_threads() if self._parallel is not None else 1
 
     def run(self, worker: int, frame: bytes, num_threads: int) -> None:
@@ -67,7 +67,7 @@ class Threads:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While it lasts, the calls of this thread, and of no other one, are there to be taken.
+        """Note the calls of this thread, and of no other, for a while: see ``take_heard``.
 
         Raises: RuntimeError if another thread listens.
         """
@@ -80,21 +80,21 @@ class Threads:
             self._listener, self._heard = 0, []
 
     def take_heard(self) -> list[KernelCall]:
-        """The calls since the last time."""
+        """Take the calls since the last time."""
         heard, self._heard = self._heard, []
         return heard
 
 
 @cache
 def team_size() -> int:
-    """The address of what tells a thread how many run its worker; 0: it is alone."""
+    """Return the address of what tells a thread how many run its worker; 0: it is alone."""
     library = _gomp()
     return 0 if library is None else _address(library.omp_get_num_threads)
 
 
 @cache
 def yielding() -> int:
-    """The address of what lets other threads have the processor."""
+    """Return the address of what lets other threads have the processor."""
     return _address(ctypes.CDLL(None).sched_yield)
 
 
@@ -114,6 +114,7 @@ class Scratch:
         self._free: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
+        """Lend u8[n], n at least ``nbytes``."""
         try:
             found = self._free.pop()
         except IndexError:
@@ -121,11 +122,12 @@ class Scratch:
         return found if found.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
+        """Take lent memory, u8[n], back."""
         self._free.append(memory)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it lasts, what is lent is made anew, and is not lent again afterwards."""
+        """Lend new memory for a while, which is not lent again afterwards."""
         own, self._free = self._free, []
         try:
             yield
@@ -138,7 +140,7 @@ _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 @cache
 def _gomp() -> ctypes.CDLL | None:
-    """The library that torch has loaded; None, and a log line, if there is none."""
+    """Load the library that torch has loaded; None, and a log line, if there is none."""
     path = _loaded_gomp()
     if path is None:
         log.warning("kernels run on one thread: torch brings no GNU OpenMP library here")
@@ -157,7 +159,7 @@ def _gomp_parallel():  # type: ignore[no-untyped-def]
 
 
 def _loaded_gomp() -> str | None:
-    """Where that library lies. torch must be imported, or another copy might be loaded first."""
+    """Find that library. torch must be imported, or another copy might be loaded first."""
     with suppress(OSError):  # another system, or a Linux that shows no /proc
         for line in Path("/proc/self/maps").read_text().splitlines():
             found = re.search(r"(/\S*libgomp[^/\s]*\.so\S*)", line)

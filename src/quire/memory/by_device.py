@@ -1,7 +1,6 @@
-"""What differs by where KV memory lies: who provides it, what limits it, who tells what is left.
+"""What differs by the device that KV memory lies on: its provider, its limits, its gauge.
 
-A device is a ``torch.device``, ``cpu`` or ``cuda`` with a number. What is not known here is which
-of them a model is on.
+A device is a ``torch.device``, ``cpu`` or ``cuda`` with a number.
 """
 
 import logging
@@ -25,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
-    """Make the memory of a device; none of it is taken yet.
+    """Make the provider of a device's memory; no page is committed yet.
 
-    Raises: ConfigError, in words, where the device or what drives it cannot do this.
-    MemoryUnavailable where it can, and has no room to begin, or pages cannot be locked.
+    Raises: ConfigError where the device or its driver cannot provide it. MemoryUnavailable where
+    the device has no room to begin, or pages cannot be locked.
     """
     if device.type == "cpu":
         return host_memory(residency)
@@ -49,9 +48,8 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
             f"set device=cpu"
         )
     index = _index(device)
-    # The caller uses it on the stream that is current here: what is given back waits for that
-    # stream's kernels. An engine calls from the default stream, and uses it there
-    # (``engine.cache_lock``).
+    # The caller uses the memory on the stream that is current here: pages that are given back wait
+    # for that stream's kernels. An engine calls from the default stream (``engine.cache_lock``).
     stream = torch.cuda.current_stream(index).cuda_stream
     memory = CudaMemory(device=index, stream=stream)
     memory.try_out()
@@ -59,7 +57,7 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
 
 
 def why_no_memory(device: "torch.device") -> str | None:
-    """Say why KV memory cannot lie there, and what to do; None if it can."""
+    """Say why KV memory cannot lie on a device, and what to do; None if it can."""
     try:
         memory_for(device, "on-demand")
     except QuireError as error:
@@ -70,30 +68,23 @@ def why_no_memory(device: "torch.device") -> str | None:
 def machine_for(device: "torch.device") -> Machine:
     """Read this machine, with the device's memory where KV goes there.
 
-    Raises: MemoryUnavailable where it is not told how much there is.
+    Raises: MemoryUnavailable where the system or the device does not say how much there is.
     """
     return read_machine(device=_memory_of(device))
-
-
-def limits_for(device: "torch.device") -> Machine:
-    """Read what limits memory there, in a millisecond (``read_limits``).
-
-    Raises: MemoryUnavailable where it is not told how much there is.
-    """
-    return read_limits(device=_memory_of(device))
 
 
 def known_machine(
     device: "torch.device", stated_bytes: int | None, *, limits_only: bool = False
 ) -> Machine | None:
-    """Read as ``machine_for``, or with ``limits_only`` as ``limits_for``.
+    """Read this machine, or with ``limits_only`` its limits.
 
-    Return None, and log a warning, where the system does not say and bytes are stated.
+    Return None, and log a warning, where the system does not say how much memory there is and the
+    user has stated bytes.
 
-    Raises: MemoryUnavailable where it does not say, and they are not.
+    Raises: MemoryUnavailable where the system does not say, and no bytes are stated.
     """
     if tells_memory():
-        return limits_for(device) if limits_only else machine_for(device)
+        return read_limits(device=_memory_of(device)) if limits_only else machine_for(device)
     silent = "the system does not say how much memory there is (no /proc/meminfo)"
     if stated_bytes is None:
         raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
@@ -106,12 +97,12 @@ def known_machine(
 
 
 def gauge_for(device: "torch.device") -> Gauge:
-    """Make the gauge that tells how much of that memory is left, at any moment."""
+    """Return the gauge that tells how much of a device's memory is left at any moment."""
     return CudaGauge(_index(device)) if device.type == "cuda" else HostGauge()
 
 
 def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes: int) -> Resident:
-    """Make the memory of one cache, with the residency that was asked for.
+    """Make the memory of one cache, of up to ``capacity_bytes``, with the residency asked for.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
@@ -121,7 +112,10 @@ def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes
 
 
 def give_back_kept(provider: MemoryProvider) -> None:
-    """Give back pages that a device's memory keeps for later. Raises: MemoryUnavailable."""
+    """Give back the pages that a GPU's memory keeps to commit them again.
+
+    Raises: MemoryUnavailable where the driver does not take them.
+    """
     if isinstance(provider, CudaMemory):
         provider.trim()
 
@@ -136,7 +130,7 @@ def _memory_of(device: "torch.device") -> DeviceMemory | None:
 
 
 def _index(device: "torch.device") -> int:
-    """Its number; without one, that of the device in use."""
+    """Return a device's number; of one without a number, that of the device in use."""
     import torch
 
     return torch.cuda.current_device() if device.index is None else device.index

@@ -3,29 +3,16 @@
 import weakref
 from typing import TYPE_CHECKING, final
 
-from quire.memory.provider import MemoryProvider, Region, Window
+from quire.memory.provider import Region, Window
+from quire.memory.provider_wrappers import WrappedMemory, WrappedRegion
 
 if TYPE_CHECKING:
     import torch
 
 
 @final
-class CheckedMemory:
+class CheckedMemory(WrappedMemory):
     """Holds callers to the promises in ``Region``, remembering every committed page."""
-
-    def __init__(self, upstream: MemoryProvider) -> None:
-        self._upstream = upstream
-
-    @property
-    def page_bytes(self) -> int:
-        return self._upstream.page_bytes
-
-    @property
-    def cannot_share(self) -> str | None:
-        return self._upstream.cannot_share
-
-    def used_on(self, stream: int, *, ends: bool = False) -> None:
-        self._upstream.used_on(stream, ends=ends)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "CheckedRegion":
         if heap_bytes is not None and (heap_bytes < 1 or heap_bytes % self.page_bytes):
@@ -35,26 +22,18 @@ class CheckedMemory:
 
 
 @final
-class CheckedRegion:
+class CheckedRegion(WrappedRegion):
     """Raises AssertionError, and has changed nothing, for pieces that are misaligned, outside of
     the region, overlapping, or not in the state that the caller claims.
     """
 
-    __slots__ = ("_committed", "_page_bytes", "_upstream", "_windows")
+    __slots__ = ("_committed", "_page_bytes", "_windows")
 
     def __init__(self, upstream: Region, page_bytes: int) -> None:
-        self._upstream = upstream
+        super().__init__(upstream)
         self._page_bytes = page_bytes
         self._committed: set[int] = set()  # page numbers
         self._windows: weakref.WeakSet[CheckedWindow] = weakref.WeakSet()
-
-    @property
-    def nbytes(self) -> int:
-        return self._upstream.nbytes
-
-    @property
-    def committed_bytes(self) -> int:
-        return self._upstream.committed_bytes
 
     def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
         pages = self._pages(offset, nbytes, stride, count)
@@ -78,9 +57,6 @@ class CheckedRegion:
         self._windows.add(window)
         return window
 
-    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        return self._upstream.tensor(dtype)
-
     def close(self) -> None:
         self.check()
         self._upstream.close()
@@ -88,7 +64,7 @@ class CheckedRegion:
         self._windows.clear()
 
     def check(self) -> None:
-        """The counter says what the pages say."""
+        """Check that the region's counter says what its pages say. Raises: AssertionError."""
         if self.committed_bytes != len(self._committed) * self._page_bytes:
             raise AssertionError(
                 f"{len(self._committed)} pages of {self._page_bytes} bytes are committed, but the "
@@ -96,14 +72,14 @@ class CheckedRegion:
             )
 
     def committed_pages(self, offset: int, nbytes: int) -> list[int]:
-        """Numbers of the pages of a piece. Raises: AssertionError if one is not committed."""
+        """Return the page numbers of a piece. Raises: AssertionError if one is not committed."""
         pages = self._pages(offset, nbytes, 0, 1)
         if never := set(pages) - self._committed:
             raise AssertionError(f"page {min(never)} is shown and not committed")
         return pages
 
     def _pages(self, offset: int, nbytes: int, stride: int, count: int) -> list[int]:
-        return page_numbers(self._page_bytes, self.nbytes, offset, nbytes, stride, count)
+        return _page_numbers(self._page_bytes, self.nbytes, offset, nbytes, stride, count)
 
 
 @final
@@ -130,13 +106,13 @@ class CheckedWindow:
         return set(self._sources.values())
 
     def map(self, offset: int, source: int, nbytes: int) -> None:
-        pages = page_numbers(self._page_bytes, self.nbytes, offset, nbytes, 0, 1)
+        pages = _page_numbers(self._page_bytes, self.nbytes, offset, nbytes, 0, 1)
         sources = self._region.committed_pages(source, nbytes)
         self._upstream.map(offset, source, nbytes)
         self._sources.update(zip(pages, sources, strict=True))
 
     def unmap(self, offset: int, nbytes: int) -> None:
-        pages = page_numbers(self._page_bytes, self.nbytes, offset, nbytes, 0, 1)
+        pages = _page_numbers(self._page_bytes, self.nbytes, offset, nbytes, 0, 1)
         self._upstream.unmap(offset, nbytes)
         for page in pages:
             self._sources.pop(page, None)
@@ -149,7 +125,7 @@ class CheckedWindow:
         self._sources.clear()
 
 
-def page_numbers(
+def _page_numbers(
     page: int, whole: int, offset: int, nbytes: int, stride: int, count: int
 ) -> list[int]:
     asked = f"offset={offset}, nbytes={nbytes}, stride={stride}, count={count}"

@@ -1,15 +1,15 @@
 """How much of the machine a cache may hold right now: a policy, without a thread or a clock.
 
-It is told what was read, and says where the ceiling should be and why. To read, and to give back,
-is ``quire.engine.elastic``'s business.
+It takes a reading, and says where the ceiling should be and why. ``quire.engine.elastic`` reads,
+and gives memory back.
 
 A part of the machine, the *headroom* of the ledger, is left to others; what is free beyond it is
-slack, and only slack is grown into. Others may take a quarter of the headroom before they are
-answered, so that no single reading decides. Then there is *pressure*: what the headroom lacks goes
-at once, and nothing grows for a while. In ``shared`` mode all that is only cached goes then, since
-no sequence waits for it; and the ceiling is drawn to a multiple of the slack, wherever it stands.
-All caches that follow that rule end up with the same share, in whatever order they came, and leave
-some slack, so that they put no pressure on each other.
+slack, and a cache grows into slack only. Others may take a quarter of the headroom before the cache
+reacts, so that no single reading decides. Then there is *pressure*: the cache gives back what the
+headroom lacks at once, and does not grow for a while. In ``shared`` mode it also gives back all
+that no sequence holds; and the ceiling moves towards a multiple of the slack. All caches that
+follow that rule end up with the same share, in whatever order they came, and leave some slack, so
+that they put no pressure on each other.
 
 Where the system kills a process that finds no memory, what the next step takes stays free too. It
 may be taken out of the headroom, but not out of what others have.
@@ -49,7 +49,7 @@ class ControllerReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do about the ceiling."""
+    """Where the ceiling goes, and what is given back for it."""
 
     ceiling_bytes: int
     event: Literal["", "pressure", "idle"] = ""  # pressure: running sequences make room too
@@ -58,7 +58,7 @@ class Decision:
 
 
 class MemoryController:
-    """Of one cache."""
+    """Decides where one cache's ceiling should be."""
 
     def __init__(self, mode: Mode, *, room_bytes: int | None = None) -> None:
         """``room_bytes``: the most that the cache could take when its budget was stated.
@@ -74,12 +74,12 @@ class MemoryController:
         self._rests = False  # idle, and all is given back
 
     def headroom_bytes(self, now: ControllerReading) -> int:
-        """What is left to others, as the ledger has it."""
+        """Return the bytes that are left to others, as the ledger has it."""
         spare = None if self._room_bytes is None else self._room_bytes - now.capacity_bytes
         return headroom_bytes(now.total_bytes, self._mode, spare_bytes=spare)
 
     def lacks(self, now: ControllerReading) -> bool:
-        """Whether too little is left: others have more than a quarter of the headroom."""
+        """Return whether too little is left: others have more than a quarter of the headroom."""
         return now.available_bytes < self._floor_bytes(now)
 
     def _floor_bytes(self, now: ControllerReading) -> int:
@@ -87,7 +87,7 @@ class MemoryController:
         return max(headroom - headroom // 4, now.step_bytes)
 
     def decide(self, now: ControllerReading) -> Decision:
-        """Where the ceiling should be after this reading."""
+        """Decide where the ceiling should be after this reading."""
         headroom = self.headroom_bytes(now)
         kept = self._floor_bytes(now) + headroom // 4
         elapsed_s = now.now_s - self._last_s if self._last_s <= now.now_s else 0.0
@@ -122,7 +122,7 @@ class MemoryController:
     def _without_pressure(
         self, now: ControllerReading, slack: int, least: int, elapsed_s: float
     ) -> tuple[int, str]:
-        """The ceiling, and why: this cache's share, reached without a jump."""
+        """Return the ceiling and why: this cache's share, reached without a jump."""
         capacity = now.capacity_bytes
         goal = min(capacity, FAIR_MULTIPLE * slack) if self._mode == "shared" else capacity
         goal = max(least, goal)

@@ -1,22 +1,19 @@
-"""A provider that keeps the pages which its regions give back, and backs them beforehand."""
+"""A provider that keeps the pages which its regions give back, and can back pages beforehand."""
 
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import MemoryUnavailable
-from quire.memory.provider import MemoryProvider, Region, Window
-from quire.memory.provider_wrappers import CountedMemory
+from quire.memory.provider import MemoryProvider, Region
+from quire.memory.provider_wrappers import WrappedMemory, WrappedRegion
 from quire.units import align_down, ceil_div, format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +25,7 @@ _STEP_BYTES = 64 * 2**20  # backed, touched or made room for at once
 
 
 @final
-class PageCacheMemory:
+class PageCacheMemory(WrappedMemory):
     """Keeps the pages that its regions decommit, and gives them out again first, as zeros.
 
     Committed and kept pages together are ``backed``. Nothing is kept beyond ``limit_bytes`` of
@@ -37,10 +34,11 @@ class PageCacheMemory:
     """
 
     def __init__(self, upstream: MemoryProvider, *, limit_bytes: int) -> None:
+        super().__init__(upstream)
         self.limit_bytes = limit_bytes
+        self.backed_bytes = 0  # of pages that exist, committed or kept
         # Held while pages go or regions come, and while they are read to keep them alive.
         self.giving_back = threading.Lock()
-        self._counted = CountedMemory(upstream)
         self._regions: weakref.WeakSet[PageCacheRegion] = weakref.WeakSet()
         this = weakref.ref(self)
 
@@ -51,37 +49,21 @@ class PageCacheMemory:
         os.register_at_fork(after_in_child=in_child)
 
     @property
-    def page_bytes(self) -> int:
-        return self._counted.page_bytes
-
-    @property
-    def cannot_share(self) -> str | None:
-        return self._counted.cannot_share
-
-    def used_on(self, stream: int, *, ends: bool = False) -> None:
-        self._counted.used_on(stream, ends=ends)
-
-    @property
-    def backed_bytes(self) -> int:
-        """Bytes of pages that exist, committed or kept."""
-        return self._counted.committed_bytes
-
-    @property
     def kept_bytes(self) -> int:
         """Bytes of pages that are backed and not committed."""
         return sum(region.kept_bytes for region in self._regions)
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "PageCacheRegion":
-        region = PageCacheRegion(self._counted.reserve(nbytes, heap_bytes=heap_bytes), self)
+        region = PageCacheRegion(self._upstream.reserve(nbytes, heap_bytes=heap_bytes), self)
         with self.giving_back:
             self._regions.add(region)
         return region
 
     def prefault(self, progress: Progress | None = None) -> int:
-        """Back the regions up to the limit, each from its beginning on; how much there is then.
+        """Back the regions up to the limit, each from its beginning; return the bytes backed then.
 
         Where more addresses are reserved than the limit allows pages, each region gets its share,
-        and pages that turn out to lie in the wrong place make room for others later.
+        and pages that lie in the wrong place make room for others later.
 
         Raises: MemoryUnavailable; then what is backed stays so.
         """
@@ -119,28 +101,28 @@ class PageCacheMemory:
         return released
 
     def move_limit(self, limit_bytes: int) -> int:
-        """Keep within another limit from now on; how much was given back for it.
+        """Set another limit, and return the bytes that were given back for it.
 
-        Raises: MemoryUnavailable where the system does not take it.
+        Raises: MemoryUnavailable where the system does not take pages back.
         """
         self.limit_bytes = limit_bytes
         return self.release_kept(max(0, self.backed_bytes - limit_bytes))
 
     def make_room(self, nbytes: int) -> None:
-        """Let kept pages go for ``nbytes`` of others, some more at once, for it takes a search."""
+        """Give kept pages back for ``nbytes`` of others, several at once: it takes a search."""
         excess = self.backed_bytes + nbytes - self.limit_bytes
         if excess > 0:
             self.release_kept(max(excess, _STEP_BYTES))
 
     def touch(self) -> None:
-        """Read a byte of each page that is backed. It may be called from another thread."""
+        """Read a byte of each page that is backed. Another thread may call it."""
         with self.giving_back:
             regions = list(self._regions)
         for region in regions:
             region.touch()
 
     def _leave(self) -> None:
-        """In a forked child there is nothing to keep: its pages are gone, or its parent's."""
+        """Keep nothing in a forked child: its pages are gone, or its parent's."""
         self.giving_back = threading.Lock()
         self.limit_bytes = 0
         for region in self._regions:
@@ -148,7 +130,7 @@ class PageCacheMemory:
 
 
 @final
-class PageCacheRegion:
+class PageCacheRegion(WrappedRegion):
     """Knows of each page whether it is empty, kept or committed. Kept pages hold zeros."""
 
     __slots__ = (
@@ -157,26 +139,22 @@ class PageCacheRegion:
         "_memory",
         "_page_bytes",
         "_pages",
-        "_upstream",
         "committed_bytes",
         "kept_bytes",
     )
+    committed_bytes: int
 
     def __init__(self, upstream: Region, memory: PageCacheMemory) -> None:
         import torch
 
+        super().__init__(upstream)
         self.committed_bytes = 0
         self.kept_bytes = 0
-        self._upstream = upstream
         self._memory = memory
         self._page_bytes = memory.page_bytes
         # Untouched zeros take no memory: this is as sparse as the region.
         self._pages = np.zeros(upstream.nbytes // self._page_bytes, np.uint8)
         self._bytes: NDArray[np.uint8] | None = upstream.tensor(torch.uint8).numpy()
-
-    @property
-    def nbytes(self) -> int:
-        return self._upstream.nbytes
 
     def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
         pages = self._states(offset, nbytes, stride, count)
@@ -190,7 +168,7 @@ class PageCacheRegion:
             if missing_bytes:
                 self._memory.make_room(missing_bytes)
             if not kept_bytes:
-                self._upstream.commit(offset, nbytes, stride=stride, count=count)
+                self._back(offset, nbytes, stride, count)
             elif missing_bytes:
                 self._commit_runs(list(self._runs(offset, stride, ~kept)))
         except (MemoryUnavailable, ValueError):
@@ -204,7 +182,7 @@ class PageCacheRegion:
         pages = self._states(offset, nbytes, stride, count)
         if self._memory.backed_bytes > self._memory.limit_bytes:
             with self._memory.giving_back:
-                self._upstream.decommit(offset, nbytes, stride=stride, count=count)
+                self._give_back(offset, nbytes, stride, count)
             pages[...] = _EMPTY
         else:
             np.ndarray((count, nbytes), np.uint8, self._content(), offset, (stride, 1))[...] = 0
@@ -212,21 +190,20 @@ class PageCacheRegion:
             self.kept_bytes += nbytes * count
         self.committed_bytes -= nbytes * count
 
-    def window(self, nbytes: int) -> Window:
-        return self._upstream.window(nbytes)
-
-    def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        return self._upstream.tensor(dtype)
-
     def close(self) -> None:
         with self._memory.giving_back:
+            if self._bytes is not None:
+                self._memory.backed_bytes -= self._upstream.committed_bytes
             self._pages[:] = _EMPTY
             self._bytes = None
             self.committed_bytes = self.kept_bytes = 0
             self._upstream.close()
 
     def back(self, nbytes: int) -> Iterator[int]:
-        """Keep pages in [0, nbytes) from now on, as far as they are empty; a step at a time."""
+        """Back the empty pages in [0, nbytes) and keep them, as far as the limit allows.
+
+        Yield after each step, with its bytes. Raises: MemoryUnavailable.
+        """
         step = _STEP_BYTES // self._page_bytes
         empty = self._pages[: nbytes // self._page_bytes] == _EMPTY
         for start, stop in _runs(np.flatnonzero(empty)):
@@ -235,25 +212,28 @@ class PageCacheRegion:
                 length = (last - first) * self._page_bytes
                 if self._memory.backed_bytes + length > self._memory.limit_bytes:
                     return
-                self._upstream.commit(first * self._page_bytes, length)
+                self._back(first * self._page_bytes, length)
                 self._pages[first:last] = _KEPT
                 self.kept_bytes += length
                 yield length
 
     def release(self, num_pages: int) -> int:
-        """Give the last so many kept pages back. Raises: MemoryUnavailable."""
+        """Give the last ``num_pages`` kept pages back; return their bytes.
+
+        Raises: MemoryUnavailable.
+        """
         released = 0
         for start, stop in _runs(np.flatnonzero(self._pages == _KEPT)[-num_pages:]):
             length = (stop - start) * self._page_bytes
             with self._memory.giving_back:
-                self._upstream.decommit(start * self._page_bytes, length)
+                self._give_back(start * self._page_bytes, length)
                 self._pages[start:stop] = _EMPTY
             self.kept_bytes -= length
             released += length
         return released
 
     def forget_kept(self) -> None:
-        """Take what is kept for empty."""
+        """Mark kept pages as empty."""
         self._pages[self._pages == _KEPT] = _EMPTY
         self.kept_bytes = 0
 
@@ -267,13 +247,13 @@ class PageCacheRegion:
                     run[:: self._page_bytes].max(initial=0)
 
     def _content(self) -> NDArray[np.uint8]:
-        """The region's bytes. Raises: ValueError after ``close``."""
+        """Return the region's bytes. Raises: ValueError after ``close``."""
         if self._bytes is None:
             raise ValueError("this memory region is closed")
         return self._bytes
 
     def _states(self, offset: int, nbytes: int, stride: int, count: int) -> NDArray[np.uint8]:
-        """The states of the pieces' pages, [count, pages], to be changed in place."""
+        """Return the states of the pieces' pages, [count, pages], to be changed in place."""
         self._content()
         first, num, step = (n // self._page_bytes for n in (offset, nbytes, stride))
         return np.ndarray((count, num), np.uint8, self._pages, first, (step, 1))
@@ -283,20 +263,28 @@ class PageCacheRegion:
         return _runs((offset + piece * stride) // self._page_bytes + page)
 
     def _commit_runs(self, runs: list[_Run]) -> None:
-        """All of them or none. Raises: MemoryUnavailable."""
+        """Commit all of them or none. Raises: MemoryUnavailable."""
         done: list[_Run] = []
         try:
             for start, stop in runs:
-                self._upstream.commit(start * self._page_bytes, (stop - start) * self._page_bytes)
+                self._back(start * self._page_bytes, (stop - start) * self._page_bytes)
                 done.append((start, stop))
         except MemoryUnavailable:
             for start, stop in done:
-                self._upstream.decommit(start * self._page_bytes, (stop - start) * self._page_bytes)
+                self._give_back(start * self._page_bytes, (stop - start) * self._page_bytes)
             raise
+
+    def _back(self, offset: int, nbytes: int, stride: int = 0, count: int = 1) -> None:
+        self._upstream.commit(offset, nbytes, stride=stride, count=count)
+        self._memory.backed_bytes += nbytes * count
+
+    def _give_back(self, offset: int, nbytes: int, stride: int = 0, count: int = 1) -> None:
+        self._upstream.decommit(offset, nbytes, stride=stride, count=count)
+        self._memory.backed_bytes -= nbytes * count
 
 
 def _runs(pages: NDArray[np.int64]) -> Iterator[_Run]:
-    """Neighbours among sorted page numbers."""
+    """Yield the runs of neighbours among sorted page numbers, i64[n]."""
     if len(pages):
         cuts = np.flatnonzero(np.diff(pages) != 1) + 1
         starts, stops = pages[[0, *cuts]], pages[[*(cuts - 1), -1]] + 1

@@ -1,6 +1,6 @@
-"""Bytes: address space that is reserved once and backed with pages as needed.
+"""Address space that is reserved once and backed with pages as needed: three protocols.
 
-``MemoryProvider`` reserves; a ``Region`` commits and decommits pages under addresses that never
+A ``MemoryProvider`` reserves; a ``Region`` commits and decommits pages under addresses that never
 move. A region whose physical memory comes in heaps can show its pages at further addresses, through
 a ``Window``. What the bytes mean (blocks, ranges, layers) is not known here.
 """
@@ -15,8 +15,8 @@ class Region(Protocol):
     """One reserved range of addresses.
 
     Offsets and lengths are multiples of the provider's ``page_bytes``. A caller commits what is not
-    committed and decommits what is: the region only counts, so that counting costs nothing. (The
-    ``CheckedMemory`` provider verifies the promise, for tests and for hunting a leak.)
+    committed and decommits what is: the region counts, and checks nothing. (The ``CheckedMemory``
+    provider checks the promise, for tests and for hunting a leak.)
 
     ``commit`` and ``decommit`` take one piece, or ``count`` equal pieces of ``nbytes`` that begin
     ``stride`` bytes apart: the heads and layers of a head-major layout, in one call.
@@ -35,8 +35,8 @@ class Region(Protocol):
     def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
         """Back [offset + i * stride, offset + i * stride + nbytes), i < count, with zeroed pages.
 
-        Raises: MemoryUnavailable if the system has none; then nothing has changed. ValueError after
-        ``close``.
+        Raises: MemoryUnavailable where the system has none; then nothing has changed. ValueError
+        after ``close``.
         """
         ...
 
@@ -59,7 +59,7 @@ class Region(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """Make a flat tensor [bytes / itemsize] over the region; it keeps the addresses alive.
+        """Return a tensor [nbytes / itemsize] over the whole region, which keeps its addresses.
 
         Raises: ValueError after ``close``.
         """
@@ -76,9 +76,9 @@ class Region(Protocol):
 class Window(Protocol):
     """Addresses at which pages of one region are seen: the processor's page table as a block table.
 
-    One page may be seen in any number of windows and places. Reading where nothing is shown gives
-    zeros and takes nothing on a host, so that a kernel may read past the end; there is nothing to
-    be written there. A window has no pages of its own and commits none.
+    One page may be seen in any number of windows and places. On a host a read where nothing is
+    shown gives zeros and takes nothing, so that a kernel may read past the end; no kernel may write
+    there. A window has no pages of its own and commits none.
     """
 
     @property
@@ -89,7 +89,7 @@ class Window(Protocol):
     def map(self, offset: int, source: int, nbytes: int) -> None:
         """Show the region's committed bytes [source, source + nbytes) from ``offset`` on.
 
-        What was shown there no longer is: copying a page and mapping the copy is copy-on-write in
+        They replace what was shown there: to copy a page and map the copy is copy-on-write in
         place.
 
         Raises: MemoryUnavailable if the system refuses; what is shown there is then unknown until
@@ -105,7 +105,7 @@ class Window(Protocol):
         ...
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """Make a flat tensor [bytes / itemsize] over the window; it keeps the addresses alive.
+        """Return a tensor [nbytes / itemsize] over the whole window, which keeps its addresses.
 
         Raises: ValueError after ``close``.
         """
@@ -130,10 +130,9 @@ class MemoryProvider(Protocol):
         ...
 
     def used_on(self, stream: int, *, ends: bool = False) -> None:
-        """Work on another stream of the device uses the memory too, or does so no more: its handle.
+        """Name another stream, by its handle, that uses the memory too, or with ``ends`` no longer.
 
-        What is given back waits for it as well. It waits for the device's first stream itself. Of
-        a host's memory this says nothing.
+        Pages that are given back wait for its work as well. A host's memory ignores it.
         """
         ...
 

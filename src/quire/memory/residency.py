@@ -1,8 +1,8 @@
-"""How KV pages stay where they are: taken as tokens come, all at the start, or locked too.
+"""Residency: whether KV pages are taken as tokens come, all at the start, or locked too.
 
-On the host ``prefault`` is ``PageCacheMemory``, over huge pages where it pays; ``lock`` is the same
-over pages that cannot be swapped out. ``KeepAlive`` is for pages that may be, but should not look
-idle. A GPU's pages are ``memory.cuda.resident``'s.
+On the host ``prefault`` is a ``PageCacheMemory``, over huge pages where it pays; ``lock`` is the
+same over pages that cannot be swapped out. ``KeepAlive`` reads pages that can be swapped out, so
+that they do not look idle. ``memory.cuda.resident`` is for a GPU's pages.
 """
 
 import ctypes
@@ -17,27 +17,19 @@ from quire.memory.page_cache import PageCacheMemory
 from quire.memory.provider import MemoryProvider
 from quire.units import format_bytes
 
-# -- allocator -------------------------------------------------------------------------------------
-
-# What the C allocator keeps for itself after others have given it back.
-
-
-def trim_allocator() -> bool:
-    """Ask it to return free memory to the system; False where it cannot be asked (not glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim is not None and bool(trim(0))
-
-
-# -- residency -------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 Residency: TypeAlias = Literal["on-demand", "prefault", "lock"]
 
 
+def trim_allocator() -> bool:
+    """Make the C allocator return free memory to the system; False where it cannot (not glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
+
+
 def host_memory(residency: Residency) -> HostMemory:
-    """Memory of the CPU for ``Resident``. Huge pages only where long pieces are committed.
+    """Make memory of the CPU, with huge pages only where long pieces are committed.
 
     Raises: MemoryUnavailable where this system cannot lock.
     """
@@ -47,9 +39,7 @@ def host_memory(residency: Residency) -> HostMemory:
 def resident_memory(
     upstream: MemoryProvider, residency: Residency, capacity_bytes: int
 ) -> PageCacheMemory | None:
-    """Memory that keeps up to ``capacity_bytes``, to be prefaulted when its regions are reserved.
-
-    None for ``on-demand``.
+    """Make memory that keeps up to ``capacity_bytes`` of pages; None for ``on-demand``.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
@@ -65,16 +55,16 @@ class Resident(Protocol):
 
     @property
     def provider(self) -> MemoryProvider:
-        """What the cache reserves from. Once it has, ``prefault`` backs the capacity."""
+        """The cache reserves from it. After that, ``prefault`` backs the capacity."""
         ...
 
     def prefault(self) -> None:
-        """Back the capacity. Raises: MemoryUnavailable."""
+        """Back the capacity with pages. Raises: MemoryUnavailable."""
         ...
 
     @property
     def prepares(self) -> bool:
-        """Whether there is anything to ``prepare``."""
+        """Whether ``prepare`` does anything."""
         ...
 
     def prepare(self) -> None:
@@ -82,15 +72,15 @@ class Resident(Protocol):
         ...
 
     def watch(self) -> None:
-        """Keep pages from looking idle, where they may be swapped out, from now on."""
+        """Start to keep pages from looking idle, where the system may swap them out."""
         ...
 
     def follow(self, ceiling_bytes: int) -> None:
-        """Keep nothing beyond the ceiling. Raises: MemoryUnavailable if it cannot be given back."""
+        """Keep no page beyond the ceiling. Raises: MemoryUnavailable if it cannot be given back."""
         ...
 
     def rest(self, *, short: bool) -> None:
-        """Give back what is kept around the cache: nothing is to do, or memory is short."""
+        """Give back what is kept around the cache, as it is idle or memory is short."""
         ...
 
     @property
@@ -98,12 +88,14 @@ class Resident(Protocol):
         """Bytes of pages that are not committed and not given back."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop keeping pages."""
+        ...
 
 
 @final
 class HostResident:
-    """In memory of the CPU.
+    """One cache's memory on the CPU: a ``Resident``.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
@@ -124,7 +116,7 @@ class HostResident:
         return False
 
     def prepare(self) -> None:
-        """Pages come at once here."""
+        """Do nothing: the host has pages at once."""
 
     def watch(self) -> None:
         if self._keep_alive is not None:
@@ -149,7 +141,7 @@ class HostResident:
 
 @final
 class Milestones:
-    """Progress as log lines, one for each tenth of what takes long."""
+    """Logs a line for each tenth of what takes long."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -176,14 +168,14 @@ class KeepAlive:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin. A second call does nothing."""
+        """Start the thread. A second call does nothing."""
         if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._run, name="quire-keep-alive", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for the touch under way. A second call does nothing."""
+        """Stop the thread, and wait for the touch under way. A second call does nothing."""
         if self._thread is not None:
             self._stopped.set()
             self._thread.join()

@@ -26,7 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from quire.devices import choose_device
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, QuireError
-from quire.memory.host.backing import huge_pieces, let_go
+from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
@@ -66,7 +66,7 @@ def hold_in_memory(model: PreTrainedModel) -> int:
     held: dict[int, Tensor] = {}
     for (place, tensor), piece in zip(mapped.items(), pieces, strict=True):
         held[place] = piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        let_go(place, tensor.nbytes)
+        drop_file_pages(place, tensor.nbytes)
     for parameter in model.parameters():
         if parameter.data_ptr() in held:
             parameter.data = held[parameter.data_ptr()]

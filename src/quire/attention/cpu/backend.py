@@ -1,4 +1,8 @@
-"""The CPU's own attention: one ragged, paged kernel for every strategy."""
+"""The CPU's own attention: one ragged, paged kernel for every strategy.
+
+``decode_kernel`` is what it runs for one query a sequence, ``prefill_kernel`` for several;
+``thread_loop`` hands them the items of a step, which are made here.
+"""
 
 import struct
 from collections.abc import Callable
@@ -21,14 +25,15 @@ from quire.attention.cpu.call_frame import (
     FRAME,
     GROUP,
     ITEM,
+    KEYS,
     MAX_PANELS,
     WORD_BYTES,
     AttendShape,
     Layout,
 )
-from quire.attention.cpu.prefill_kernel import KEYS
 from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
+from quire.attention.gather import query_sharing
 from quire.kernels import amx
 from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows, words
 from quire.kernels.language import LANES, LOG2_E, Isa
@@ -61,7 +66,7 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """What a frame says about the step. It keeps the arrays alive whose addresses it gives away."""
+    """A frame's words about the step, and the arrays whose addresses they are."""
 
     words: tuple[int, ...]  # of a frame, from "items" to "block_size"
     num_threads: int
@@ -71,7 +76,10 @@ class WorkPlan:
 def make_plan(
     batch: AttentionBatch, spec: AttentionSpec, shape: AttendShape, layout: Layout, threads: int
 ) -> WorkPlan:
-    """A step's items for layers of one shape. Raises: ValueError for tables of another kind."""
+    """Cut a step into items for layers of one shape.
+
+    Raises: ValueError for tables of another kind.
+    """
     if batch.tables.dtype != torch.int64 or batch.tables.stride(1) != 1:
         raise ValueError(f"block tables must be rows of int64, not {batch.tables.dtype}")
     ends = batch.context_lens
@@ -98,14 +106,14 @@ def make_plan(
 
 
 def _counted(lengths: Numbers) -> Numbers:
-    """0 … n - 1 for each length n, one after another."""
+    """Count 0 … n - 1 for each length n, one after another: i64[sum]."""
     starts = np.cumsum(lengths) - lengths
     counted: Numbers = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
     return counted
 
 
 def _decodes(batch: AttentionBatch, lows: Numbers, seqs: Numbers, threads: int) -> Records:
-    """One query a sequence: its tokens in nearly equal parts, none much above the average."""
+    """Cut the tokens of one query a sequence into parts, none much above the average."""
     queries = batch.query_starts[seqs]
     starts, stops = lows[queries], batch.context_lens[seqs]
     parts = np.ones_like(starts)
@@ -126,7 +134,7 @@ def _chunk(
     shape: AttendShape,
     threads: int,
 ) -> Records:
-    """Several queries of a sequence: panels of each key-value head, split if they are few."""
+    """Cut the queries of a sequence into panels of each key-value head, or parts of panels."""
     begin, end = batch.query_starts[seq : seq + 2].tolist()
     num_rows = (end - begin) * shape.sharing
     # Long items read keys and values less often, but each thread should get some.
@@ -149,9 +157,9 @@ def _chunk(
 
 
 def _split(starts: Numbers, stops: Numbers, parts: Numbers, step: int) -> tuple[Records, Numbers]:
-    """Items for ranges of tokens, each cut into so many parts at most, at multiples of ``step``.
+    """Cut ranges of tokens, each into ``parts`` at most, at multiples of ``step``.
 
-    And the number of the range that each item is of.
+    Return the items, and the number of each item's range.
     """
     which = np.repeat(np.arange(len(parts)), parts)
     size = -(-(stops - starts) // (parts * step)) * step
@@ -163,7 +171,7 @@ def _split(starts: Numbers, stops: Numbers, parts: Numbers, step: int) -> tuple[
 
 
 def _with_areas(items: Records, shape: AttendShape, layout: Layout) -> tuple[Records, Records, int]:
-    """Items with their places among the areas, the groups of parts, and bytes of all areas.
+    """Return items with their places among the areas, the groups of parts, and all areas' bytes.
 
     The parts of a group follow one another among the areas. The longest items come first.
     """
@@ -188,9 +196,6 @@ def _with_areas(items: Records, shape: AttendShape, layout: Layout) -> tuple[Rec
 
 # -- one call --------------------------------------------------------------------------------------
 
-# One call of the attention kernel: which one, and what its frame says.
-
-
 # The words that differ from step to step: memory to work in, and a plan's.
 PLANNED = range(FRAME.index("scratch"), FRAME.index("block_size") + 1)
 _WORDS = struct.Struct(f"{len(FRAME) - 3}q" + "f4x" * 3)
@@ -207,6 +212,7 @@ def frame_of(
     softcap: float | None,
     sinks: Tensor | None,  # f32[H], contiguous
 ) -> bytes:
+    """Pack a call's frame: q [T, H, D] and out [T, H, Dv] lie as their comments say."""
     factor, cap_in = LOG2_E * kind_factor(kind) * scale, 0.0
     if softcap is not None:
         factor, cap_in = LOG2_E, 2 * factor / softcap
@@ -220,19 +226,18 @@ def frame_of(
 def shape_of(
     q: Tensor, view: LayerView, spec: AttentionSpec, *, softcap: bool, sinks: bool
 ) -> AttendShape:
-    """Raises: ValueError where queries do not fit the view."""
+    """Describe the kind of layer that queries [T, H, D] meet.
+
+    Raises: ValueError where queries do not fit the view.
+    """
     latent = isinstance(spec, LatentAttention)
+    sharing = query_sharing(q, view, spec)
     (_, kv_heads, _, key_dim), value_dim = view.k.shape, view.v.shape[-1]
-    width = key_dim + value_dim if latent else key_dim
-    if q.shape[1] % kv_heads or q.shape[2] != width:
-        raise ValueError(
-            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit {kv_heads} heads of {width}"
-        )
     if latent:
         key_dim, value_dim = value_dim, key_dim
     return AttendShape(
         kv_heads=kv_heads,
-        sharing=q.shape[1] // kv_heads,
+        sharing=sharing,
         key_dim=key_dim,
         value_dim=value_dim,
         kind=KINDS[view.k.dtype],
@@ -247,12 +252,11 @@ def shape_of(
 
 # Writing and attending as calls that stay the same from step to step but for a few words.
 
-
 Compiled: TypeAlias = Callable[[AttendShape], tuple[int, Layout]]
 
 
 class CpuPlays:
-    """For tensors whose rows lie side by side."""
+    """Makes calls that can be played again, for tensors whose rows lie side by side."""
 
     def __init__(self, kernels: Kernels, threads: Threads, compiled: Compiled) -> None:
         self._kernels, self._threads, self._compiled = kernels, threads, compiled
@@ -317,7 +321,7 @@ class CpuPlays:
         return find
 
     def _room(self, shape: AttendShape, nbytes: int) -> Tensor:
-        """Memory that stays in the caches from layer to layer, and from step to step."""
+        """Return memory u8[n] that stays in the caches from layer to layer and step to step."""
         found = self._scratch.get(shape)
         if found is None or found.numel() < nbytes:
             found = self._scratch[shape] = torch.empty(nbytes, dtype=torch.uint8)
@@ -325,7 +329,7 @@ class CpuPlays:
 
 
 class _Planned(NamedTuple):
-    """What a step says to the calls of one kind, and what its words point to."""
+    """A step's words for the calls of one kind, and the memory that they point to."""
 
     words: tuple[int, ...]
     num_threads: int
@@ -396,7 +400,7 @@ class CpuAttention(AttentionBackend):
         return out
 
     def make_writer(self, view: LayerView) -> KernelWriter:
-        """What writes a layer's entries, for its storage."""
+        """Make what writes a layer's entries, for its storage."""
         return KernelWriter(view, self._kernels, self._threads)
 
     def _prepare(
@@ -408,7 +412,10 @@ class CpuAttention(AttentionBackend):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> "_CpuStep":
-        """What a group's layers have in common. Raises: ValueError for shapes that disagree."""
+        """Work out what a group's layers have in common.
+
+        Raises: ValueError for shapes that disagree.
+        """
         shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
         num_tokens = int(batch.query_starts[-1])
         if q.shape[0] != num_tokens:
@@ -434,7 +441,7 @@ class CpuAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CpuStep:
-    """What is worked out once a step for all layers of a group."""
+    """A step's work, planned once for all layers of a group."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
     work: int  # address of the compiled code

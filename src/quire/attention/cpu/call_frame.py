@@ -1,6 +1,6 @@
-"""What a call tells its threads, and where they keep what they are at.
+"""Shapes and layouts: what a call tells its threads, and where they keep what they work on.
 
-Everything here is a 64-bit integer for them: an address, a count, or a stride in bytes.
+To the threads everything here is a 64-bit integer: an address, a count, or a stride in bytes.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quire.attention.cpu.decode_kernel import RowShape
-from quire.attention.cpu.prefill_kernel import KEYS, PanelShape
 from quire.kernels.language import LANES, LINE_BYTES, Int, Isa
+from quire.kernels.number_formats import KIND_BYTES
 from quire.units import align_up, ceil_div
 
+TILE = 64  # tokens of a tile of one query: the width of a row of scores
+KEYS = 64  # tokens of a tile of many queries
 MAX_PANELS = 32  # of an item
 _MOST_ROWS = 8  # queries that ``rows`` takes at once
 
@@ -37,6 +38,98 @@ WORD_BYTES = 8
 _PAGE_BYTES = 4096
 
 Rows = TypeVar("Rows", int, npt.NDArray[np.int64], Int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """The shape of the kernels for one query a sequence."""
+
+    queries: int  # that share a key-value head, at most 8 at once
+    key_dim: int
+    value_dim: int
+    kind: str  # of keys and values in memory
+    pairs: bool  # queries are bfloat16, multiplied in pairs; else float32
+
+    @property
+    def width(self) -> int:
+        """Elements of a vector of a key."""
+        return 2 * LANES if self.pairs else LANES
+
+    @property
+    def key_bytes(self) -> int:
+        return self.key_dim * KIND_BYTES[self.kind]
+
+    @property
+    def value_bytes(self) -> int:
+        return self.value_dim * KIND_BYTES[self.kind]
+
+    @property
+    def query_row_bytes(self) -> int:
+        """Bytes of one query as ``dot_rows`` reads it: padded with zeros."""
+        return align_up(self.key_dim, 2 * LANES) * (2 if self.pairs else 4)
+
+    @property
+    def out_row_bytes(self) -> int:
+        """Bytes of one row of ``o``."""
+        return align_up(self.value_dim, LANES) * 4
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the scores, and of what ``dot_rows`` needs behind them."""
+        return self.queries * (TILE * 4 + LANES * LINE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelShape:
+    """The shape of the kernels for many queries."""
+
+    key_parts: tuple[int, ...]  # widths of what lies side by side in a tile's row of keys
+    value_dim: int
+    kind: str  # of keys and values in memory
+    query_kind: str
+    pairs: bool  # multiplied as pairs of bfloat16; else as float32
+    tiles: bool = False  # and those by AMX
+
+    @property
+    def scaled_rows(self) -> bool:
+        """Whether int8 becomes values while it is copied: parts of a key have their own scales.
+
+        Else scores and weights are scaled, which are fewer.
+        """
+        return self.kind == "i8" and len(self.key_parts) > 1
+
+    @property
+    def scaled_scores(self) -> bool:
+        return self.kind == "i8" and not self.scaled_rows
+
+    @property
+    def at_once(self) -> int:
+        """Panels that go through a tile of tokens together: what they share and leave fits L1."""
+        return 1 if self.tiles else 4
+
+    @property
+    def word_elements(self) -> int:
+        return 2 if self.pairs else 1
+
+    @property
+    def key_words(self) -> int:
+        """Words of a row of keys or queries: padded with zeros to whole vectors."""
+        return align_up(sum(self.key_parts), LANES * self.word_elements) // self.word_elements
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of Oᵀ: the width of a value, padded."""
+        return align_up(self.value_dim, LANES)
+
+    @property
+    def weight_words(self) -> int:
+        """Words of a column of Pᵀ."""
+        return KEYS // self.word_elements
+
+    @property
+    def value_row_bytes(self) -> int:
+        """Bytes of a row of values before it is paired with the next one."""
+        return align_up(self.value_dim, 2 * LANES) * (2 if self.pairs else 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +167,7 @@ class AttendShape:
         return self.kv_heads * self.rounds * self.at_once
 
     def row_shape(self, isa: Isa) -> RowShape:
+        """Return the shape of the kernels for one query."""
         return RowShape(
             queries=self.at_once,
             key_dim=self.key_dim,
@@ -84,6 +178,7 @@ class AttendShape:
 
     def panel_shape(self, isa: Isa) -> PanelShape:
         # A float8 or int8 is a bfloat16, exactly; a float16 is not, nor an int8 with its scale.
+        """Return the shape of the kernels for many queries."""
         kinds = ("bf16", "f8") if self.latent else ("bf16", "f8", "i8")
         fits = self.query_kind == "bf16" and self.kind in kinds
         return PanelShape(
@@ -138,10 +233,10 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of an area's output."""
+        """Bytes of a row of an area's output."""
         return self.row.out_row_bytes
 
     def area_bytes(self, num_rows: Rows) -> Rows:
-        """Of an area of so many rows; of many areas at once; or as the kernels work it out."""
+        """Return the bytes of an area, or of many at once, or as the kernels work them out."""
         lines = (num_rows * (8 + self.row_bytes) + LINE_BYTES - 1) // LINE_BYTES
         return lines * LINE_BYTES

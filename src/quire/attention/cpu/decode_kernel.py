@@ -1,4 +1,4 @@
-"""Kernels for one query a sequence: rows of keys against the few queries that share them.
+"""Decoding, one query a sequence: rows of keys against the few queries that share them.
 
 For each tile of up to ``TILE`` tokens of one block and one key-value head:
 
@@ -13,56 +13,17 @@ order in which it lies; and while a tile is worked on, memory is asked for the n
 Source: online softmax, Milakov and Gimelshein 2018; Dao et al. 2022.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from llvmlite import ir
 from llvmlite.ir import Value
 
+from quire.attention.cpu.call_frame import KEYS, TILE, RowShape
+from quire.attention.cpu.thread_code import Thread
 from quire.kernels.exponential import exp2
 from quire.kernels.language import F32, I16, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
 from quire.kernels.number_formats import KIND_BYTES, load_as
-from quire.units import align_up, ceil_div
-
-TILE = 64  # tokens of a tile: the width of a row of scores
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowShape:
-    """What the kernels of this module are made for."""
-
-    queries: int  # that share a key-value head, at most 8 at once
-    key_dim: int
-    value_dim: int
-    kind: str  # of keys and values in memory
-    pairs: bool  # queries are bfloat16, multiplied in pairs; else float32
-
-    @property
-    def width(self) -> int:
-        """Elements of a vector of a key."""
-        return 2 * LANES if self.pairs else LANES
-
-    @property
-    def key_bytes(self) -> int:
-        return self.key_dim * KIND_BYTES[self.kind]
-
-    @property
-    def value_bytes(self) -> int:
-        return self.value_dim * KIND_BYTES[self.kind]
-
-    @property
-    def query_row_bytes(self) -> int:
-        """Of one query as ``dot_rows`` reads it: padded with zeros."""
-        return align_up(self.key_dim, 2 * LANES) * (2 if self.pairs else 4)
-
-    @property
-    def out_row_bytes(self) -> int:
-        """Of one row of ``o``."""
-        return align_up(self.value_dim, LANES) * 4
-
-    @property
-    def score_bytes(self) -> int:
-        """Of the scores, and of what ``dot_rows`` needs behind them."""
-        return self.queries * (TILE * 4 + LANES * LINE_BYTES)
+from quire.units import ceil_div
 
 
 def write_rows(module: ir.Module, shape: RowShape, isa: Isa) -> None:
@@ -119,7 +80,7 @@ def _dot_rows(code: Code, shape: RowShape) -> None:
 
 
 def _key_step(code: Code, shape: RowShape, address: Int, step: int) -> Value:
-    """The step-th vector of a key: floats, or words of two bfloat16; zeros behind its end."""
+    """Load the step-th vector of a key: floats, or words of two bfloat16; zeros behind its end."""
     count = min(shape.width, shape.key_dim - step * shape.width)
     address = address + step * shape.width * KIND_BYTES[shape.kind]
     if not shape.pairs:
@@ -230,3 +191,97 @@ def _scale_rows(code: Code, shape: RowShape) -> None:
 
     code.each(count, some, step=LANES)
     code.end()
+
+
+# -- an item of one query --------------------------------------------------------------------------
+
+# All heads of the query, over a range of its sequence's tokens: block by block, and inside a block
+# head by head, which is how a block lies in memory.
+
+
+def write_single(thread: Thread) -> None:
+    """Add what a thread does with an item of one query."""
+    code, shape, item = thread.code, thread.shape, thread.item
+    num_rows = shape.num_rows
+    thread.fill(LOWEST, thread.area, num_rows * 4)
+    thread.fill(0.0, thread.area + num_rows * 4, num_rows * (4 + thread.layout.row_bytes))
+    code.each(shape.kv_heads, lambda head: _copy_queries(thread, head))
+
+    def block(entry: Int, inside: Int, first: Int, last: Int) -> None:
+        following = thread.entry_of(last.at_most(item["stop"] - 1))
+
+        def head(h: Int) -> None:
+            def tile(t: Int) -> None:
+                count = (last - first - t).at_most(TILE)
+                _tile(thread, entry, h, inside + t, count, [ahead(what, t) for what in ("k", "v")])
+
+            def ahead(what: str, t: Int) -> Int:
+                """What is read next: this head's, else the next head's, else of the next block."""
+                rest = thread.place(what, entry, h, inside + t + TILE)
+                below = thread.place(what, entry, h + 1, inside)
+                beside = thread.place(what, following, code.whole(0), code.whole(0))
+                after = code.choose(h + 1 < shape.kv_heads, below, beside)
+                return code.choose(t + TILE < last - first, rest, after)
+
+            code.each(last - first, tile, step=TILE)
+
+        code.each(shape.kv_heads, head)
+
+    thread.each_block(item["start"], item["stop"], block)
+
+    def each_row(finish: Callable[[Int, Int, Int], None]) -> None:
+        def head(h: Int) -> None:
+            first = h * shape.sharing
+            code.each(
+                shape.sharing,
+                lambda g: finish(_first_row(thread, h) + g, item["first_query"], first + g),
+            )
+
+        code.each(shape.kv_heads, head)
+
+    thread.end_item(code.whole(num_rows), each_row)
+
+
+def _first_row(thread: Thread, head: Int) -> Int:
+    """Find the first row of a key-value head. Rows go few at a time; the last may be no queries."""
+    return head * (thread.shape.rounds * thread.shape.at_once)
+
+
+def _copy_queries(thread: Thread, head: Int) -> None:
+    """Copy the queries that share a key-value head, as ``dot_rows`` reads them."""
+    sharing, row_bytes = thread.shape.sharing, thread.layout.row.query_row_bytes
+    source = thread.query(thread.item["first_query"], head * sharing)
+    target = thread.at["query_rows"] + _first_row(thread, head) * row_bytes
+    stride = thread.call["q_head"]
+    thread.code.run("copy_row_query", source, stride, sharing, target, row_bytes, 0)
+
+
+def _tile(thread: Thread, entry: Int, head: Int, inside: Int, count: Int, ahead: list[Int]) -> None:
+    """Attend to up to ``TILE`` tokens of one block and one key-value head.
+
+    Meanwhile ask memory for what comes next: the keys and the values at ``ahead``.
+    """
+    code, call, at, shape = thread.code, thread.call, thread.at, thread.shape
+    keys, values = (thread.place(what, entry, head, inside) for what in ("k", "v"))
+    scores, row = at["scores"], thread.layout.row
+    if shape.kind == "i8":
+        thread.copy_scales(entry, head, inside, count, at["scales"])
+
+    def some_queries(n: Int) -> None:
+        first = _first_row(thread, head) + n * shape.at_once
+        queries = at["query_rows"] + first * row.query_row_bytes
+        m = thread.area + first * 4
+        sums = m + shape.num_rows * 4
+        out = thread.area + (shape.num_rows * 8) + first * thread.layout.row_bytes
+        code.run(
+            "dot_rows", keys, call["k_token"], queries, scores, count, ahead[0], call["k_token"]
+        )
+        if shape.kind == "i8":
+            code.run("scale_rows", scores, at["scales"], count)
+        thread.cap(scores, row.queries * TILE)
+        code.run("weigh_rows", scores, count, thread.word("factor"), m, sums, out)
+        if shape.kind == "i8":
+            code.run("scale_rows", scores, at["scales"] + KEYS * 4, count)
+        code.run("add_rows", values, call["v_token"], scores, out, count, ahead[1], call["v_token"])
+
+    code.each(shape.rounds, some_queries)

@@ -1,4 +1,4 @@
-"""Kernels for many queries at once: panels of sixteen queries against tiles of ``KEYS`` tokens.
+"""Chunks, many queries at once: panels of sixteen queries against tiles of ``KEYS`` tokens.
 
 Lanes are queries, so neither the maximum nor the sum of a query's scores crosses lanes, and keys
 are used as they lie. For each tile of tokens and one key-value head:
@@ -14,16 +14,18 @@ A panel of Sᵀ, Pᵀ, Oᵀ or of the queries is contiguous: [rows][16]. "Words"
 or two bfloat16 that are multiplied as a pair, of neighbours along the sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
 from llvmlite.ir import Value
 
+from quire.attention.cpu.call_frame import KEYS, WORD_BYTES, PanelShape
+from quire.attention.cpu.thread_code import Thread
 from quire.kernels import amx
 from quire.kernels.exponential import exp2
 from quire.kernels.language import F32, I16, I32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
 from quire.kernels.number_formats import KIND_BYTES, load_as, narrow, pair_bf16
-from quire.units import align_up
 
 # -- softmax ---------------------------------------------------------------------------------------
 
@@ -37,7 +39,7 @@ _SLACK = 8.0
 
 
 def write_cap(code: Code) -> None:
-    """(scores, count, factors): s becomes cap · tanh(s · scale / cap), in place.
+    """Write a kernel (scores, count, factors): s becomes cap · tanh(s · scale / cap), in place.
 
     factors: 2 · log2(e) · scale / cap, cap. Source: tanh(x) = 1 - 2 / (1 + exp(2x)).
     """
@@ -56,7 +58,7 @@ def write_cap(code: Code) -> None:
 
 
 def write_scale(code: Code, keys: int) -> None:
-    """(Sᵀ, scales of the keys): one panel's scores of int8 codes become scores."""
+    """Write a kernel (Sᵀ, scales of the keys): a panel's scores of int8 codes become scores."""
     scores, scales = code.params
 
     def token(t: Int) -> None:
@@ -71,7 +73,7 @@ def write_scale(code: Code, keys: int) -> None:
 def write_weigh(
     code: Code, *, keys: int, value_rows: int, pairs: bool, scaled: bool, masked: bool
 ) -> None:
-    """One panel: (Sᵀ, Pᵀ, c, state, Oᵀ, first token, reach, scales).
+    """Write a kernel for one panel: (Sᵀ, Pᵀ, c, state, Oᵀ, first token, reach, scales).
 
     state: m[16], l[16]. reach: the first and the last token that each query reads, i32[2][16].
     scales: of each token's value, f32[keys], if they are ``scaled``. Pᵀ is left as ``pairs`` of
@@ -128,7 +130,7 @@ def write_weigh(
 
 
 def _follow(code: Code, top: Value, state: Int, out: Int, value_rows: int) -> None:
-    """Where the new maximum is well above a query's old one, m, l and Oᵀ follow it."""
+    """Rescale m, l and Oᵀ where the new maximum is well above a query's old one."""
     old = code.load(state)
     above = code.b.fcmp_ordered(">", top, code.plus(old, code.floats(_SLACK)))
 
@@ -147,62 +149,6 @@ def _follow(code: Code, top: Value, state: Int, out: Int, value_rows: int) -> No
 
 
 # -- panels ----------------------------------------------------------------------------------------
-
-
-KEYS = 64  # tokens of a tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PanelShape:
-    """What the kernels of this module are made for."""
-
-    key_parts: tuple[int, ...]  # widths of what lies side by side in a tile's row of keys
-    value_dim: int
-    kind: str  # of keys and values in memory
-    query_kind: str
-    pairs: bool  # multiplied as pairs of bfloat16; else as float32
-    tiles: bool = False  # and those by AMX
-
-    @property
-    def scaled_rows(self) -> bool:
-        """Whether int8 becomes values while it is copied: parts of a key have their own scales.
-
-        Else scores and weights are scaled, which are fewer.
-        """
-        return self.kind == "i8" and len(self.key_parts) > 1
-
-    @property
-    def scaled_scores(self) -> bool:
-        return self.kind == "i8" and not self.scaled_rows
-
-    @property
-    def at_once(self) -> int:
-        """Panels that go through a tile of tokens together: what they share and leave fits L1."""
-        return 1 if self.tiles else 4
-
-    @property
-    def word_elements(self) -> int:
-        return 2 if self.pairs else 1
-
-    @property
-    def key_words(self) -> int:
-        """Of a row of keys or queries: padded with zeros to whole vectors."""
-        return align_up(sum(self.key_parts), LANES * self.word_elements) // self.word_elements
-
-    @property
-    def value_rows(self) -> int:
-        """Of Oᵀ: the width of a value, padded."""
-        return align_up(self.value_dim, LANES)
-
-    @property
-    def weight_words(self) -> int:
-        """Of a column of Pᵀ."""
-        return KEYS // self.word_elements
-
-    @property
-    def value_row_bytes(self) -> int:
-        """Of a row of values before it is paired with the next one."""
-        return align_up(self.value_dim, 2 * LANES) * (2 if self.pairs else 4)
 
 
 def write_panels(module: ir.Module, shape: PanelShape, isa: Isa) -> None:
@@ -262,13 +208,13 @@ def write_panels(module: ir.Module, shape: PanelShape, isa: Isa) -> None:
 
 
 def _paired_bytes(shape: PanelShape) -> int:
-    """Of a row of values as ``add_values`` reads them."""
+    """Return the bytes of a row of values as ``add_values`` reads them."""
     return shape.value_rows * 4 if shape.pairs else shape.value_row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCopy:
-    """What ``copy_rows`` makes of a row."""
+    """The row that ``copy_rows`` makes."""
 
     width: int  # elements
     padded: int  # with zeros up to so many
@@ -278,7 +224,7 @@ class RowCopy:
 
 
 def copy_rows(code: Code, kind: str, copied: RowCopy) -> None:
-    """(source, bytes from one row to the next, count, target, its row bytes, scales or nothing)."""
+    """Write a kernel (source, its stride, count, target, its row bytes, scales or nothing)."""
     source, stride, count, target, row_bytes, scales = code.params
     size, step = KIND_BYTES[kind], 2 * LANES if copied.pairs else LANES
 
@@ -310,7 +256,7 @@ def copy_rows(code: Code, kind: str, copied: RowCopy) -> None:
 
 
 def _store_part(code: Code, value: Value, address: Int, count: int) -> None:
-    """The first ``count`` elements of a vector; the rest of memory is left alone."""
+    """Store the first ``count`` elements of a vector and nothing behind them."""
     lanes = value.type.count
     if count < lanes:
         value = code.shuffle(value, value, list(range(count)))
@@ -364,7 +310,7 @@ def _tile_values(code: Code, shape: PanelShape) -> None:
 
 
 def _paired(code: Code, address: Int, shape: PanelShape) -> Value:
-    """Words of sixteen values of a token and of the next one."""
+    """Pair sixteen values of a token with those of the next one, as words."""
     half = ir.VectorType(I16, LANES)
     low = code.b.zext(code.read(address, half), INTS)
     high = code.b.zext(code.read(address + shape.value_row_bytes, half), INTS)
@@ -423,3 +369,176 @@ def _multiply(
     else:
         code.each(panels, lambda panel: block(panel, 1))
     code.end()
+
+
+# -- an item of several queries --------------------------------------------------------------------
+
+# Up to ``MAX_PANELS`` panels of one key-value head, tile by tile. Row r of an item stands for the
+# r-th of its queries x heads: a token's heads lie side by side, so that the rows of a panel read
+# nearly the same tokens.
+
+_STATE_BYTES = 2 * LINE_BYTES  # of a panel: its maxima and its sums; its first and last tokens
+
+
+def write_several(thread: Thread) -> None:
+    """Add what a thread does with an item of several queries."""
+    code, item, at, panel = thread.code, thread.item, thread.at, thread.layout.panel
+    num_rows = item["rows"]
+    num_panels = (num_rows + (LANES - 1)) // LANES
+    padded = num_panels * LANES
+    at_once = panel.at_once
+    thread.fill(0.0, at["out"], num_panels * (panel.value_rows * LINE_BYTES))
+    code.each(num_panels, lambda p: _begin_panel(thread, p))
+    # Both ends of what a query reads grow with its position.
+    min_high = _reach(thread, "highs", code.whole(0))
+    max_low = _reach(thread, "lows", num_rows - 1)
+
+    def tile(t: Int) -> None:
+        values = _copy_tile(thread, t, (t + KEYS).at_most(item["stop"]))
+        whole = code.b.and_(t >= max_low, t + (KEYS - 1) < min_high + 1)
+
+        def panels(first: Int) -> None:
+            """Few at a time, so that their scores are still close when they are weighed."""
+            last = (first + at_once).at_most(num_panels)
+            queries = at["queries"] + first * (panel.key_words * LINE_BYTES)
+            out = at["out"] + first * (panel.value_rows * LINE_BYTES)
+            code.run("score", at["keys"], queries, at["scores"], last - first)
+
+            def weigh(name: str) -> Callable[[], None]:
+                def one(p: Int) -> None:
+                    _weigh(thread, first, p, t, name)
+
+                return lambda: code.each(last, one, start=first)
+
+            code.either(whole, weigh("weigh"), weigh("weigh_masked"))
+            code.run("add_values", values, at["weights"], out, last - first)
+            # Meanwhile memory is asked for these panels' share of the next tile.
+            begin, end = (t + KEYS + KEYS * n // num_panels for n in (first, last))
+            _fetch(thread, begin, end.at_most(item["stop"]))
+
+        code.each(num_panels, panels, step=at_once)
+
+    code.each(item["stop"], tile, step=KEYS, start=item["start"])
+    code.each(num_panels, lambda p: _end_panel(thread, p, padded))
+
+    def each_row(finish: Callable[[Int, Int, Int], None]) -> None:
+        code.each(num_rows, lambda r: finish(r, *_query_of(thread, r)))
+
+    thread.end_item(padded, each_row)
+
+
+def _query_of(thread: Thread, r: Int) -> tuple[Int, Int]:
+    """Find the (packed token, query head) of an item's row."""
+    item, sharing = thread.item, thread.shape.sharing
+    number = item["first_row"] + r
+    return item["first_query"] + number // sharing, item["head"] * sharing + number % sharing
+
+
+def _reach(thread: Thread, which: str, r: Int) -> Int:
+    """Read the first ("lows") or the last ("highs") token that an item's row reads."""
+    token, _ = _query_of(thread, r)
+    return thread.code.number(thread.call[which] + token * WORD_BYTES)
+
+
+def _begin_panel(thread: Thread, p: Int) -> None:
+    """Copy sixteen queries side by side, turn them into a panel, and note what they read."""
+    code, at, panel = thread.code, thread.at, thread.layout.panel
+    row_bytes, reach = panel.key_words * 4, at["reach"] + p * _STATE_BYTES
+    thread.fill(LOWEST, at["state"] + p * _STATE_BYTES, LINE_BYTES)
+    thread.fill(0.0, at["state"] + p * _STATE_BYTES + LINE_BYTES, LINE_BYTES)
+
+    def row(n: Int) -> None:
+        # A row that stands for no query repeats the last one and reads nothing.
+        r = p * LANES + n
+        token, head = _query_of(thread, r.at_most(thread.item["rows"] - 1))
+        begin = 0
+        for number, width in enumerate(panel.key_parts):
+            source = thread.query(token, head) + begin * KIND_BYTES[panel.query_kind]
+            target = at["query_rows"] + n * row_bytes
+            code.run(f"copy_query_{number}", source, 0, 1, target, row_bytes, 0)
+            begin += width
+        for line, (which, none) in enumerate((("lows", 0), ("highs", -1))):
+            found = code.read(thread.call[which] + token * WORD_BYTES, I32)
+            found = code.b.select(r < thread.item["rows"], found, ir.Constant(I32, none))
+            code.write(found, reach + n * 4 + line * LINE_BYTES)
+
+    code.each(LANES, row)
+    target = at["queries"] + p * (panel.key_words * LINE_BYTES)
+    columns = panel.key_words // LANES
+    code.run("transpose", at["query_rows"], row_bytes, target, LINE_BYTES, 1, columns)
+
+
+def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
+    """Copy the keys and values of up to ``KEYS`` tokens; return the address of the values."""
+    code, call, at, panel = thread.code, thread.call, thread.at, thread.layout.panel
+    head, eight_bit = thread.item["head"], thread.shape.kind == "i8"
+    # (kernel, of the view, into which tile, its row bytes): a latent is key and value.
+    copies = [
+        (f"copy_keys_{n}", "v" if n else "k", "keys", panel.key_words * 4)
+        for n in range(len(panel.key_parts))
+    ]
+    value = "k" if thread.shape.latent else "v"
+    copies.append(("copy_values", value, "values", panel.value_row_bytes))
+
+    def block(entry: Int, inside: Int, first: Int, last: Int) -> None:
+        done, count = first - start, last - first
+        scales = at["scales"] + done * 4
+        if eight_bit:
+            thread.copy_scales(entry, head, inside, count, scales)
+        for name, what, tile, row_bytes in copies:
+            source = thread.place(what, entry, head, inside)
+            own_scales = scales + (KEYS * 4 if what == "v" else 0)
+            target = at[tile] + done * row_bytes
+            code.run(name, source, call[f"{what}_token"], count, target, row_bytes, own_scales)
+
+    thread.each_block(start, stop, block)
+    # What weighs nothing must still be a number: zero times anything else is not zero.
+    value_bytes = panel.value_row_bytes
+    thread.fill(0.0, at["values"], KEYS * value_bytes, (stop - start) * value_bytes)
+    if eight_bit:
+        thread.fill(0.0, at["scales"] + KEYS * 4, KEYS * 4, (stop - start) * 4)
+    if not panel.pairs:
+        return at["values"]
+    code.run("pair_values", at["values"], at["paired"])
+    return at["paired"]
+
+
+def _weigh(thread: Thread, first: Int, p: Int, first_token: Int, name: str) -> None:
+    """Turn a panel's scores of a tile into weights; ``first`` is the first panel that has some."""
+    code, at, panel = thread.code, thread.at, thread.layout.panel
+    scores = at["scores"] + (p - first) * (KEYS * LINE_BYTES)
+    if panel.scaled_scores:
+        code.run("scale_panel", scores, at["scales"])
+    thread.cap(scores, KEYS * LANES)
+    weights = at["weights"] + (p - first) * (panel.weight_words * LINE_BYTES)
+    state, reach = (at[what] + p * _STATE_BYTES for what in ("state", "reach"))
+    out = at["out"] + p * (panel.value_rows * LINE_BYTES)
+    scales = at["scales"] + KEYS * 4
+    code.run(name, scores, weights, thread.word("factor"), state, out, first_token, reach, scales)
+
+
+def _fetch(thread: Thread, start: Int, stop: Int) -> None:
+    """Ask for the keys and values of tokens [start, stop)."""
+    code, size = thread.code, thread.call["block_size"]
+    kind_bytes = KIND_BYTES[thread.shape.kind]
+    widths = (("k", thread.shape.view_dims[0]), ("v", thread.shape.view_dims[1]))
+
+    def token(t: Int) -> None:
+        for what, width in widths:
+            place = thread.place(what, thread.entry_of(t), thread.item["head"], t % size)
+            code.prefetch(place, width * kind_bytes)
+
+    if code.isa.prefetch:
+        code.each(stop, token, start=start)
+
+
+def _end_panel(thread: Thread, p: Int, padded: Int) -> None:
+    """Turn a panel's state and its output back into rows, in the item's area."""
+    code, panel, area = thread.code, thread.layout.panel, thread.area
+    state = thread.at["state"] + p * _STATE_BYTES
+    code.store(code.load(state), area + p * LINE_BYTES)
+    code.store(code.load(state + LINE_BYTES), area + padded * 4 + p * LINE_BYTES)
+    source = thread.at["out"] + p * (panel.value_rows * LINE_BYTES)
+    target = area + padded * 8 + p * (LANES * thread.layout.row_bytes)
+    columns = panel.value_rows // LANES
+    code.run("transpose", source, LINE_BYTES, target, thread.layout.row_bytes, columns, 1)

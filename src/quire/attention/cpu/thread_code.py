@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, WORD_BYTES, AttendShape, Layout
-from quire.attention.cpu.prefill_kernel import KEYS
+from quire.attention.cpu.call_frame import FRAME, GROUP, ITEM, KEYS, WORD_BYTES, AttendShape, Layout
 from quire.kernels.language import F32, Code, Int
 
 
@@ -30,7 +29,7 @@ class Thread:
         self.at = {name: base + offset for name, offset in self.layout.offsets.items()}
 
     def word(self, name: str) -> Int:
-        """The address of a word of the frame."""
+        """Return the address of a word of the frame."""
         return self.frame + FRAME.index(name) * WORD_BYTES
 
     def begin_item(self) -> None:
@@ -48,7 +47,7 @@ class Thread:
     # -- keys and values -------------------------------------------------------------------------
 
     def each_block(self, start: Int, stop: Int, body: Callable[[Int, Int, Int, Int], None]) -> None:
-        """``body(entry, inside, first, last)`` for each block of tokens [start, stop).
+        """Call ``body(entry, inside, first, last)`` for each block of tokens [start, stop).
 
         Its entry in the table, the place of its first token inside, and which tokens it holds.
         """
@@ -62,17 +61,17 @@ class Thread:
         code.each((stop - 1) // size + 1, block, start=start // size)
 
     def entry_of(self, token: Int) -> Int:
-        """The table's entry for the block of a token."""
+        """Read the table's entry for the block of a token."""
         return self.code.number(self.table + token // self.call["block_size"] * WORD_BYTES)
 
     def place(self, what: str, entry: Int, head: Int, token: Int) -> Int:
-        """The address of k, v, k_scale or v_scale of a token inside a block."""
+        """Return the address of k, v, k_scale or v_scale of a token inside a block."""
         call, stride = self.call, "scale" if what.endswith("scale") else what
         block = call[what] + entry * call[f"{stride}_block"] + head * call[f"{stride}_head"]
         return block + token * call[f"{stride}_token"]
 
     def copy_scales(self, entry: Int, head: Int, inside: Int, count: Int, target: Int) -> None:
-        """The scales of ``count`` keys and, ``KEYS`` floats on, of their values, side by side."""
+        """Copy the scales of ``count`` keys and, ``KEYS`` floats on, those of their values."""
         code, stride = self.code, self.call["scale_token"]
         for n, what in enumerate(("k_scale", "v_scale")):
             source, to = self.place(what, entry, head, inside), target + n * KEYS * 4
@@ -85,11 +84,11 @@ class Thread:
     # -- queries and results ---------------------------------------------------------------------
 
     def query(self, token: Int, head: Int) -> Int:
-        """The address of a packed token's query."""
+        """Return the address of a packed token's query."""
         return self.call["q"] + token * self.call["q_token"] + head * self.call["q_head"]
 
     def fill(self, value: float, address: Int, nbytes: int | Int, start: int | Int = 0) -> None:
-        """The same float from byte ``start`` up to ``nbytes``."""
+        """Write the same float from byte ``start`` up to ``nbytes``."""
         code, number = self.code, ir.Constant(F32, value)
         code.each(nbytes, lambda n: code.write(number, address + n), step=4, start=start)
 
@@ -130,6 +129,6 @@ class Thread:
         code.either(self.is_part, part, lambda: finish(self.area))
 
     def cap(self, scores: Int, count: int) -> None:
-        """Softcap ``count`` scores where they are, if this kind of layer does."""
+        """Call the softcap for ``count`` scores in place, if this kind of layer has one."""
         if self.shape.softcap:
             self.code.run("cap_scores", scores, count, self.word("cap_in"))

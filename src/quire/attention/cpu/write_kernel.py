@@ -12,6 +12,7 @@ from llvmlite.ir import Value
 from torch import Tensor
 
 from quire.attention.cpu.call_frame import WORD_BYTES
+from quire.attention.gather import check_entries
 from quire.kernels.compile import KINDS, Kernels, with_dense_rows, words
 from quire.kernels.language import F32, INTS, LANES, Code, Int, Isa
 from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
@@ -19,21 +20,14 @@ from quire.kernels.threads import KernelCall, Threads
 from quire.kv import LayerView
 from quire.units import ceil_div
 
-# -- views in the kernels' words -------------------------------------------------------------------
-
-# A layer's view in the kernels' words.
-
 
 def view_words(view: LayerView) -> tuple[int, ...]:
-    """Where a layer's keys, values and scales lie: the words from "k" to "scale_token"."""
+    """Return where a layer's keys, values and scales lie: the words from "k" to "scale_token"."""
     scales = words(view.k_scale, 3)
     return (
         *words(view.k, 3), *words(view.v, 3),
         scales[0], *words(view.v_scale, 0), *scales[1:],
     )  # fmt: skip
-
-
-# -- the kernel ------------------------------------------------------------------------------------
 
 
 _FRAME = (
@@ -106,7 +100,7 @@ def write_writer(module: ir.Module, shape: WriteShape, isa: Isa) -> None:
 
 
 def _entry(code: Code, shape: WriteShape, width: int, source: Int, target: Int, scale: Int) -> None:
-    """One key or value of one token and head."""
+    """Write one key or value of one token and head."""
     size = KIND_BYTES[shape.source]
     if shape.source == shape.kind:
         _copy(code, source, target, width * size)
@@ -120,7 +114,7 @@ def _entry(code: Code, shape: WriteShape, width: int, source: Int, target: Int, 
 
 
 def _codes(code: Code, values: list[Value], scale_at: Int) -> list[Value]:
-    """The codes of an entry, which are whole floats; its scale goes where it belongs."""
+    """Quantize an entry: its codes are whole floats, and its scale is written."""
     # As integers, floats without a sign are in the same order, and what is no number comes last.
     largest = code.ints(0)
     for value in values:
@@ -151,7 +145,7 @@ def _copy(code: Code, source: Int, target: Int, nbytes: int) -> None:
 
 
 def token_bytes(k: Tensor, v: Tensor) -> int:
-    """Of a token's entry: k [T, K, D] and v [T, K, Dv]."""
+    """Return the bytes of a token's entry: k [T, K, D] and v [T, K, Dv]."""
     return (k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]) * k.itemsize
 
 
@@ -172,40 +166,30 @@ class KernelWriter:
         Raises: ValueError for other shapes or dtypes; then nothing has been written.
         """
         work = self._work.get(k.dtype) or self._compile(k.dtype)
-        self._check(len(slots), slots.dtype, k, v)
+        check_entries(self._view, len(slots), slots.dtype, k, v)
         slots, k, v = (with_dense_rows(x) for x in (slots, k, v))
         step, num_threads = self.words(slots, token_bytes(k, v))
         frame = self._frame.pack(0, *step, *words(k, 2), *words(v, 2), *self._place)
         self._threads.run(work, frame, num_threads)
 
     def words(self, slots: Tensor, entry_bytes: int) -> tuple[tuple[int, ...], int]:
-        """What a frame says of a step, from "num_tokens" to "slots"; and on how many threads."""
+        """Return the frame's words of a step, for slots i64[T], and on how many threads it runs."""
         num_tokens = len(slots)
         threads = min(self._threads.most, ceil_div(num_tokens, _TOKENS_PER_ITEM))
         worth_it = num_tokens * entry_bytes > _WORTH_THREADS
         return (num_tokens, slots.data_ptr()), threads if worth_it else 1
 
     def call(self, k: Tensor, v: Tensor) -> KernelCall | None:
-        """For entries that always come from there; None if their rows do not lie side by side.
+        """Make a call for entries that always come from k [T, K, D] and v [T, K, Dv].
 
-        Raises: ValueError as a call does.
+        None if their rows do not lie side by side. Raises: ValueError as a call does.
         """
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             return None
         work = self._work.get(k.dtype) or self._compile(k.dtype)
-        self._check(len(k), torch.int64, k, v)
+        check_entries(self._view, len(k), torch.int64, k, v)
         frame = self._frame.pack(0, 0, 0, *words(k, 2), *words(v, 2), *self._place)
         return KernelCall(work, frame, 1)
-
-    def _check(self, num_tokens: int, slots_dtype: torch.dtype, k: Tensor, v: Tensor) -> None:
-        (_, heads, _, key_dim), value_dim = self._view.k.shape, self._view.v.shape[-1]
-        if k.shape != (num_tokens, heads, key_dim) or v.shape != (num_tokens, heads, value_dim):
-            raise ValueError(
-                f"{num_tokens} slots for keys {list(k.shape)} and values {list(v.shape)}: this "
-                f"layer keeps {heads} heads of {key_dim} and {value_dim}"
-            )
-        if slots_dtype != torch.int64 or v.dtype != k.dtype:
-            raise ValueError(f"slots are {slots_dtype}, keys {k.dtype}, values {v.dtype}")
 
     def _compile(self, dtype: torch.dtype) -> int:
         k, v = self._view.k, self._view.v

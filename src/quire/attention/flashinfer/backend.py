@@ -4,7 +4,7 @@ Sequences with one query and those with several go to different kernels. Sinks, 
 kernels do not know, are put in afterwards by the sum of weights that they also return: a sink adds
 to that sum and gives no value.
 
-``limits`` says what it cannot do, ``pages`` what it reads, ``wrappers`` how it is called.
+``wrappers`` has the pages that it reads and how it is called.
 """
 
 import math
@@ -55,7 +55,7 @@ _NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it looks, too
 
 
 def cannot_serve(spec: AttentionSpec) -> str | None:
-    """Why no kernel of it fits layers of ``spec``; None if one does."""
+    """Say why no kernel of it fits layers of ``spec``; None if one does."""
     if spec.dtype not in _DTYPES:
         return f"it has no kernel for {spec.dtype} entries, only for {', '.join(_DTYPES)}"
     match spec:
@@ -78,7 +78,7 @@ def cannot_serve(spec: AttentionSpec) -> str | None:
 
 
 def cannot_run(device: torch.device) -> str | None:
-    """Why it does not run here; None if it does."""
+    """Say why it does not run here; None if it does."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if find_spec("flashinfer") is None:
@@ -94,7 +94,10 @@ def cannot_run(device: torch.device) -> str | None:
 
 
 def refused(q: Tensor, view: LayerView) -> str | None:
-    """What of a call only shows when it comes: the queries' dtype, addresses too far apart."""
+    """Say what of a call for queries [T, H, D] only shows when it comes; None if it can be served.
+
+    The queries' dtype may be wrong, or addresses too far apart.
+    """
     if q.dtype not in _QUERY_DTYPES:
         return f"its queries are float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     if view.k.element_size() > 1 and q.dtype != view.k.dtype:
@@ -125,7 +128,7 @@ MakeWrapper: TypeAlias = Callable[[Any, Tensor, Kind], Wrapper]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedPart:
-    """Those of a step's sequences that one wrapper serves."""
+    """The sequences of a step that one wrapper serves."""
 
     make: MakeWrapper
     tables: PageTables
@@ -229,7 +232,7 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def _planned(self, part: _PlannedPart, kind: Kind, device: torch.device) -> Wrapper:
-        """A wrapper whose plan is of this part: made for a step's first layer of a kind."""
+        """Return a wrapper whose plan is of this part; a step's first layer of a kind plans."""
         key = (device, kind, part.make)
         held = self._wrappers.get(key)
         if held is None:
@@ -257,7 +260,7 @@ class FlashInferAttention(AttentionBackend):
 def _step_of(
     batch: AttentionBatch, kind: Kind, view: LayerView, num_tokens: int, device: torch.device
 ) -> _FlashInferStep:
-    """A step's parts, worked out for its first layer of a kind."""
+    """Return a step's parts, worked out for its first layer of a kind."""
     key = ("flashinfer", kind.spec, page_tokens_of(view), device)
     step: _FlashInferStep | None = batch.memo.get(key)
     if step is None:
@@ -297,7 +300,7 @@ def _split(
 def _queries(
     batch: AttentionBatch, rows: npt.NDArray[np.intp], device: torch.device
 ) -> slice | Tensor:
-    """The packed queries of these sequences."""
+    """Return the packed queries of these sequences: a slice, or i64[Q]."""
     starts = batch.query_starts
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
@@ -313,7 +316,7 @@ def _captured(
     batch: AttentionBatch,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A step that is captured, or about to be: its sequences are known when it is replayed."""
+    """Attend in a step that is captured, or about to be: a replay knows its sequences."""
     out, lse = wrapper.run(q.contiguous(), k, v, out=None, with_lse=sinks is not None)
     if sinks is not None:
         assert lse is not None

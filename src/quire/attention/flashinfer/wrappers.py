@@ -1,8 +1,7 @@
 """FlashInfer's three wrappers, planned and run: what each is told, in the words of its own API.
 
 A wrapper holds one plan in memory of its own. They share the memory for partial results, since the
-kernels of one stream run one after the other. Which pages are read, ``pages`` says; what may be
-asked of them at all, ``limits``.
+kernels of one stream run one after the other. ``backend`` says what they cannot serve.
 
 Source: FlashInfer 0.7.2, ``decode.py``, ``prefill.py``, ``mla``. Arguments that older releases lack
 are not given.
@@ -48,13 +47,13 @@ class PageTables:
 
 
 def page_tokens_of(view: LayerView) -> int:
-    """Tokens of a page of this view."""
+    """Return the tokens of a page of this view."""
     longest = view.k.shape[2]
     return min(longest, RANGE_PAGE_TOKENS) if view.slots_per_row == 1 else longest
 
 
 def empty_tables(num_seqs: int, page_tokens: int) -> PageTables:
-    """One query each, and nothing to read."""
+    """Make tables of one query each, and nothing to read."""
     zeros = torch.zeros(num_seqs, dtype=torch.int32)
     return PageTables(
         query_starts=torch.arange(num_seqs + 1, dtype=torch.int32),
@@ -74,7 +73,7 @@ def page_tables(
     page_tokens: int,
     of_ranges: bool,
 ) -> PageTables:
-    """The pages of the sequences ``rows``, each of which has a query and something to read."""
+    """Make page tables of the sequences ``rows``, i64[R], which all have a query and a context."""
     query_lens = np.diff(batch.query_starts)[rows]
     context_lens = batch.context_lens[rows]
     starts: Counts = np.asarray(spec.live_start(context_lens - query_lens))
@@ -103,7 +102,7 @@ def page_tables(
 
 
 def _counted(counts: Counts) -> Counts:
-    """0 … counts[0] - 1, 0 … counts[1] - 1, and so on."""
+    """Count 0 … counts[0] - 1, 0 … counts[1] - 1, and so on: i64[sum]."""
     stops = counts.cumsum()
     return np.arange(stops[-1]) - np.repeat(stops - counts, counts)
 
@@ -123,7 +122,7 @@ def _i32(x: npt.NDArray[Any]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What the calls that one plan serves have in common."""
+    """All that the calls which one plan serves have in common."""
 
     spec: AttentionSpec
     num_heads: int
@@ -141,7 +140,9 @@ class Kind:
 class Wrapper(Protocol):
     """One kind of call. ``run`` serves any layer until the next ``plan``."""
 
-    def plan(self, tables: PageTables) -> None: ...
+    def plan(self, tables: PageTables) -> None:
+        """Plan for the sequences of these tables."""
+        ...
 
     def run(
         self,
@@ -152,27 +153,25 @@ class Wrapper(Protocol):
         out: Tensor | None,  # [Q, H, Dv]: where the result goes, if given
         with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The result, and with ``with_lse`` log2 of the sum of weights, f32[Q, H]."""
+        """Attend. Return the result, and ``with_lse`` log2 of the sum of weights, f32[Q, H]."""
         ...
 
 
-class Decode:
-    """One query a sequence.
+class _Paged:
+    """Keys and values in pages, by either of the two wrappers for them."""
 
-    On tensor cores: the query heads that share a key-value head are rows of one product. For few of
-    them it reads no slower, and the kernel is the prefill's, so there is one less to compile.
-    """
+    _wrapper: Any
+    _kind: Kind
 
-    def __init__(self, library: Any, workspace: Tensor, kind: Kind, **arrays: Any) -> None:
-        """``arrays``: where the plan's numbers are put, for a graph that looks for them there."""
-        self._kind = kind
-        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, kv_layout="HND", use_tensor_cores=True, **arrays
-        )
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return _pair(self._wrapper.run(q, (k, v), out=out, return_lse=with_lse))
 
-    def plan(self, tables: PageTables) -> None:
+    def _plan(self, tables: PageTables, *query_starts: Tensor, **options: Any) -> None:
         (heads, width), _ = self._kind.spec.entry_shapes
         self._wrapper.plan(
+            *query_starts,
             tables.page_starts,
             tables.page_ids,
             tables.last_page_tokens,
@@ -180,19 +179,41 @@ class Decode:
             heads,
             width,
             tables.page_tokens,
-            **_common(self._kind),
+            pos_encoding_mode="NONE",  # keys are stored after RoPE
+            window_left=self._kind.window_left,
+            logits_soft_cap=self._kind.softcap,
+            sm_scale=self._kind.scale,
+            q_data_type=self._kind.q_dtype,
+            kv_data_type=self._kind.kv_dtype,
+            **options,
         )
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return _pair(self._wrapper.run(q, (k, v), out=out, return_lse=with_lse))
+
+class Decode(_Paged):
+    """One query a sequence.
+
+    On tensor cores: the query heads that share a key-value head are rows of one product. For few of
+    them it reads no slower, and the kernel is the prefill's, so there is one less to compile.
+    """
+
+    def __init__(self, library: Any, workspace: Tensor, kind: Kind, **arrays: Any) -> None:
+        """Make a wrapper. ``arrays``: where a graph looks for the plan's numbers."""
+        self._kind = kind
+        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, kv_layout="HND", use_tensor_cores=True, **arrays
+        )
+
+    def plan(self, tables: PageTables) -> None:
+        self._plan(tables)
 
 
 def captured_decode(
     library: Any, workspace: Tensor, kind: Kind, num_seqs: int, num_pages: int
 ) -> Decode:
-    """For a graph of ``num_seqs`` sequences that have at most ``num_pages`` pages together."""
+    """Make a wrapper for a graph of ``num_seqs`` sequences, ``num_pages`` pages together at most.
+
+    ``workspace``: u8[bytes].
+    """
 
     def room(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=workspace.device)
@@ -208,7 +229,7 @@ def captured_decode(
     )
 
 
-class Prefill:
+class Prefill(_Paged):
     """Any number of queries a sequence: the last ones of its context, each up to itself."""
 
     def __init__(self, library: Any, workspace: Tensor, kind: Kind) -> None:
@@ -216,24 +237,7 @@ class Prefill:
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
 
     def plan(self, tables: PageTables) -> None:
-        (heads, width), _ = self._kind.spec.entry_shapes
-        self._wrapper.plan(
-            tables.query_starts,
-            tables.page_starts,
-            tables.page_ids,
-            tables.last_page_tokens,
-            self._kind.num_heads,
-            heads,
-            width,
-            tables.page_tokens,
-            causal=True,
-            **_common(self._kind),
-        )
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return _pair(self._wrapper.run(q, (k, v), out=out, return_lse=with_lse))
+        self._plan(tables, tables.query_starts, causal=True)
 
 
 class Latent:
@@ -277,17 +281,6 @@ class Latent:
         )
 
 
-def _common(kind: Kind) -> dict[str, Any]:
-    return dict(
-        pos_encoding_mode="NONE",  # keys are stored after RoPE
-        window_left=kind.window_left,
-        logits_soft_cap=kind.softcap,
-        sm_scale=kind.scale,
-        q_data_type=kind.q_dtype,
-        kv_data_type=kind.kv_dtype,
-    )
-
-
 def _pair(found: Any) -> tuple[Tensor, Tensor | None]:
     return found if isinstance(found, tuple) else (found, None)
 
@@ -316,7 +309,7 @@ class _Held:
 
 @final
 class CapturedPlans:
-    """What is planned for graphs. An implementation of ``Replays``."""
+    """The plans for graphs: an implementation of ``Replays``."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], dict[Kind, _Held]] = {}
@@ -325,7 +318,9 @@ class CapturedPlans:
     def wrapper(
         self, library: Any, workspace: Tensor, kind: Kind, view: LayerView, placed: PlacedBatch
     ) -> Decode:
-        """Of a step of padding, which is about to be captured; made by the run before.
+        """Return the wrapper of a step of padding, which is about to be captured.
+
+        The run before made it. ``workspace``: u8[bytes].
 
         Raises: RuntimeError for what is not captured.
         """
@@ -345,14 +340,14 @@ class CapturedPlans:
         return held.wrapper
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """The plans of a step that is about to be replayed."""
+        """Plan a step that is about to be replayed."""
         for device in self._devices:
             for held in self._held.get(_place_of(batch.on(device)), {}).values():
                 held.wrapper.plan(_padded_tables(batch, held))
 
 
 def is_padding(batch: AttentionBatch) -> bool:
-    """Whether a step has no sequence: a graph is captured with such a step."""
+    """Return whether a step has no sequence, as the step that a graph is captured with."""
     return not batch.context_lens.any() and bool((np.diff(batch.query_starts) == 1).all())
 
 
@@ -361,7 +356,7 @@ def _place_of(placed: PlacedBatch) -> tuple[int, int]:
 
 
 def _padded_tables(batch: AttentionBatch, held: _Held) -> PageTables:
-    """The pages of a padded step, in which the padding lies behind the sequences."""
+    """Make the page tables of a padded step, in which the padding lies behind the sequences."""
     live = np.flatnonzero(batch.context_lens)
     if not len(live):
         return empty_tables(batch.num_seqs, held.page_tokens)

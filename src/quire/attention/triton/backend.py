@@ -1,9 +1,9 @@
 """``TritonAttention``: a step's calls of the kernels, for layers in any storage.
 
-Sequences with few queries and those with many have a tile each (``tiles``), so a step has one call
-or two, and each is followed by a ``join`` where its walks are split. Which ones, and how many
-programs each has, follows from sizes that a recorded step keeps (``PlacedBatch``): a CUDA graph of
-it may be played with other contexts, tables and chunks. What is read lies on the device.
+Sequences with few queries have one kind of tile and those with many another (``launch``), so a step
+has one call or two, and a ``join`` follows each whose walks are split. The calls and their programs
+follow from sizes that a recorded step keeps (``PlacedBatch``): a CUDA graph of the step may be
+played with other contexts, tables and chunks, which the kernels read on the device.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TritonStep:
-    """What a group's layers have in common."""
+    """A step's calls, planned once for all layers of a group."""
 
     spec: AttentionSpec  # kept, so that its id stays its own
     shape: AttendLaunch
@@ -92,7 +92,10 @@ class TritonAttention(AttentionBackend):
         return None
 
     def make_writer(self, view: LayerView) -> TritonWriter:
-        """What writes a layer's entries, for its storage. Raises: ValueError as ``attend`` does."""
+        """Make what writes a layer's entries, for its storage.
+
+        Raises: ValueError as ``attend`` does.
+        """
         return TritonWriter(view, self._known_gpu(view.k.device))
 
     def attend(

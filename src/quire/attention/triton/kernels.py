@@ -6,8 +6,8 @@ For each step of TOKENS tokens, with the online softmax in base 2:
     S = Q Kᵀ · factor       m' = max(m, max S)       P = 2 ** (S - m')
     l' = l · 2 ** (m - m') + Σ P                     O' = O · 2 ** (m - m') + P V
 
-Rows of a tile are (query, head). Addresses are computed in 64 bits, from strides; what is not to be
-read has none. What a call says is ``call``'s to know, and which tokens are walked over, ``walk``'s.
+Rows of a tile are (query, head). Addresses are computed in 64 bits, from strides; a token that is
+not to be read has none. ``backend`` says what a call's parameters are.
 """
 
 import triton
@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of(tile, query_starts, num_seqs, QUERIES: tl.constexpr):
-    """The sequence that has a tile, where sequence i has begun query_starts[i] // QUERIES + i."""
+    """Find the sequence that has a tile; sequence i has begun query_starts[i] // QUERIES + i."""
     low = tile * 0
     high = num_seqs
     while high - low > 1:
@@ -39,7 +39,7 @@ def sequence_of(tile, query_starts, num_seqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def queries_of(tile, query_starts, num_seqs, QUERIES: tl.constexpr, SEVERAL: tl.constexpr):
-    """(sequence, its first query, how many it has, the tile's first among them)."""
+    """Find (sequence, its first query, how many it has, the tile's first among them)."""
     if SEVERAL:
         seq = sequence_of(tile, query_starts, num_seqs, QUERIES)
         begin = tl.load(query_starts + seq)
@@ -53,7 +53,7 @@ def queries_of(tile, query_starts, num_seqs, QUERIES: tl.constexpr, SEVERAL: tl.
 
 @triton.jit
 def live_start(position, reach, KIND: tl.constexpr):
-    """The first token that a query reads: ``live_range`` of the layer's spec."""
+    """Find the first token that a query reads: ``live_range`` of the layer's spec."""
     if KIND == "sliding":
         start = tl.maximum(position - reach + 1, 0)
     elif KIND == "chunked":
@@ -68,7 +68,7 @@ def walk_of(  # noqa: PLR0913
     context, count, first, reach, num_splits,
     KIND: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """(the first token that a tile reads, one past the last, tokens of each split).
+    """Find (a tile's first token, one past its last, tokens of each split).
 
     The walk begins at a multiple of TOKENS, which may be before the first. No split has fewer than
     LEAST steps, unless the walk has.
@@ -92,7 +92,7 @@ def walk_of(  # noqa: PLR0913
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
-    """float32 in another dtype: to nearest, ties to even."""
+    """Round float32 to another dtype: to nearest, ties to even."""
     if EMULATED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
@@ -104,7 +104,7 @@ def rounded(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
 
 @triton.jit
 def wide(x, EMULATED: tl.constexpr):
-    """Any float in float32."""
+    """Make float32 of any float."""
     if EMULATED and x.dtype == tl.bfloat16:
         y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -114,7 +114,7 @@ def wide(x, EMULATED: tl.constexpr):
 
 @triton.jit
 def factor(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
-    """float32 as one side of a product in a dtype."""
+    """Make float32 one side of a product in a dtype."""
     y = rounded(x, DTYPE, EMULATED)
     if EMULATED:
         y = wide(y, EMULATED)
@@ -125,7 +125,7 @@ def factor(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
 def stored_factor(
     x, KIND: tl.constexpr, DTYPE: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr
 ):
-    """What is kept, as one side of a product. All codes are exact in all dtypes."""
+    """Make what is kept one side of a product. All codes are exact in all dtypes."""
     if KIND == "fp8":
         x = x.to(tl.float8e4nv, bitcast=True) if FP8_CONVERTS else from_fp8(x)
     return wide(x, EMULATED) if EMULATED else x.to(DTYPE)
@@ -133,7 +133,7 @@ def stored_factor(
 
 @triton.jit
 def from_fp8(codes):
-    """u8 → float32. The same exponent and mantissa, with another bias: 127 against 7."""
+    """Convert u8 to float32: the same exponent and mantissa, with another bias, 127 against 7."""
     codes = codes.to(tl.uint32)
     magnitude = codes & 0x7F
     bits = ((codes & 0x80) << 24) | (magnitude << 20)
@@ -144,7 +144,7 @@ def from_fp8(codes):
 
 @triton.jit
 def to_fp8(x):
-    """float32 within ±448, or NaN → u8: to nearest, ties to even."""
+    """Convert float32 within ±448, or NaN, to u8: to nearest, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -181,6 +181,7 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     ROWS: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
     DTYPE: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
+    """Attend: a tile of queries over one split of what it reads, as above."""
     PARTS: tl.constexpr = (SHARING + ROWS - 1) // ROWS  # of the heads that share one
     HEADS: tl.constexpr = (SHARING + PARTS - 1) // PARTS  # in a tile
     QUERIES: tl.constexpr = ROWS // HEADS
@@ -341,6 +342,7 @@ def join(  # noqa: PLR0913
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
     MOST: tl.constexpr, TOGETHER: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
+    """Join the splits of a query and a head."""
     tile = tl.program_id(0) // num_queries
     head = tl.program_id(1)
     seq, begin, count, first = queries_of(tile, query_starts, num_seqs, QUERIES, SEVERAL)
@@ -396,6 +398,7 @@ def write(  # noqa: PLR0913
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
     KEPT: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
+    """Write the key and the value of a token, for some heads, into its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -423,7 +426,7 @@ def _store(  # noqa: PLR0913
     to, scales, scale_at, x, own, mask,
     KEPT: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """x [heads, width] as it is kept."""
+    """Store x [heads, width] as it is kept."""
     if KEPT == "int8":
         x = wide(x, EMULATED)
         # As integers, floats without a sign are in the same order, and NaN comes last.
@@ -455,6 +458,7 @@ def _store(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def take(out, held, slots, held_row, length, ELEMENTS: tl.constexpr):
+    """Copy a part of the row of a slot out."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     at = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -465,6 +469,7 @@ def take(out, held, slots, held_row, length, ELEMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def put(held, new, slots, held_row, length, ELEMENTS: tl.constexpr):
+    """Copy a part of a row into its slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:

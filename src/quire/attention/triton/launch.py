@@ -1,4 +1,4 @@
-"""How much a program does: one small table, and nothing that is tried out while a request waits.
+"""How much a program does: one small table, so that no request waits for a trial of sizes.
 
 The table has reasons and no measurements: decision 38.
 """
@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.attention.gather import query_sharing
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention, SlidingWindow
 from quire.units import ceil_div
@@ -18,10 +19,7 @@ from quire.units import ceil_div
 # What the kernels are made for: a GPU's facts, or the interpreter's in place of one.
 
 
-LEAST_CAPABILITY = (
-    8,
-    0,
-)  # bfloat16 products, and copies into shared memory that are not waited for
+LEAST_CAPABILITY = 8, 0  # bfloat16 products, and copies into shared memory without a wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +34,12 @@ class Gpu:
 
 
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET was set when Triton was imported, which decides for the process."""
+    """Return whether TRITON_INTERPRET was set at the import of Triton, which decides for all."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def find_gpu(device: torch.device) -> Gpu | str:
-    """A device's facts, or why the kernels cannot run there."""
+    """Read a device's facts, or say why the kernels cannot run there."""
     if interpreted() and device.type in ("cpu", "cuda"):
         return Gpu(  # an H200's figures, so that what is split there is split here
             num_processors=132,
@@ -90,15 +88,19 @@ class Tile:
     buffers: int  # steps whose entries are on their way while one is worked on
 
     def num_stages(self, *, looked_up: bool) -> int:
-        """Triton's word. Where each step's entries are found through a table, that is on its way
-        first, and Triton divides the stages evenly between the two."""
+        """Return Triton's number of stages for the buffers.
+
+        Where a table tells each step's entries, the table's entry is on its way first, and Triton
+        divides the stages evenly between the two.
+        """
         return 1 + self.buffers * (2 if looked_up else 1)
 
     def heads(self, sharing: int) -> int:
-        """Of those that share one, in a tile: all of them, or an equal part."""
+        """Return the heads in a tile: all that share a key-value head, or an equal part."""
         return ceil_div(sharing, ceil_div(sharing, self.rows))
 
     def queries(self, sharing: int) -> int:
+        """Return the queries in a tile."""
         return self.rows // self.heads(sharing)
 
 
@@ -137,14 +139,14 @@ FEW_PER_PROCESSOR, MANY_PER_PROCESSOR = 8, 2
 
 
 def room(width: int) -> int:
-    """The next power of two, which is what Triton has vectors of; 16 at least, for products."""
+    """Round up to a power of two, which Triton has vectors of; 16 at least, for products."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def few_queries(
     *, key: int, value: int, entry_bytes: int, plain: bool, sharing: int, gpu: Gpu
 ) -> Tile:
-    """For sequences with a tile of queries at most, as in decoding: the memory decides."""
+    """Choose for sequences with a tile of queries at most, as in decoding: the memory decides."""
     width = max(room(key), room(value))
     tile = _first(_PLAIN_FEW if plain else _FEW, width)
     if not plain:
@@ -154,7 +156,7 @@ def few_queries(
 
 
 def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gpu) -> Tile:
-    """For longer chunks: arithmetic decides."""
+    """Choose for longer chunks: arithmetic decides."""
     from_shared = gpu.products_from_shared and entry_bytes > 1
     table = _MANY if from_shared else _MANY_IN_REGISTERS
     tile = _first(_PLAIN_MANY if plain else table, max(room(key), room(value)))
@@ -164,7 +166,7 @@ def many_queries(*, key: int, value: int, entry_bytes: int, plain: bool, gpu: Gp
 
 
 def num_splits(num_programs: int, num_tokens: int, tile: Tile, wanted_programs: int) -> int:
-    """Parts of each walk over ``num_tokens`` at most: as many as keep the processors busy."""
+    """Split each walk over ``num_tokens`` at most into parts that keep the processors busy."""
     wanted = ceil_div(wanted_programs, max(1, num_programs))
     possible = ceil_div(num_tokens, LEAST_STEPS * tile.tokens)
     return max(1, min(wanted, possible, MOST_SPLITS))
@@ -175,7 +177,7 @@ def _first(table: tuple[tuple[int, Tile], ...], width: int) -> Tile:
 
 
 def _fitting(tile: Tile, width: int, entry_bytes: int, gpu: Gpu) -> Tile:
-    """With fewer steps on their way, or shorter ones, where they would not fit beside the queries.
+    """Take fewer steps on their way, or shorter ones, where they do not fit beside the queries.
 
     Where products are read from shared memory, the step that is worked on stays there meanwhile.
     """
@@ -221,14 +223,13 @@ class AttendLaunch:
 
 
 def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendLaunch:
-    """Raises: ValueError where queries do not fit the view."""
+    """Describe the kind of layer and of queries [T, H, D].
+
+    Raises: ValueError where queries do not fit the view.
+    """
     latent = isinstance(spec, LatentAttention)
+    sharing = query_sharing(q, view, spec)
     (_, kv_heads, _, key), value = view.k.shape, view.v.shape[-1]
-    width = key + value if latent else key
-    if q.shape[1] % kv_heads or q.shape[2] != width:
-        raise ValueError(
-            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit {kv_heads} heads of {width}"
-        )
     if q.dtype not in _FLOATS:
         raise ValueError(f"there is no kernel for queries in {q.dtype}")
     reads, reach = "full", 0
@@ -239,7 +240,7 @@ def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendLaunch:
     kept = kept_as(view.k.dtype)
     return AttendLaunch(
         kv_heads=kv_heads,
-        sharing=q.shape[1] // kv_heads,
+        sharing=sharing,
         key=key,
         value=value,
         reads=reads,
@@ -253,7 +254,7 @@ def shape_of(q: Tensor, view: LayerView, spec: AttentionSpec) -> AttendLaunch:
 
 
 def kept_as(dtype: torch.dtype) -> str:
-    """Raises: ValueError for a dtype that no kernel reads."""
+    """Return how a dtype is kept. Raises: ValueError for one that no kernel reads."""
     if dtype in _FLOATS:
         return "plain"
     if dtype == torch.int8:

@@ -1,4 +1,4 @@
-"""What writes a layer's entries for its storage, by the kernel of ``write``."""
+"""Writers by Triton's kernels: a layer's entries, and rows of recurrent states."""
 
 from types import MappingProxyType
 from typing import Any, final
@@ -6,14 +6,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from quire.attention.gather import check_entries
 from quire.attention.triton.kernels import put, take, write
 from quire.attention.triton.launch import Gpu, kept_as, room
 from quire.devices import on_device
 from quire.kv import LayerView
 from quire.units import ceil_div
-
-# -- entries ---------------------------------------------------------------------------------------
-
 
 _ELEMENTS = 2048  # of a program: some heads of one token
 
@@ -54,7 +52,13 @@ class TritonWriter:
 
         Raises: ValueError for other shapes, dtypes or devices; then nothing has been written.
         """
-        self._check(slots, k, v)
+        check_entries(self._view, len(slots), slots.dtype, k, v)
+        kept_on = self._view.k.device
+        if not slots.device == k.device == v.device == kept_on:
+            raise ValueError(
+                f"slots are on {slots.device}, keys on {k.device} and values on {v.device}: this "
+                f"layer lies on {kept_on}"
+            )
         if not len(slots):
             return
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -64,28 +68,8 @@ class TritonWriter:
                 num_warps=4, enable_fp_fusion=False, **self._options,
             )  # fmt: skip
 
-    def _check(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        (_, heads, _, key), value = self._view.k.shape, self._view.v.shape[-1]
-        num_tokens = len(slots)
-        if k.shape != (num_tokens, heads, key) or v.shape != (num_tokens, heads, value):
-            raise ValueError(
-                f"{num_tokens} slots for keys {list(k.shape)} and values {list(v.shape)}: this "
-                f"layer keeps {heads} heads of {key} and {value}"
-            )
-        if slots.dtype != torch.int64 or v.dtype != k.dtype:
-            raise ValueError(f"slots are {slots.dtype}, keys {k.dtype}, values {v.dtype}")
-        kept_on = self._view.k.device
-        if not slots.device == k.device == v.device == kept_on:
-            raise ValueError(
-                f"slots are on {slots.device}, keys on {k.device} and values on {v.device}: this "
-                f"layer lies on {kept_on}"
-            )
-
 
 # -- recurrent states ------------------------------------------------------------------------------
-
-# Rows of recurrent states by their slots, of padding too, by the kernels of ``move``.
-
 
 _OPTIONS = MappingProxyType(
     {
@@ -102,7 +86,10 @@ class TritonRows:
     """A ``RowMover`` that leaves out padding, whose slot is -1."""
 
     def take(self, held: Tensor, slots: Tensor) -> Tensor:
-        """Raises: ValueError for slots of another kind, or rows with gaps inside."""
+        """Copy rows [n, …] out of ``held`` [slots, …] by slots i64[n]; padding is zeros.
+
+        Raises: ValueError for slots of another kind, or rows with gaps inside.
+        """
         _check(held, slots)
         out = held.new_empty(len(slots), *held.shape[1:])
         length = held[0].numel()
@@ -113,7 +100,10 @@ class TritonRows:
         return out
 
     def put(self, held: Tensor, slots: Tensor, new: Tensor) -> None:
-        """Raises: ValueError as ``take`` does, and for rows of another kind; none is written."""
+        """Copy ``new`` [n, …] into ``held`` [slots, …] by slots i64[n], padding left out.
+
+        Raises: ValueError as ``take`` does, and for rows of another kind; none is written.
+        """
         _check(held, slots)
         if new.shape != (len(slots), *held.shape[1:]) or new.dtype != held.dtype:
             raise ValueError(

@@ -38,9 +38,9 @@ MAX_FP8 = 448.0
 
 
 def quantize(x: "Tensor", dtype: "torch.dtype") -> "tuple[Tensor, Tensor | None]":
-    """Entries as they are stored: codes in ``dtype``, and the scales if it has them.
+    """Quantize entries [..., D] to codes [..., D] in ``dtype``, and scales [...] if it has them.
 
-    Any other dtype than the two above is a plain cast. Shapes: [..., D] → [..., D] and [...].
+    Any other dtype than the two above is a plain cast.
     """
     import torch
 
@@ -57,9 +57,9 @@ def quantize(x: "Tensor", dtype: "torch.dtype") -> "tuple[Tensor, Tensor | None]
 
 
 def dequantize(codes: "Tensor", scales: "Tensor | None") -> "Tensor":
-    """Stored entries as attention reads them: float32, or as they are if they are no codes.
+    """Return stored entries [..., D], with scales [...], as attention reads them.
 
-    Shapes: [..., D] and [...] → [..., D].
+    Codes become float32; other entries stay as they are.
     """
     import torch
 
@@ -69,7 +69,7 @@ def dequantize(codes: "Tensor", scales: "Tensor | None") -> "Tensor":
 
 
 def bits(x: "Tensor") -> "Tensor":
-    """The same memory in a dtype that every operation of torch knows."""
+    """View a tensor [..., D] in a dtype that every operation of torch knows."""
     import torch
 
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
@@ -90,7 +90,7 @@ class Entries:
         return [bits(part) for part in (self.codes, self.scales) if part is not None]
 
     def quantize(self, x: "Tensor") -> "Entries":
-        """[T, K, D] as it is stored here."""
+        """Quantize x [T, K, D] as it is stored here."""
         return Entries(*quantize(x, self.codes.dtype))
 
     def read(self, index: Any) -> "Tensor":
@@ -101,12 +101,13 @@ class Entries:
 def stored(
     keys: Entries, values: Entries, k: "Tensor", v: "Tensor"
 ) -> "Iterator[tuple[Tensor, Tensor]]":
-    """(where, what) for each part of new entries [T, K, D] and [T, K, Dv]."""
+    """Yield (where, what) for each part of new entries [T, K, D] and [T, K, Dv]."""
     for held, x in ((keys, k), (values, v)):
         yield from zip(held.parts, held.quantize(x).parts, strict=True)
 
 
 def layer_view(keys: Entries, values: Entries, *, slots_per_row: int) -> LayerView:
+    """Make the view of a layer's keys and values."""
     return LayerView(
         k=keys.codes,
         v=values.codes,
@@ -147,7 +148,7 @@ class RangeLayer:
         return self._keys.read(index), self._values.read(index)
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
-        """Each part, tokens first: [T, K, D] and [T, K]."""
+        """Copy out each part, tokens first: [T, K, D] and [T, K]."""
         return [part[:, slots].transpose(0, 1).contiguous() for part in self.parts]
 
     def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from quire.kv.interface import Accounting, EntryWriter, LayerView, MakeWriter
 from quire.kv.layout import attention_spec, range_rows, row_bytes
 from quire.kv.storage.entries import Entries, RangeLayer, layer_view, stored
-from quire.kv.storage.pages import Pages, back
 from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory, MemoryProvider, Region
+from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import AttentionSpec, Group
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
@@ -49,13 +49,13 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Where a group's blocks lie: in a region for each layer, or in rows of one for all."""
+    """Where a group's blocks lie: a region for each layer, or one region with a row for all."""
 
     regions: tuple[Region, ...]
     block_bytes: int  # in each
 
     def pages(self, first: int, count: int) -> list[Pages]:
-        """Those of some neighbouring blocks."""
+        """Return the pages of neighbouring blocks."""
         start, length = first * self.block_bytes, count * self.block_bytes
         return [Pages(region, start, length) for region in self.regions]
 
@@ -94,11 +94,11 @@ class RangeStorage:
                     self._copy(held.layer, change)
             else:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
-                regions = [held.region for held in layers]
-                back(change, [pages for each in regions for pages in self._pages(each, change)])
+                pages = [piece for held in layers for piece in self._pages(held.region, change)]
+                change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
-        """Nothing is copied beside the steps."""
+        """Do nothing: no copy runs beside the steps."""
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         self._layers[layer].layer.write(slots, k, v)
@@ -113,6 +113,7 @@ class RangeStorage:
         self._layers[layer].layer.load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._layers[layer].layer.view
 
     def states(self, group: int) -> StateRows:
@@ -192,10 +193,11 @@ class BlockStorage:
             else:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 first, stop = change.start // self._block_size, change.stop // self._block_size
-                back(change, self._memory[change.group].pages(first, stop - first))
+                pages = self._memory[change.group].pages(first, stop - first)
+                change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
-        """Nothing is copied beside the steps."""
+        """Do nothing: no copy runs beside the steps."""
 
     def write(self, layer: int, slots: "Tensor", k: "Tensor", v: "Tensor") -> None:
         held = self._layers[layer]
@@ -222,6 +224,7 @@ class BlockStorage:
             held[block, :, offset] = part.to(held.device)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._layers[layer].view
 
     def states(self, group: int) -> StateRows:

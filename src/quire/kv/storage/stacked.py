@@ -15,11 +15,11 @@ from quire.errors import MemoryUnavailable
 from quire.kv.interface import Accounting, LayerView, MakeWriter
 from quire.kv.layout import Stacking, attention_spec
 from quire.kv.storage.entries import Entries, RangeLayer
-from quire.kv.storage.pages import Pages, back
 from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
+from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import AttentionSpec
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
@@ -53,7 +53,7 @@ class CopyStream:
 
     @property
     def stream(self) -> int:
-        """Its handle."""
+        """The stream's handle."""
         handle: int = self._stream.cuda_stream
         return handle
 
@@ -66,13 +66,13 @@ class CopyStream:
         self._copied[where] = self._stream.record_event()
 
     def require(self, where: Hashable) -> None:
-        """What is launched from now on finds these copies done."""
+        """Make what is launched from now on wait for the copies made in ``where``."""
         event = self._copied.pop(where, None)
         if event is not None:
             self._cuda.current_stream(self._device).wait_event(event)
 
     def settle(self) -> None:
-        """All of them."""
+        """Make what is launched from now on wait for all copies."""
         for where in list(self._copied):
             self.require(where)
 
@@ -84,7 +84,7 @@ class StackedAccounting(Accounting, Protocol):
     """An accounting of ranges says how they are laid out."""
 
     def stacking(self, group: int) -> Stacking | None:
-        """How a group's layers lie together; None: head by head, each layer by itself."""
+        """Return how a group's layers lie together; None: each layer by itself, head by head."""
         ...
 
 
@@ -105,7 +105,7 @@ class _Stack:
         return Pages(self.region, change.start * size, (change.stop - change.start) * size)
 
     def copy(self, change: Copy) -> None:
-        """All that some tokens have here."""
+        """Copy all that some tokens have here."""
         source = self.rows[change.source : change.source + change.num_slots]
         if abs(change.source - change.target) < change.num_slots:  # they overlap
             source = source.clone()
@@ -167,7 +167,8 @@ class StackedStorage:
                 for stack in stacks:
                     self._copy(stack, change)
             else:
-                back(change, [stack.pages(change) for stack in stacks])
+                pages = [stack.pages(change) for stack in stacks]
+                change_pages(pages, commit=isinstance(change, Commit))
 
     def settle(self) -> None:
         if self._beside is not None:
@@ -186,6 +187,7 @@ class StackedStorage:
         self._settled(layer).load(slots, parts)
 
     def view(self, layer: int) -> LayerView:
+        """Return the view of a layer."""
         return self._settled(layer).view
 
     def states(self, group: int) -> StateRows:
@@ -243,7 +245,7 @@ class StackedStorage:
 
 
 def _show(several: list[_Stack], change: Map) -> None:
-    """In all stacks, or in none."""
+    """Show pages in all stacks, or in none. Raises: MemoryUnavailable."""
     for index, stack in enumerate(several):
         try:
             stack.show(change)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.kv.layout import slot_bytes, state_offsets
-from quire.kv.storage.pages import Pages, back
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory
+from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import Group, KeptWhole
 from quire.spec.layer_specs import dtype_bytes
 
@@ -44,26 +44,27 @@ class StateRows:
             self._layers[layer] = tuple(tensors)
 
     def layer(self, layer: int) -> "tuple[Tensor, ...]":
-        """Each of its states as the spec lists them: [slots, *shape]."""
+        """Return each of its states as the spec lists them: [slots, *shape]."""
         return self._layers[layer]
 
     def apply(self, change: StorageOp) -> None:
-        """Raises: MemoryUnavailable, and then nothing of it is done."""
+        """Carry a change out. Raises: MemoryUnavailable, and then nothing of it is done."""
         if isinstance(change, Copy):
             stop = change.source + change.num_slots
             target = self._rows[change.target : change.target + change.num_slots]
             target.copy_(self._rows[change.source : stop])
             return
         assert isinstance(change, Commit | Release), f"{change} asks for a window"
-        start, length = change.start, change.stop - change.start
-        back(change, [Pages(self._region, start * self._row_bytes, length * self._row_bytes)])
+        start, stop = change.start * self._row_bytes, change.stop * self._row_bytes
+        pages = Pages(self._region, start, stop - start)
+        change_pages([pages], commit=isinstance(change, Commit))
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
         """Copy rows out: slots i64[n]; one tensor, u8[n, bytes]."""
         return [self._rows[slots, : self._used_bytes]]
 
     def load(self, slots: "Tensor", parts: "list[Tensor]") -> None:
-        """Put back what ``save`` gave."""
+        """Put back what ``save`` gave: slots i64[n], one tensor u8[n, bytes]."""
         (rows,) = parts
         self._rows[slots, : self._used_bytes] = rows.to(self._rows.device)
 
@@ -75,7 +76,7 @@ class StateRows:
 def make_states(
     memory: CountedMemory, groups: tuple[Group, ...], num_slots: Callable[[int], int]
 ) -> dict[int, StateRows]:
-    """Rows for the groups that keep something whole, by the groups' numbers."""
+    """Make rows for the groups that keep something whole, by the groups' numbers."""
     return {
         index: StateRows(memory, group, num_slots(index))
         for index, group in enumerate(groups)

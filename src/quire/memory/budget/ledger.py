@@ -1,6 +1,6 @@
-"""A budget that explains itself: a line a term, the limit that bound, the way out of a refusal.
+"""A budget that explains itself: a line a term, the limit that decided, the flag that would help.
 
-How the terms come about is a rule's matter (``budget``).
+``rules`` makes ledgers.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quire.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a model and a configuration need besides, and of, KV memory."""
+    """Bytes that a model and a configuration need for KV memory and besides it."""
 
     weights_bytes: int
     # Of these, what the machine's figures count as used already. Weights that are mapped from a
@@ -35,7 +35,7 @@ class Needs:
 
     @property
     def step_bytes(self) -> int:
-        """What steps need besides weights and KV."""
+        """Bytes that steps need besides weights and KV."""
         return self.activation_bytes + self.graph_bytes + self.swap_buffer_bytes
 
 
@@ -81,11 +81,11 @@ class Ledger:
 
     @property
     def kv_bytes(self) -> int:
-        """What the rule gives; where it refuses, what it asked for."""
+        """Bytes that the rule gives; where it refuses, those that it asked for."""
         return sum(term.num_bytes for term in self.terms)
 
     def explain(self) -> str:
-        """The terms as text, a line each."""
+        """Write the terms as text, a line each."""
         rows = [(term.label, term.num_bytes, term.source) for term in self.terms]
         rows.append((f"KV memory ({self.rule})", self.kv_bytes, self.bound))
         if self.state_bytes:
@@ -102,14 +102,14 @@ class Ledger:
         )
 
     def require(self) -> int:
-        """The bytes. Raises: ConfigError with the whole ledger and the flag that would help."""
+        """Return the bytes. Raises: ConfigError with the whole ledger and the flag that helps."""
         if self.refusal is None:
             return self.kv_bytes
         raise ConfigError(f"{self.refusal}: {self.advice}\n{self.explain()}")
 
     @property
     def advice(self) -> str:
-        """What to do about a refusal."""
+        """The way out of a refusal."""
         if self.remedy is not None:
             lower = "lower it, " if self.remedy.option == self.bound else ""
             return f"{lower}set {self.remedy.flag}"

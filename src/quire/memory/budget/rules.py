@@ -19,9 +19,6 @@ from quire.memory.machine.machine_state import Machine, unified_memory_cap
 from quire.memory.machine.probe import MemoryBound
 from quire.units import ceil_div, format_bytes, format_count
 
-# -- rules -----------------------------------------------------------------------------------------
-
-
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 # A thread takes an arena of malloc, 64 MiB of addresses, and a stack of 8; a load may begin two
 # more than the load before it.
@@ -34,7 +31,7 @@ Mode: TypeAlias = Literal["shared", "dedicated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What a rule looks at."""
+    """The facts that a rule decides by."""
 
     machine: Machine
     needs: Needs
@@ -43,13 +40,13 @@ class _Case:
 
     @property
     def bounds(self) -> tuple[MemoryBound, ...]:
-        """What limits KV memory, where it goes."""
+        """The limits on KV memory, where it goes."""
         on_device = self.machine.device is not None
         return (self.machine.tightest,) if on_device else self.machine.bounds
 
     @property
     def room(self) -> tuple[int, MemoryBound]:
-        """The most that KV memory can take, and the limit that says so."""
+        """The most that KV memory can take in bytes, and the limit that says so."""
         return min(
             ((self.room_in(bound), bound) for bound in self.bounds), key=lambda pair: pair[0]
         )
@@ -64,13 +61,13 @@ class _Case:
         return min(bound.limit_bytes for bound in self.bounds if not bound.counts_addresses)
 
     def spare_bytes(self, kv_bytes: int) -> int:
-        """What so much KV memory leaves where others take memory too."""
+        """Return what ``kv_bytes`` of KV memory leave where others take memory too."""
         shared = (bound for bound in self.bounds if not bound.counts_addresses)
         return max(0, min(self.room_in(bound) for bound in shared) - kv_bytes)
 
     @property
     def lasting_bytes(self) -> int:
-        """What to name as fitting: a little less, since the figures move between two runs."""
+        """Bytes to name as fitting: a little less, since the figures move between two runs."""
         room_bytes, bound = self.room
         lasting = room_bytes * 49 // 50
         if bound.counts_addresses:
@@ -78,7 +75,7 @@ class _Case:
         return max(min(room_bytes, self.needs.least_bytes), lasting)
 
     def room_in(self, bound: MemoryBound) -> int:
-        """The most, were this the only limit."""
+        """Return the most bytes for KV memory, if this were the only limit."""
         needs = self.needs
         left = bound.available_bytes - needs.weights_to_come_bytes - needs.step_bytes
         if bound.counts_addresses:
@@ -112,9 +109,9 @@ def make_ledger(
     mode: Mode = "shared",
     kv_cache_memory_bytes: int | None = None,
 ) -> Ledger:
-    """What a rule gives on this machine. ``kv_cache_memory_bytes`` overrides the rules.
+    """Make the ledger of a rule on this machine. ``kv_cache_memory_bytes`` overrides the rules.
 
-    ``machine``: None where the system says nothing about memory. Then what is stated is given.
+    ``machine``: None where the system says nothing about memory; the ledger gives what is stated.
     """
     if machine is None:
         assert kv_cache_memory_bytes is not None, "there is nothing that a rule could go by"
@@ -158,7 +155,7 @@ def make_ledger(
 
 
 def headroom_bytes(limit_bytes: int, mode: Mode, *, spare_bytes: int | None = None) -> int:
-    """What stays free for others, in the ledger and while the ceiling is moved.
+    """Return the bytes that stay free for others, in the ledger and while the ceiling moves.
 
     ``spare_bytes``: what a stated budget leaves of the room; None: its rule leaves the headroom.
     Half of what is left is the headroom then, if that is less: the other half is for what this
@@ -278,7 +275,7 @@ def _given(asked_bytes: int) -> _Offer:
 
 
 def _unchecked(asked_bytes: int, needs: Needs) -> Ledger:
-    """The same, where nothing says whether there is room for it."""
+    """Make the ledger of stated bytes where the system does not say whether there is room."""
     offer = _given(asked_bytes)
     return Ledger(
         rule=GIVEN,
@@ -364,7 +361,7 @@ def _headroom_words(case: _Case, headroom: int) -> str:
 
 
 def _refusal(rule: str, offer: _Offer, case: _Case) -> str | None:
-    """Why the offer cannot be taken; None if it can."""
+    """Say why the offer cannot be taken; None if it can."""
     kv, least, (room, bound) = offer.kv_bytes, case.needs.least_bytes, case.room
     name = f"budget={rule}: {format_bytes(kv)} for KV"
     if rule == GIVEN:
@@ -383,7 +380,7 @@ def _refusal(rule: str, offer: _Offer, case: _Case) -> str | None:
 
 
 def _remedies(case: _Case, offer: _Offer) -> Iterator[Remedy]:
-    """The rule's own option first; else bytes, which no rule can refuse while there is room."""
+    """Yield the rule's own option; then bytes, which no rule refuses while there is room."""
     yield from offer.remedies
     if case.needs.least_bytes <= case.room_bytes:
         # As much as fits was asked for; where a rule had left too little, a little is the answer.
@@ -393,7 +390,7 @@ def _remedies(case: _Case, offer: _Offer) -> Iterator[Remedy]:
 
 
 def _size(low: int, high: int, *, greatest: bool) -> str:
-    """A short way to write a number of bytes in [low, high]."""
+    """Write a number of bytes in [low, high] in a short way."""
     for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
         count = high // size if greatest else ceil_div(low, size)
         if low <= count * size <= high and (count >= 10 or size == _KIB or not greatest):
@@ -402,7 +399,7 @@ def _size(low: int, high: int, *, greatest: bool) -> str:
 
 
 def _shares(low: int, high: int, total: int, *, greatest: bool) -> Iterator[str]:
-    """A share of ``total`` in [low, high] bytes, in few digits; nothing if there is none."""
+    """Yield a share of ``total`` in [low, high] bytes, in few digits, if there is one."""
     for digits in (2, 3, 4, 6, 9):
         step = 10**digits
         most, least = min(step, high * step // total), max(1, ceil_div(low * step, total))
@@ -414,10 +411,8 @@ def _shares(low: int, high: int, total: int, *, greatest: bool) -> Iterator[str]
 
 # -- footprint -------------------------------------------------------------------------------------
 
-# A model's own bytes: its weights, and an estimate of what one step computes in between.
-#
-# Where the numbers come from, others say: a model in memory, or its files alone.
-
+# A model's own bytes: its weights, and an estimate of what one step computes in between. They come
+# from a model in memory, or from its files alone.
 
 _FLOAT32_BYTES = 4
 
@@ -434,7 +429,7 @@ class Footprint:
     item_bytes: int  # of an activation
 
     def activation_bytes(self, num_tokens: int, num_logits: int) -> int:
-        """An estimate of what one step over so many tokens holds at its peak.
+        """Estimate the bytes that one step over ``num_tokens`` holds at its peak.
 
         In a layer: the stream of hidden states and what is added to it, three of them once more in
         float32 for a norm, and three results of the widest product (gate, up, and both multiplied).
@@ -444,10 +439,10 @@ class Footprint:
         return max(self._layer_bytes(num_tokens), head)
 
     def graph_bytes(self, num_tokens: int) -> int:
-        """An estimate of what recorded steps of up to so many tokens keep, logits for each.
+        """Estimate the bytes that recorded steps of up to ``num_tokens`` keep, logits for each.
 
-        They share what they compute with, so that the largest counts, and where their logits come
-        out. Tokens are chosen outside.
+        They share the memory that they compute in, so that the largest counts, and their logits.
+        Tokens are sampled outside.
         """
         return self._layer_bytes(num_tokens) + 2 * num_tokens * self.vocab_size * self.item_bytes
 

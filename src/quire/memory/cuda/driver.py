@@ -1,8 +1,7 @@
 """CUDA's driver: the calls that put physical memory at addresses, checked.
 
-``DriverFunctions`` is what is used of ``cuda.bindings.driver``; anything with the same functions
-will do, an emulator for one. ``Driver`` calls them for one device and raises where they return an
-error. When to call what is not known here.
+``FUNCTIONS`` is what Quire calls of ``cuda.bindings.driver``; an emulator may stand in for it.
+``Driver`` calls the functions for one device and raises where they return an error.
 
 Source: CUDA Driver API, "Virtual Memory Management"
 """
@@ -10,47 +9,43 @@ Source: CUDA Driver API, "Virtual Memory Management"
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any, Protocol, cast, final
+from types import MappingProxyType
+from typing import Any, TypeAlias, final
 
 from quire.errors import ConfigError, MemoryUnavailable
 
-Returned = tuple[Any, ...]  # (error, *results)
+DriverFunctions: TypeAlias = Any  # cuda.bindings.driver: each function returns (error, *results)
 
-
-class DriverFunctions(Protocol):
-    """The part of ``cuda.bindings.driver`` that is used, by its own names."""
-
-    CUresult: Any
-    CUdevice_attribute: Any
-    CUevent_flags: Any
-    CUmemAccess_flags: Any
-    CUmemAllocationGranularity_flags: Any
-    CUmemAllocationType: Any
-    CUmemLocationType: Any
-    CUmemAccessDesc: Any
-    CUmemAllocationProp: Any
-
-    def cuInit(self, Flags: int) -> Returned: ...
-    def cuDeviceGet(self, ordinal: int) -> Returned: ...
-    def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> Returned: ...
-    def cuDevicePrimaryCtxRetain(self, dev: Any) -> Returned: ...
-    def cuCtxPushCurrent(self, ctx: Any) -> Returned: ...
-    def cuCtxPopCurrent(self) -> Returned: ...
-    def cuMemGetInfo(self) -> Returned: ...
-    def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Returned: ...
-    def cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> Returned: ...
-    def cuMemAddressFree(self, ptr: int, size: int) -> Returned: ...
-    def cuMemCreate(self, size: int, prop: Any, flags: int) -> Returned: ...
-    def cuMemRelease(self, handle: Any) -> Returned: ...
-    def cuMemMap(self, ptr: int, size: int, offset: int, handle: Any, flags: int) -> Returned: ...
-    def cuMemUnmap(self, ptr: int, size: int) -> Returned: ...
-    def cuMemSetAccess(self, ptr: int, size: int, desc: Any, count: int) -> Returned: ...
-    def cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: Any) -> Returned: ...
-    def cuEventCreate(self, Flags: int) -> Returned: ...
-    def cuEventRecord(self, hEvent: Any, hStream: Any) -> Returned: ...
-    def cuEventQuery(self, hEvent: Any) -> Returned: ...
-    def cuEventSynchronize(self, hEvent: Any) -> Returned: ...
-    def cuEventDestroy(self, hEvent: Any) -> Returned: ...
+TYPES = (
+    "CUresult", "CUdevice_attribute", "CUevent_flags", "CUmemAccess_flags",
+    "CUmemAllocationGranularity_flags", "CUmemAllocationType", "CUmemLocationType",
+    "CUmemAccessDesc", "CUmemAllocationProp",
+)  # fmt: skip
+FUNCTIONS = MappingProxyType(  # and the names of their parameters
+    {
+        "cuInit": "Flags",
+        "cuDeviceGet": "ordinal",
+        "cuDeviceGetAttribute": "attrib dev",
+        "cuDevicePrimaryCtxRetain": "dev",
+        "cuCtxPushCurrent": "ctx",
+        "cuCtxPopCurrent": "",
+        "cuMemGetInfo": "",
+        "cuMemGetAllocationGranularity": "prop option",
+        "cuMemAddressReserve": "size alignment addr flags",
+        "cuMemAddressFree": "ptr size",
+        "cuMemCreate": "size prop flags",
+        "cuMemRelease": "handle",
+        "cuMemMap": "ptr size offset handle flags",
+        "cuMemUnmap": "ptr size",
+        "cuMemSetAccess": "ptr size desc count",
+        "cuMemsetD8Async": "dstDevice uc N hStream",
+        "cuEventCreate": "Flags",
+        "cuEventRecord": "hEvent hStream",
+        "cuEventQuery": "hEvent",
+        "cuEventSynchronize": "hEvent",
+        "cuEventDestroy": "hEvent",
+    }
+)
 
 
 class DriverError(MemoryUnavailable):
@@ -65,9 +60,9 @@ class DriverError(MemoryUnavailable):
 
 
 def load_driver_functions() -> DriverFunctions:
-    """NVIDIA's own bindings.
+    """Load NVIDIA's own bindings.
 
-    Raises: ConfigError if they are not installed, or are of a release that has other names.
+    Raises: ConfigError where they are not installed, or their release has other names.
     """
     try:
         found = importlib.import_module("cuda.bindings.driver")
@@ -76,21 +71,20 @@ def load_driver_functions() -> DriverFunctions:
             f"memory of a GPU needs the package cuda-bindings ({error}): "
             f"pip install 'quire[cuda]', or keep the KV cache in the memory of the CPU"
         ) from error
-    wanted = [*DriverFunctions.__annotations__, *vars(DriverFunctions)]
-    missing = [name for name in wanted if name[:2].lower() == "cu" and not hasattr(found, name)]
+    missing = [name for name in (*TYPES, *FUNCTIONS) if not hasattr(found, name)]
     if missing:
         raise ConfigError(
             f"these cuda-bindings have no {', '.join(missing)}: install 12.8 or later (pip install "
             f"'quire[cuda]'), or keep the KV cache in the memory of the CPU"
         )
-    return cast(DriverFunctions, found)
+    return found
 
 
 @final
 class Driver:
     """The calls for one device. Each raises DriverError, and then the driver has done nothing.
 
-    Memory is zeroed on one stream, ``stream``.
+    The driver zeroes memory on one stream, ``stream``.
     """
 
     __slots__ = ("_access", "_context", "_functions", "_prop", "device", "stream")
@@ -108,22 +102,15 @@ class Driver:
         for described in (self._prop, self._access):
             described.location.type = places.CU_MEM_LOCATION_TYPE_DEVICE
             described.location.id = device
-        (self._context,) = self._checked(
-            "cuDevicePrimaryCtxRetain", functions.cuDevicePrimaryCtxRetain(handle)
-        )
+        (self._context,) = self._call("cuDevicePrimaryCtxRetain", handle)
 
     def _open(self, device: int) -> object:
         attribute = "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
-        functions = self._functions
         try:
-            self._checked("cuInit", functions.cuInit(0))
-            (handle,) = self._checked("cuDeviceGet", functions.cuDeviceGet(device))
-            (can_map,) = self._checked(
-                "cuDeviceGetAttribute",
-                functions.cuDeviceGetAttribute(
-                    getattr(functions.CUdevice_attribute, attribute), handle
-                ),
-            )
+            self._call("cuInit", 0)
+            (handle,) = self._call("cuDeviceGet", device)
+            wanted = getattr(self._functions.CUdevice_attribute, attribute)
+            (can_map,) = self._call("cuDeviceGetAttribute", wanted, handle)
         except (DriverError, RuntimeError) as error:  # RuntimeError: there is no driver to load
             raise ConfigError(
                 f"CUDA device {device} cannot be used ({error}): install NVIDIA's driver, choose "
@@ -137,98 +124,96 @@ class Driver:
         return handle
 
     def granularity(self) -> int:
-        """Bytes of which every size and address here is a multiple."""
+        """Return the bytes of which every size and address here is a multiple."""
         flags = self._functions.CUmemAllocationGranularity_flags
-        (nbytes,) = self._checked(
-            "cuMemGetAllocationGranularity",
-            self._functions.cuMemGetAllocationGranularity(
-                self._prop, flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            ),
-        )
+        least = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        (nbytes,) = self._call("cuMemGetAllocationGranularity", self._prop, least)
         return int(nbytes)
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes of the device that are free, and all it has."""
+        """Return the bytes of the device that are free, and all that it has."""
         with self._current():
-            free, total = self._checked("cuMemGetInfo", self._functions.cuMemGetInfo())
+            free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        (address,) = self._checked(
-            "cuMemAddressReserve", self._functions.cuMemAddressReserve(nbytes, alignment, 0, 0)
-        )
+        """Reserve ``nbytes`` of addresses, and return the first."""
+        (address,) = self._call("cuMemAddressReserve", nbytes, alignment, 0, 0)
         return int(address)
 
     def free(self, address: int, nbytes: int) -> None:
-        self._checked("cuMemAddressFree", self._functions.cuMemAddressFree(address, nbytes))
+        """Give ``nbytes`` of reserved addresses back."""
+        self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> object:
-        """Physical memory, as a handle; its content is undefined."""
-        handle: object
-        (handle,) = self._checked("cuMemCreate", self._functions.cuMemCreate(nbytes, self._prop, 0))
+        """Create ``nbytes`` of physical memory, with undefined content, and return its handle."""
+        (handle,) = self._call("cuMemCreate", nbytes, self._prop, 0)
         return handle
 
     def release(self, handle: object) -> None:
-        self._checked("cuMemRelease", self._functions.cuMemRelease(handle))
+        """Give physical memory back."""
+        self._call("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: object) -> None:
-        """Nothing may be mapped there yet. It cannot be read before ``allow``."""
-        self._checked("cuMemMap", self._functions.cuMemMap(address, nbytes, 0, handle, 0))
+        """Map memory where nothing is mapped yet. It cannot be read before ``allow``."""
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
 
     def allow(self, address: int, nbytes: int) -> None:
         """Let the device read and write a run of mappings: dear, so one call for the run."""
-        self._checked(
-            "cuMemSetAccess",
-            self._functions.cuMemSetAccess(address, nbytes, [self._access], 1),
-        )
+        self._call("cuMemSetAccess", address, nbytes, [self._access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Whole mappings only. Not ordered with the device's work: nothing may be using them."""
-        self._checked("cuMemUnmap", self._functions.cuMemUnmap(address, nbytes))
+        """Unmap whole mappings. The call does not wait for the device: nothing may use them."""
+        self._call("cuMemUnmap", address, nbytes)
 
     def zero(self, address: int, nbytes: int) -> None:
+        """Fill ``nbytes`` with zeros, in the order of the stream."""
         with self._current():
-            self._checked(
-                "cuMemsetD8Async",
-                self._functions.cuMemsetD8Async(address, 0, nbytes, self.stream),
-            )
+            self._call("cuMemsetD8Async", address, 0, nbytes, self.stream)
 
     def create_event(self) -> object:
-        event: object
+        """Create an event that notes no time."""
         flags = int(self._functions.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         with self._current():
-            (event,) = self._checked("cuEventCreate", self._functions.cuEventCreate(flags))
+            (event,) = self._call("cuEventCreate", flags)
         return event
 
     def record(self, event: object, stream: int) -> None:
-        """The event is passed when the stream has done all that it has been given so far."""
+        """Record an event that is passed when the stream has done all that it has been given."""
         with self._current():
-            self._checked("cuEventRecord", self._functions.cuEventRecord(event, stream))
+            self._call("cuEventRecord", event, stream)
 
     def has_passed(self, event: object) -> bool:
+        """Ask whether an event is passed, without a wait."""
         error, *_ = self._functions.cuEventQuery(event)
         if error == self._functions.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        self._checked("cuEventQuery", (error,))
+        self._require("cuEventQuery", error)
         return True
 
     def wait(self, event: object) -> None:
-        self._checked("cuEventSynchronize", self._functions.cuEventSynchronize(event))
+        """Wait until an event is passed."""
+        self._call("cuEventSynchronize", event)
 
     def destroy_event(self, event: object) -> None:
-        self._checked("cuEventDestroy", self._functions.cuEventDestroy(event))
+        """Give an event back."""
+        self._call("cuEventDestroy", event)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Some calls mean the device of the thread's current context; it is given back after."""
-        self._checked("cuCtxPushCurrent", self._functions.cuCtxPushCurrent(self._context))
+        """Make the device's context the thread's current one, as some calls need, for a while."""
+        self._call("cuCtxPushCurrent", self._context)
         try:
             yield
         finally:
-            self._checked("cuCtxPopCurrent", self._functions.cuCtxPopCurrent())
+            self._call("cuCtxPopCurrent")
 
-    def _checked(self, call: str, returned: Returned) -> Returned:
-        error, *results = returned
-        if error != self._functions.CUresult.CUDA_SUCCESS:
-            raise DriverError(call, error.name)
+    def _call(self, name: str, *args: object) -> tuple[Any, ...]:
+        """Call a driver's function, and return its results. Raises: DriverError."""
+        error, *results = getattr(self._functions, name)(*args)
+        self._require(name, error)
         return tuple(results)
+
+    def _require(self, name: str, error: Any) -> None:
+        if error != self._functions.CUresult.CUDA_SUCCESS:
+            raise DriverError(name, error.name)

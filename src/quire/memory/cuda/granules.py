@@ -23,14 +23,13 @@ from quire.errors import MemoryUnavailable
 from quire.memory.cuda.driver import Driver, DriverError
 from quire.units import ceil_div, format_bytes
 
+log = logging.getLogger(__name__)
+
 # -- fences ----------------------------------------------------------------------------------------
 
-# From when on memory that was given back is unused: an event on each stream that uses memory.
+# When memory that was given back is unused: an event on each stream that uses memory tells it.
 #
 # An event has passed when its stream has done all that it was given before. Events are used again.
-
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -53,7 +52,7 @@ class Fences:
         self._spare: list[object] = []
 
     def put_up(self, fence: Fence) -> None:
-        """Record the events that it lacks: a later one than needed is only more careful."""
+        """Record the events that a fence lacks: a later one than needed is only more careful."""
         for stream in {*self.streams} - fence.events.keys():
             event = None
             try:
@@ -67,7 +66,10 @@ class Fences:
             fence.events[stream] = event
 
     def is_passed(self, fence: Fence, *, wait: bool) -> bool:
-        """Whether all streams are past it; with ``wait`` they are. Raises: DriverError."""
+        """Return whether all streams are past a fence; with ``wait``, wait until they are.
+
+        Raises: DriverError.
+        """
         self.put_up(fence)
         if not fence.events.keys() >= {*self.streams}:
             raise DriverError("cuEventRecord", "no event could be recorded")
@@ -78,12 +80,12 @@ class Fences:
         return True
 
     def take_down(self, fence: Fence) -> None:
-        """It has been passed."""
+        """Take back the events of a fence that has been passed."""
         self._spare += fence.events.values()
         fence.events.clear()
 
     def close(self) -> None:
-        """Raises: DriverError."""
+        """Destroy the events. Raises: DriverError."""
         for event in self._spare:
             self._driver.destroy_event(event)
 
@@ -166,16 +168,19 @@ class Granules:
     # -- physical memory -------------------------------------------------------------------------
 
     def take(self, count: int) -> list[Granule]:
-        """Granules with undefined content, mapped nowhere; kept ones first, then new ones.
+        """Take granules with undefined content, mapped nowhere: kept ones first, then new ones.
 
-        Raises: MemoryUnavailable if the device has too little even after a wait for all that is
+        Raises: MemoryUnavailable where the device has too little even after a wait for all that is
         hidden; then none is taken.
         """
         self._insist(self._make_ready, count)
         return [self._ready.pop() for _ in range(count)]
 
     def _insist(self, have: Callable[[int], None], count: int) -> None:
-        """Have so many. Raises: MemoryUnavailable; then some may be kept that were not there."""
+        """Call ``have(count)``, and once more after a wait for all that is hidden.
+
+        Raises: MemoryUnavailable; then some granules may be kept that were not there before.
+        """
         try:
             have(count)
         except DriverError as error:
@@ -191,13 +196,13 @@ class Granules:
             raise MemoryUnavailable(self._refusal(count, error)) from error
 
     def _make_ready(self, count: int) -> None:
-        """So many that are mapped nowhere. Raises: DriverError."""
+        """Have ``count`` granules that are mapped nowhere. Raises: DriverError."""
         self._unpark(max(0, count - len(self._ready)))
         while len(self._ready) < count:
             self._create()
 
     def _keep(self, count: int) -> None:
-        """So many, wherever they are. Raises: DriverError."""
+        """Have ``count`` kept granules, parked ones among them. Raises: DriverError."""
         while len(self._ready) + len(self._parked) < count:
             self._create()
 
@@ -247,7 +252,7 @@ class Granules:
         return PageTable(self._driver.reserve(nbytes, alignment), nbytes, parks=parks)
 
     def forsake(self, table: PageTable) -> None:
-        """No object refers to these addresses: the next call gives them back, and what is there.
+        """Note that no object refers to a table: the next call gives back its addresses and pages.
 
         For finalizers, which may run on any thread and in the middle of any call.
         """
@@ -309,18 +314,18 @@ class Granules:
         )
 
     def _wait_for(self, table: PageTable, pages: Iterable[int]) -> None:
-        """Until nothing hidden is mapped there."""
+        """Wait until nothing hidden is mapped at these pages."""
         while not table.hidden.keys().isdisjoint(pages):
             self._unmap_oldest(wait=True)
 
     def hide(self, places: Iterable[Place]) -> None:
-        """Let nothing be shown at these places, as soon as the device has done its work so far."""
+        """Hide these places; they are unmapped once the device has done its work so far."""
         pages_of: dict[PageTable, list[int]] = {}
         for table, page in places:
             if page in table.shown:
                 table.hidden[page] = table.shown.pop(page)
                 pages_of.setdefault(table, []).append(page)
-        # The last ones come first: what is seen elsewhere must not be any more, to be parked.
+        # They are unmapped from the last on: a granule that is seen elsewhere too is not parked.
         tables = sorted(pages_of, key=lambda table: not table.parks)
         runs = [(table, run) for table in tables for run in _runs(sorted(pages_of[table]))]
         if runs:
@@ -328,7 +333,7 @@ class Granules:
             self.fences.put_up(self._hidden[-1].fence)
 
     def retire(self, table: PageTable) -> None:
-        """Show nothing there any more, and keep nothing there."""
+        """Hide a whole table, and keep nothing parked there."""
         table.parks = False
         self.hide([(table, page) for page in table.shown])
         with suppress(DriverError):  # then it goes when its addresses do
@@ -361,7 +366,10 @@ class Granules:
             self.fences.close()
 
     def _unmap_oldest(self, *, wait: bool) -> bool:
-        """Whether the oldest hidden pages are unmapped now. Raises: DriverError."""
+        """Unmap the oldest hidden pages if their fence is passed; say whether it was.
+
+        Raises: DriverError.
+        """
         hidden = self._hidden[0]
         if not self.fences.is_passed(hidden.fence, wait=wait):
             return False
@@ -382,7 +390,7 @@ class Granules:
         return True
 
     def _park(self, table: PageTable, run: range) -> range:
-        """Keep some of these where they are, as many as may be kept; the others."""
+        """Keep as many of these where they are as may be kept; return the others."""
         room = len(run)
         if self.num_created * self.page_bytes > self.hold_bytes:
             room = (self.keep_bytes - self.kept_bytes) // self.page_bytes
@@ -400,7 +408,7 @@ class Granules:
         self._ready.append(granule)
 
     def _unpark(self, count: int) -> None:
-        """Let those that have waited longest be mapped nowhere. Raises: DriverError."""
+        """Unmap the ``count`` that have been parked longest. Raises: DriverError."""
         pages_of: dict[PageTable, list[int]] = {}
         for table, page in islice(self._parked.values(), count):
             pages_of.setdefault(table, []).append(page)
@@ -408,7 +416,7 @@ class Granules:
             self._unmap_parked(table, pages)
 
     def _unmap_parked(self, table: PageTable, pages: Iterable[int]) -> None:
-        """Raises: DriverError."""
+        """Unmap parked pages. Raises: DriverError."""
         for run in list(_runs(sorted(pages))):
             self._driver.unmap(*self._extent(table, run))
             for page in run:
@@ -422,7 +430,7 @@ class Granules:
 
 
 def _runs(pages: Iterable[int]) -> Iterator[range]:
-    """Neighbours of an ascending sequence, together."""
+    """Yield the runs of neighbours in an ascending sequence."""
     start = stop = None
     for page in pages:
         if page != stop:

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 @final
 class CudaMemory:
     """Memory of one CUDA device.
@@ -86,31 +83,32 @@ class CudaMemory:
 
     @property
     def keep_bytes(self) -> int:
-        """How many of those that are given back are kept, if none are held."""
+        """Bytes of pages that are kept when they are given back, beyond those that are held."""
         return self._granules.keep_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are ready to be committed again."""
+        """Bytes of pages that are ready to be committed again."""
         return self._granules.kept_bytes
 
     @property
     def parked_bytes(self) -> int:
-        """Of these, bytes that are still mapped where they were."""
+        """Bytes of kept pages that are still mapped where they were."""
         return self._granules.parked_bytes
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of addresses that are given back once the device has done its work so far."""
+        """Bytes of addresses that are unmapped once the device has done its work so far."""
         return self._granules.hidden_bytes
 
     @property
     def hold_bytes(self) -> int:
-        """Of ``physical_bytes``, below which pages that are given back are all kept."""
+        """Bytes that are held: below them all pages that are given back are kept."""
         return self._granules.hold_bytes
 
     @hold_bytes.setter
     def hold_bytes(self, nbytes: int) -> None:
+        """Bytes that are held: below them all pages that are given back are kept."""
         self._granules.hold_bytes = nbytes
         self._granules.settle()
 
@@ -123,6 +121,9 @@ class CudaMemory:
 
         Physical memory comes and goes page by page in any case. So heaps are honoured in what they
         promise (what is not committed takes nothing; there are windows), and not as a unit.
+
+        Raises: MemoryUnavailable where the driver refuses. ConfigError for ``heap_bytes`` that are
+        not whole pages.
         """
         if heap_bytes is not None and heap_bytes % self.page_bytes:
             raise ConfigError(
@@ -137,7 +138,7 @@ class CudaMemory:
         """Use a page as an engine will: by a tensor whose first page is not there, and once more.
 
         Where a page cannot be seen at a second address, ``cannot_share`` says so: less is shared.
-        Where one that stayed where it was is not as new, none stays from now on.
+        Where a parked page is not as new when it is committed again, no page is parked any more.
 
         Raises: ConfigError, in words, where such memory is refused or is not what it should be;
         MemoryUnavailable where the device has too little.
@@ -151,16 +152,16 @@ class CudaMemory:
         log.warning("pages that are kept are not kept where they were: %s", parked)
 
     def _refused(self) -> str | None:
-        """What goes wrong only with a page that is used again, which may be parked until then.
+        """Try a page; return what goes wrong only with a page that is used again, or None.
+
+        Such a page may be parked meanwhile.
 
         Raises: as ``try_out``, for what goes wrong with a new one.
         """
         import torch
 
-        page, region = (
-            self.page_bytes,
-            self.reserve(2 * self.page_bytes, heap_bytes=self.page_bytes),
-        )
+        page = self.page_bytes
+        region = self.reserve(2 * page, heap_bytes=page)
         is_new = True
         try:
             own = region.tensor(torch.uint8)[page:]
@@ -261,7 +262,7 @@ class _Addresses:
         return _Addresses(granules, nbytes, self._tensor_device, parks=False)
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """A flat tensor over the whole range, which keeps it."""
+        """Return a tensor [bytes / itemsize] over the whole range, which keeps it."""
         table = self.table
         return bytes_at(table.start, table.nbytes, self._tensor_device, self).view(dtype)
 
@@ -313,13 +314,13 @@ class CudaRegion:
         self._granules.settle(wait=True)
 
     def opened(self) -> _Addresses:
-        """The addresses. Raises: ValueError after ``close``."""
+        """Return the addresses. Raises: ValueError after ``close``."""
         if self._addresses is None:
             raise ValueError("this memory region is closed")
         return self._addresses
 
     def _hide(self, granules: list[Granule]) -> None:
-        """Wherever they are seen: else their memory would not go."""
+        """Hide granules wherever they are seen: else their memory would not go."""
         self._granules.hide([place for granule in granules for place in granule.places])
 
     def _pages(self, offset: int, nbytes: int, stride: int, count: int) -> list[int]:
@@ -436,7 +437,7 @@ _DELETER = _make_deleter()  # torch calls it, on any thread; ctypes takes Python
 
 @final
 class _Export:
-    """All that must live until the last tensor is gone; torch holds a reference, by ``context``."""
+    """Holds all that must live until the last tensor is gone; torch refers to it by ``context``."""
 
     __slots__ = ("managed", "owner", "shape")
 
@@ -451,9 +452,10 @@ class _Export:
 
 
 def bytes_at(address: int, nbytes: int, device: tuple[int, int], owner: object) -> "torch.Tensor":
-    """A flat uint8 tensor. ``owner`` is kept until the last tensor that shares its memory dies.
+    """Return a tensor u8[nbytes] over memory that ``owner`` holds.
 
-    ``device`` is DLPack's: its kind (``CPU``, ``CUDA``) and its number.
+    The owner is kept until the last tensor that shares its memory dies. ``device`` is DLPack's: its
+    kind (``CPU``, ``CUDA``) and its number.
     """
     from torch.utils.dlpack import from_dlpack
 

@@ -18,7 +18,7 @@ _STEP_BYTES = 2**30  # created between two lines of progress
 
 @final
 class CudaResident:
-    """One cache's memory on a GPU. See ``Resident``."""
+    """One cache's memory on a GPU: a ``Resident``."""
 
     def __init__(self, provider: CudaMemory, residency: Residency, capacity_bytes: int) -> None:
         self.provider = provider
@@ -55,7 +55,7 @@ class CudaResident:
             log.debug("no page is prepared: %s", str(error))  # a commit that needs one raises
 
     def watch(self) -> None:
-        """Nothing is swapped out here."""
+        """Do nothing: a GPU's pages are never swapped out."""
 
     def follow(self, ceiling_bytes: int) -> None:
         """Keep nothing beyond the ceiling, and unmap what no kernel can use any more."""
@@ -65,7 +65,7 @@ class CudaResident:
         memory.poll()
 
     def rest(self, *, short: bool) -> None:
-        """Give back what is kept in case it is needed again; what torch keeps goes too."""
+        """Give back the pages that are kept to be committed again, and what torch keeps."""
         import torch
 
         self._trim()
@@ -81,13 +81,13 @@ class CudaResident:
         return self.provider.kept_bytes if self._capacity_bytes else 0
 
     def close(self) -> None:
-        """Nothing is kept any more."""
+        """Give back what is kept."""
         self._capacity_bytes = 0
         self.provider.hold_bytes = 0
         self._trim()
 
     def _trim(self) -> None:
-        """What the driver does not take back now is tried again later."""
+        """Give kept pages back; what the driver refuses now is tried again later."""
         try:
             self.provider.trim()
         except MemoryUnavailable as error:

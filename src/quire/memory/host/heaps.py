@@ -5,7 +5,7 @@ address: to see a page somewhere is to map that offset there. Holes in the file 
 number of mappings is limited (``probe.mapping_limit``); neighbours in a heap that are seen as
 neighbours are one mapping.
 
-What is called a placement heap and a sparse buffer elsewhere is a heap and a window here.
+Other systems call a heap a placement heap, and a window a sparse buffer. Linux on 64 bits only.
 """
 
 import contextlib
@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from quire.errors import MemoryUnavailable
-from quire.memory.host.syscalls import MAP_FIXED, MAP_NORESERVE, last_error, mapper
-from quire.units import align_up, format_bytes
+from quire.memory.host.syscalls import (
+    MAP_FIXED,
+    MAP_NORESERVE,
+    last_error,
+    mapper,
+    no_addresses,
+    no_pages,
+    not_taken_back,
+)
+from quire.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
-
-
-# -- addresses -------------------------------------------------------------------------------------
-
-# Address space without memory, and the system's calls that put pages of files there.
-#
-# Linux on 64 bits only. Every call raises OSError and changes nothing if it does.
 
 
 log = logging.getLogger(__name__)
@@ -44,10 +45,12 @@ _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _NUM_SPARE = 8
 _MAX_BYTES = 2**63 - 1  # ctypes would cut a greater number off
 
+# -- addresses -------------------------------------------------------------------------------------
+
 
 @final
 class SystemCalls:
-    """mmap with an address, munmap and fallocate."""
+    """mmap with an address, munmap and fallocate: each raises OSError, and has changed nothing."""
 
     __slots__ = ("_fallocate", "_map", "_munmap", "_spare")
 
@@ -63,7 +66,10 @@ class SystemCalls:
         self._spare: list[mmap.mmap] = []
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses that read as zeros and take no memory, at a place of the system's choice."""
+        """Reserve ``nbytes`` of addresses that read as zeros and take no memory; return the first.
+
+        Raises: OSError.
+        """
         if nbytes > _MAX_BYTES:
             raise OSError(errno.ENOMEM, f"mmap: {os.strerror(errno.ENOMEM)}")
         self._have_spare()
@@ -84,9 +90,9 @@ class SystemCalls:
         self._map(address, nbytes, access, flags, file, offset)
 
     def hide(self, address: int, nbytes: int) -> None:
-        """Make reserved addresses of these again.
+        """Make these addresses reserved ones again, without pages.
 
-        It works at the limit of mappings, except time and again in the midst of what is one.
+        It works at the limit of mappings too, unless it cuts a mapping in two.
         """
         flags = _NOTHING | MAP_FIXED
         self._at_limit(lambda: self._map(address, nbytes, mmap.PROT_READ, flags, -1, 0))
@@ -140,7 +146,8 @@ class SystemCalls:
 class ForkGuard:
     """Keeps a forked child away from memory that it would share with its parent.
 
-    The child finds zeros at the addresses, and may neither commit nor give back: see ``inherited``.
+    The child finds zeros at the addresses. Where ``inherited`` is set, as in a child, a region
+    neither commits nor gives back.
     """
 
     __slots__ = ("__weakref__", "_ranges", "inherited")
@@ -157,7 +164,7 @@ class ForkGuard:
         os.register_at_fork(after_in_child=in_child)
 
     def watch(self, addresses: "Addresses") -> None:
-        """Leave nothing of these to a child. They keep this guard."""
+        """Hide these addresses in a forked child. They keep this guard alive."""
         self._ranges.add(addresses)
 
     def _leave(self) -> None:
@@ -182,13 +189,15 @@ class Addresses:
         weakref.finalize(self, calls.release, self.start, nbytes).atexit = False
 
     def show(self, offset: int, nbytes: int, file: int, file_offset: int) -> None:
+        """Put pages of a file at an offset in bytes."""
         self._calls.show(self.start + offset, nbytes, file, file_offset)
 
     def hide(self, offset: int, nbytes: int) -> None:
+        """Show no pages in [offset, offset + nbytes)."""
         self._calls.hide(self.start + offset, nbytes)
 
     def forget(self) -> None:
-        """Show nothing more, for good. Never fails: no caller could repeat the call."""
+        """Hide the whole range for good; a refusal is logged, for no caller repeats the call."""
         try:
             self.hide(0, self.nbytes)
         except OSError as error:
@@ -196,7 +205,7 @@ class Addresses:
             log.warning("closed memory stays mapped as long as tensors are over it: %s", str(error))
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
-        """A flat tensor over the whole range, which keeps it."""
+        """Return a tensor [bytes / itemsize] over the whole range, which keeps it."""
         import numpy as np
         import torch
 
@@ -223,7 +232,7 @@ class _Heap:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of a piece lies in one heap."""
+    """The part of a piece that lies in one heap."""
 
     heap: int  # its number
     start: int  # in the heap
@@ -231,22 +240,8 @@ class _Part:
     offset: int  # in the region
 
 
-@final
-class Heaps:
-    """A source of regions with heaps."""
-
-    __slots__ = ("_calls", "_guard")
-
-    def __init__(self) -> None:
-        self._calls = SystemCalls()
-        self._guard = ForkGuard()
-
-    def reserve(self, nbytes: int, heap_bytes: int) -> "HeapRegion":
-        return HeapRegion(self._calls, self._guard, align_up(nbytes, heap_bytes), heap_bytes)
-
-
 def why_no_heaps() -> str | None:
-    """Why this system has no heaps, found by making one of a page; None if it has."""
+    """Say why this system has no heaps, tried with one of a page; None if it has."""
     if sys.platform != "linux":
         return f"{sys.platform} has no memfd"
     page = mmap.PAGESIZE
@@ -284,7 +279,7 @@ class HeapRegion:
         self._guard = guard
         self._heap_bytes = heap_bytes
         self._heaps: dict[int, _Heap] = {}
-        # Of the windows, not the windows: a tensor may have outlived its window.
+        # The windows' addresses, not the windows: a tensor may outlive its window.
         self._shown: weakref.WeakSet[Addresses] = weakref.WeakSet()
         self.closed = False
         self._addresses = _reserve(calls, guard, nbytes)
@@ -295,10 +290,11 @@ class HeapRegion:
 
     @property
     def num_heaps(self) -> int:
+        """Heaps that exist."""
         return len(self._heaps)
 
     def backed_bytes(self) -> int:
-        """Bytes of pages that exist, as the system counts them; however often they are seen."""
+        """Return the bytes of pages that exist, as the system counts them: each page once."""
         return sum(os.fstat(heap.file).st_blocks * 512 for heap in self._heaps.values())
 
     def commit(self, offset: int, nbytes: int, *, stride: int = 0, count: int = 1) -> None:
@@ -313,11 +309,7 @@ class HeapRegion:
             for part in parts:
                 self._try_to(self._calls.punch, part)
             self._drop_empty()
-            raise MemoryUnavailable(
-                f"the system refused pages for {count} x {format_bytes(nbytes)} ({error}) with "
-                f"{format_bytes(self.committed_bytes)} of this region committed: lower the KV "
-                f"budget, or free memory"
-            ) from error
+            raise no_pages(nbytes, count, self.committed_bytes, error) from error
         for part in parts:
             self._heaps[part.heap].committed_bytes += part.nbytes
         self.committed_bytes += nbytes * count
@@ -332,10 +324,7 @@ class HeapRegion:
             # What has gone comes back, empty: no count has changed, and the call can be repeated.
             for part in parts:
                 self._try_to(self._calls.allocate, part)
-            raise MemoryUnavailable(
-                f"the system did not take {count} x {format_bytes(nbytes)} back ({error}): repeat "
-                f"the call, or close the region"
-            ) from error
+            raise not_taken_back(nbytes, count, error) from error
         for part in parts:
             self._heaps[part.heap].committed_bytes -= part.nbytes
         self.committed_bytes -= nbytes * count
@@ -465,7 +454,4 @@ def _reserve(calls: SystemCalls, guard: ForkGuard, nbytes: int) -> Addresses:
     try:
         return Addresses(calls, guard, nbytes)
     except OSError as error:
-        raise MemoryUnavailable(
-            f"the system refused {format_bytes(nbytes)} of address space ({error}): reserve less, "
-            f"or raise what limits it (ulimit -v, vm.overcommit_memory)"
-        ) from error
+        raise no_addresses(nbytes, error) from error

@@ -1,4 +1,4 @@
-"""How to make a system call that Python lacks, and how to find out whether the system has it."""
+"""System calls that Python lacks, what the kernel has of them, and what its refusals mean."""
 
 import ctypes
 import errno
@@ -13,9 +13,6 @@ from typing import ParamSpec, TypeVar
 from quire.errors import MemoryUnavailable
 from quire.units import ceil_div, format_bytes
 
-# -- syscalls --------------------------------------------------------------------------------------
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 # Numbers that Python's mmap module has no name for.
@@ -25,7 +22,7 @@ _MAX_PAUSES = 6  # 63 ms together
 
 
 def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Repeat a call that a signal interrupted; and a few times one that found the kernel busy.
+    """Repeat a call that a signal interrupted, and a few times one that found the kernel busy.
 
     Raises: OSError, the call's own.
     """
@@ -43,10 +40,10 @@ def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def mapper() -> Callable[[int | None, int, int, int, int, int], int]:
-    """mmap with an address, or None: Python's own cannot say where.
+    """Return the system's mmap, which takes an address; Python's own takes none.
 
-    What it gives takes (address, nbytes, access, flags, file, offset), says where the mapping is,
-    and raises OSError.
+    Its parameters are (address or None, nbytes, access, flags, file, offset). It returns the
+    mapping's address, and raises OSError.
     """
     libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
     libc_mmap.restype = ctypes.c_void_p
@@ -69,18 +66,18 @@ def mapper() -> Callable[[int | None, int, int, int, int, int], int]:
 
 
 def last_error(call: str) -> OSError:
-    """Why the C library's last call failed."""
+    """Return why the C library's last call failed."""
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where a mapping begins."""
+    """Return the address at which a mapping begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def knows_advice(advice: int) -> bool:
-    """Whether the kernel takes an advice that can be given to any page, tried on one.
+    """Return whether the kernel takes an advice about any page; it is tried on one.
 
     Raises: OSError where it refuses for another reason.
     """
@@ -96,10 +93,34 @@ def knows_advice(advice: int) -> bool:
     return True
 
 
-# -- locked ----------------------------------------------------------------------------------------
+def no_addresses(nbytes: int, error: Exception) -> MemoryUnavailable:
+    """Return the error of a refused reservation of ``nbytes``."""
+    return MemoryUnavailable(
+        f"the system refused {format_bytes(nbytes)} of address space ({error}): reserve less, or "
+        f"raise what limits it (ulimit -v, ulimit -d, vm.overcommit_memory)"
+    )
+
+
+def no_pages(nbytes: int, count: int, committed_bytes: int, error: OSError) -> MemoryUnavailable:
+    """Return the error of a refused commit: ``count`` pieces of ``nbytes``."""
+    return MemoryUnavailable(
+        f"the system refused pages for {count} x {format_bytes(nbytes)} ({error}) with "
+        f"{format_bytes(committed_bytes)} of this region committed: lower the KV budget, or free "
+        f"memory"
+    )
+
+
+def not_taken_back(nbytes: int, count: int, error: OSError) -> MemoryUnavailable:
+    """Return the error of a refused decommit: ``count`` pieces of ``nbytes``."""
+    return MemoryUnavailable(
+        f"the system did not take {count} x {format_bytes(nbytes)} back ({error}): repeat the "
+        f"call, or close the region"
+    )
+
+
+# -- locked pages ----------------------------------------------------------------------------------
 
 # Pages that the system may not swap out, for servers that own their machine.
-
 
 MADV_DONTNEED_LOCKED = 24  # since Linux 5.18; MADV_DONTNEED refuses what is locked
 _MLOCK_ONFAULT = 1
@@ -108,10 +129,10 @@ _MLOCK_ONFAULT = 1
 def lock(mapping: mmap.mmap) -> None:
     """Lock each page of a mapping from the moment that it is committed.
 
-    One call for the whole range: piece by piece, every piece would become a mapping of its own, and
-    there may not be many. The price is that the limit counts addresses, committed or not.
+    One call locks the whole range: locked one by one, pieces would become mappings of their own,
+    and a process may not have many. The price is that the limit counts addresses, committed or not.
 
-    Raises: MemoryUnavailable.
+    Raises: MemoryUnavailable where the system refuses, with the limit that must be raised.
     """
     try:
         patiently(_call, "mlock2", address_of(mapping), len(mapping), _MLOCK_ONFAULT)
@@ -120,14 +141,14 @@ def lock(mapping: mmap.mmap) -> None:
 
 
 def unlock(mapping: mmap.mmap) -> None:
-    """Let the system do as it likes with these pages again. Raises: OSError."""
+    """Unlock the pages of a mapping. Raises: OSError."""
     patiently(_call, "munlock", address_of(mapping), len(mapping))
 
 
 def check_lockable(nbytes: int) -> None:
-    """Ask the system whether this much may be locked; no page is committed for it.
+    """Ask the system whether ``nbytes`` may be locked, without committing a page.
 
-    Raises: MemoryUnavailable, as ``lock`` does.
+    Raises: MemoryUnavailable where they may not.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
@@ -139,10 +160,11 @@ def check_lockable(nbytes: int) -> None:
 
 
 def why_no_locks() -> str | None:
-    """Why this system cannot lock pages, tried on one; None if it can.
+    """Say why this system cannot lock pages, tried on one; None if it can.
 
-    A limit that is too low is no such reason: ``lock`` names it. Raises: OSError where the system
-    does not say.
+    A limit that is too low is no such reason: ``lock`` names it.
+
+    Raises: OSError where the system does not say.
     """
     if sys.platform != "linux":
         return f"{sys.platform} cannot lock pages that are committed later"

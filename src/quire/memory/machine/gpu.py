@@ -1,7 +1,7 @@
-"""What a CUDA device's memory looks like now: to this process, by torch and its driver.
+"""A CUDA device's memory as torch and the driver tell it to this process.
 
-There is no NVML here: what others have is what the driver calls used and is not in torch's hands,
-so that a context, compiled kernels and libraries count among the others.
+NVML is not used: others have what the driver calls used and torch does not hold, so that a context,
+compiled kernels and libraries count among the others.
 """
 
 import time
@@ -24,12 +24,12 @@ class DeviceMemory:
 
     @property
     def others_bytes(self) -> int:
-        """Of other processes, and of this one's driver and libraries."""
+        """Bytes of other processes, and of this one's driver and libraries."""
         return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
 
 
 def cuda_memory(index: int = 0) -> DeviceMemory | None:
-    """A CUDA device's memory; None without one.
+    """Read a CUDA device's memory; None without one.
 
     Raises: MemoryUnavailable where there is one and it does not answer.
     """
@@ -55,12 +55,12 @@ def cuda_memory(index: int = 0) -> DeviceMemory | None:
 
 
 def may_have_cuda(root: Path = Path("/")) -> bool:
-    """Whether a driver for CUDA is loaded here: asked without torch, which takes long to import."""
+    """Return whether a driver for CUDA is loaded, without importing torch, which takes long."""
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/dxg").exists()
 
 
 def cuda_devices() -> tuple[DeviceMemory | str, ...]:
-    """Every CUDA device's memory, or in words why one does not say."""
+    """Read every CUDA device's memory, or in words why one does not say."""
     import torch
 
     if not torch.cuda.is_available():
@@ -77,7 +77,7 @@ def cuda_devices() -> tuple[DeviceMemory | str, ...]:
 
 
 class CudaGauge:
-    """One device, asked several times a second. Who waits for its memory is not known."""
+    """Reads one device several times a second. It does not know which tasks wait for memory."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -104,6 +104,7 @@ class CudaPeak:
         self._begin_bytes = 0
 
     def begin(self) -> None:
+        """Begin to measure, from what is allocated now."""
         import torch
 
         torch.cuda.synchronize(self._index)
@@ -112,6 +113,7 @@ class CudaPeak:
         self._begin_bytes = torch.cuda.memory_allocated(self._index)
 
     def peak_bytes(self) -> int:
+        """Return the most bytes since ``begin``, and give torch's unused memory back."""
         import torch
 
         torch.cuda.synchronize(self._index)

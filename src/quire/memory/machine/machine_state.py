@@ -1,8 +1,6 @@
-"""One snapshot of all that matters here about the machine's memory.
+"""One snapshot of the machine's memory, so that all figures of a ledger are of the same moment.
 
-It is taken once and asked many times, so that every figure of a ledger is of the same moment. How
-single files are read is in ``probe``, ``numa`` and ``procfs``; what may be taken is decided in
-``budget``.
+``probe`` and ``procfs`` read single files; ``budget`` decides what may be taken.
 """
 
 import re
@@ -42,7 +40,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HugePages:
-    """What the kernel does with pages of 2 MiB: its own words, e.g. ``madvise``."""
+    """The kernel's rules for pages of 2 MiB, in its own words, e.g. ``madvise``."""
 
     anonymous: str = ""
     shared: str = ""  # memfd
@@ -51,7 +49,7 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is, what limits it, and who uses it."""
+    """The memory that there is, the limits on it, and its use."""
 
     bounds: tuple[MemoryBound, ...]  # the tightest first; at least that of the machine itself
     ram_bytes: int
@@ -81,7 +79,7 @@ class Machine:
 
     @property
     def available_bytes(self) -> int:
-        """What can be taken now."""
+        """Bytes that can be taken now."""
         return self.tightest.available_bytes
 
     @property
@@ -95,9 +93,9 @@ class Machine:
         return least.limit_bytes, "RAM" if least.source == "MemAvailable" else least.source
 
     def share(self, num_processes: int) -> "Machine":
-        """The part of one of several processes alike: of what limits them all together.
+        """Return one process's part of the limits that ``num_processes`` alike share.
 
-        A limit on addresses is each one's own.
+        Each process has its own limit on addresses.
         """
         if num_processes == 1:
             return self
@@ -120,7 +118,7 @@ class Machine:
 
     @property
     def own_bytes(self) -> int:
-        """What this process has, where KV goes."""
+        """Bytes that this process has, where KV goes."""
         return self.process_bytes if self.device is None else self.device.own_bytes
 
     @property
@@ -130,10 +128,10 @@ class Machine:
 
 
 def read_limits(root: Path = _ROOT, *, device: DeviceMemory | None = None) -> Machine:
-    """What limits memory now, and nothing about who uses it: enough for most rules.
+    """Read what limits memory now, in a millisecond: enough for most rules.
 
-    A millisecond's work. What a process has (``smaps_rollup``) is counted page by page, which takes
-    tens of milliseconds in a process with gigabytes.
+    What a process has (``smaps_rollup``) is left out: the kernel counts it page by page, which
+    takes tens of milliseconds in a process with gigabytes.
 
     Raises: MemoryUnavailable where the system does not say.
     """
@@ -149,7 +147,7 @@ def read_limits(root: Path = _ROOT, *, device: DeviceMemory | None = None) -> Ma
 
 
 def read_machine(root: Path = _ROOT, *, device: DeviceMemory | None = None) -> Machine:
-    """Look at the machine now. Raises: MemoryUnavailable where the system does not say."""
+    """Read the machine now. Raises: MemoryUnavailable where the system does not say."""
     meminfo = read_table(root / "proc/meminfo")
     own = process_memory(root)
     return replace(
@@ -169,7 +167,7 @@ def read_machine(root: Path = _ROOT, *, device: DeviceMemory | None = None) -> M
 
 
 def read_pressure(path: Path) -> Pressure | None:
-    """A ``memory.pressure`` file; None where the kernel does not keep it."""
+    """Read a ``memory.pressure`` file; None where the kernel does not keep it."""
     found = dict(re.findall(r"(some|full) (.*)", read_text(path)))
     if "some" not in found:
         return None
@@ -182,7 +180,7 @@ def read_pressure(path: Path) -> Pressure | None:
 
 
 def cgroup_version(root: Path = _ROOT) -> CgroupVersion:
-    """Which control groups this process is in, and which of them limits memory (hybrid: v1 may)."""
+    """Tell the version of this process's control groups (hybrid: v1 may limit memory)."""
     lines = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines()]
     v2 = any(line[:2] == ["0", ""] for line in lines)
     v1 = any(len(line) == 3 and line[1] for line in lines)
@@ -192,7 +190,7 @@ def cgroup_version(root: Path = _ROOT) -> CgroupVersion:
 
 
 def unified_memory_cap(ram_bytes: int) -> int:
-    """What the system can spare of memory that a processor and a GPU share.
+    """Return the bytes that the system can spare where a processor and a GPU share memory.
 
     Source: mistral.rs, which takes two thirds of RAM up to 36 GB and three quarters above.
     """
@@ -200,10 +198,10 @@ def unified_memory_cap(ram_bytes: int) -> int:
 
 
 def working_set(wired_limit_mb: str, ram_bytes: int) -> int:
-    """macOS's ``recommendedMaxWorkingSetSize``, from ``sysctl iogpu.wired_limit_mb``.
+    """Return macOS's ``recommendedMaxWorkingSetSize`` in bytes, from ``iogpu.wired_limit_mb``.
 
-    0, or no answer, means the system's own choice, which is close to the cap above. Nothing of
-    macOS has been run here: it follows what mistral.rs and llama.cpp do.
+    0, or no answer, means the system's own choice, which is close to the cap above. This has not
+    run on macOS: it follows what mistral.rs and llama.cpp do.
     """
     limit = wired_limit_mb.strip()
     return int(limit) << 20 if limit.isdigit() and int(limit) else unified_memory_cap(ram_bytes)
@@ -216,7 +214,7 @@ def _macos_working_set(ram_bytes: int) -> int:
 
 
 def _cgroup_pressure(root: Path) -> Pressure | None:
-    """Of the innermost group that has it."""
+    """Read the pressure of the innermost group that has it."""
     for _, folder in cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified")):
         pressure = read_pressure(folder / "memory.pressure")
         if pressure is not None:

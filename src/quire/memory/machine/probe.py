@@ -1,7 +1,7 @@
 """What the operating system says about memory: of the machine, of this process, of one range.
 
-It only reads. What may be taken of it is decided in ``budget``. Every function takes the ``root``
-under which ``/proc`` and ``/sys`` lie, so that any machine can be described by a folder of files.
+``budget`` decides what may be taken of it. Every function takes the ``root`` under which ``/proc``
+and ``/sys`` lie, so that a folder of files can describe any machine.
 """
 
 import mmap
@@ -66,12 +66,12 @@ class ProcessMemory:
 
 
 def tells_memory(root: Path = _ROOT) -> bool:
-    """Whether the system says how much memory there is."""
+    """Return whether the system says how much memory there is."""
     return sys.platform == "darwin" or (root / "proc/meminfo").exists()
 
 
 def memory_bounds(root: Path = _ROOT) -> list[MemoryBound]:
-    """Every limit that holds here, the tightest first.
+    """Read every limit that holds for this process, the tightest first.
 
     Raises: MemoryUnavailable where the system does not say.
     """
@@ -88,7 +88,7 @@ def memory_bounds(root: Path = _ROOT) -> list[MemoryBound]:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """What can be taken now, within the tightest limit.
+    """Return the bytes that can be taken now, within the tightest limit.
 
     Raises: MemoryUnavailable where the system does not say.
     """
@@ -96,12 +96,12 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def bytes_before_kill(bounds: Iterable[MemoryBound]) -> int:
-    """What can be taken before the kernel ends a process."""
+    """Return the bytes that can be taken before the kernel ends a process."""
     return min(b.available_bytes + b.reclaimable_bytes for b in bounds if b.kills)
 
 
 def total_bytes(root: Path = _ROOT) -> int:
-    """The tightest limit itself: what could be taken if nothing were in use.
+    """Return the tightest limit in bytes: what could be taken if nothing were in use.
 
     Raises: MemoryUnavailable where the system does not say.
     """
@@ -109,9 +109,9 @@ def total_bytes(root: Path = _ROOT) -> int:
 
 
 def free_on_processors(root: Path = _ROOT) -> int:
-    """Free pages that processors keep for themselves: MemAvailable does not count them.
+    """Return the bytes that processors keep free for themselves; MemAvailable leaves them out.
 
-    Up to an eighth of a zone each; what a process gives back lies there for many seconds.
+    Each keeps up to an eighth of a zone: pages that a process gives back lie there for seconds.
 
     Source: Linux, mm/page_alloc.c (``pcp->high_max``), /proc/zoneinfo.
     """
@@ -120,7 +120,7 @@ def free_on_processors(root: Path = _ROOT) -> int:
 
 
 def process_memory(root: Path = _ROOT) -> ProcessMemory | None:
-    """This process's memory; None where the kernel does not say (it is Linux that does)."""
+    """Read this process's memory; None where the kernel does not say (Linux does)."""
     rollup = read_table(root / "proc/self/smaps_rollup")
     if not {"Rss", "Pss", "Private_Clean", "Private_Dirty"} <= set(rollup):
         return None
@@ -133,9 +133,9 @@ def process_memory(root: Path = _ROOT) -> ProcessMemory | None:
 
 
 def resident_bytes(address: int, nbytes: int, root: Path = _ROOT) -> int | None:
-    """Bytes of private pages behind [address, address + nbytes), in memory or swapped out.
+    """Count the bytes of private pages behind [address, address + nbytes), swapped out or not.
 
-    Unlike mincore it leaves out the shared page of zeros, which appears where unbacked memory was
+    Unlike mincore this leaves out the shared page of zeros, which appears where unbacked memory was
     read; unlike smaps it needs no mapping of its own. None where the kernel does not say.
 
     Source: Linux, Documentation/admin-guide/mm/pagemap.rst
@@ -157,7 +157,7 @@ def resident_bytes(address: int, nbytes: int, root: Path = _ROOT) -> int | None:
 
 
 def parse_vm_stat(text: str) -> int:
-    """Bytes that macOS's ``vm_stat`` calls free, inactive or speculative."""
+    """Read the bytes that macOS's ``vm_stat`` calls free, inactive or speculative."""
     lines = text.splitlines()
     page_bytes = int(lines[0].split("page size of ")[1].split()[0])
     pages = dict(line.split(":") for line in lines[1:])
@@ -172,23 +172,23 @@ def _macos() -> MemoryBound:
 
 
 def mapping_limit(root: Path = _ROOT) -> int | None:
-    """How many mappings a process may have (``vm.max_map_count``); None where nothing limits it."""
+    """Read how many mappings a process may have (``vm.max_map_count``); None without a limit."""
     return read_number(root / "proc/sys/vm/max_map_count")
 
 
 def spare_mappings(root: Path = _ROOT) -> int | None:
-    """How many more this process may well make: what is left of four fifths of its limit."""
+    """Return how many more mappings this process may make: within four fifths of its limit."""
     limit = mapping_limit(root)
     return None if limit is None else max(0, limit * 4 // 5 - num_mappings(root))
 
 
 def num_mappings(root: Path = _ROOT) -> int:
-    """How many mappings this process has; 0 where the kernel does not say."""
+    """Count the mappings of this process; 0 where the kernel does not say."""
     return read_text(root / "proc/self/maps").count("\n")
 
 
 def mapped_from_files(addresses: Iterable[int], root: Path = _ROOT) -> frozenset[int]:
-    """Those of the addresses that lie in a mapping of a file.
+    """Find the addresses that lie in a mapping of a file.
 
     The kernel counts such pages as available, since it could drop them and read them again.
     """
@@ -213,7 +213,7 @@ def _machine(root: Path) -> MemoryBound:
 
 
 def _cpuset(root: Path) -> Iterator[MemoryBound]:
-    """The nodes that this process may use, where they are not all of them."""
+    """Yield the bound of the nodes that this process may use, where it may not use all."""
     nodes = numa_nodes(root)
     allowed = [node for node in nodes if node.allowed]
     if 0 < len(allowed) < len(nodes):
@@ -240,7 +240,7 @@ def _cgroup_v1(root: Path) -> Iterator[MemoryBound]:
 def cgroup_folders(
     root: Path, controller: str, mounts: tuple[str, ...]
 ) -> Iterator[tuple[str, Path]]:
-    """This process's group and its ancestors, of those that can be seen from here.
+    """Yield the names and folders of this process's group and its ancestors, if they are seen here.
 
     ``controller`` is empty for v2. In a container the path may be the host's while the mount shows
     the container's own group as its top: then only the top exists, and it is the right one.
@@ -261,7 +261,7 @@ def cgroup_folders(
 def _cgroup_bound(
     root: Path, name: str, folder: Path, limit: str, usage: str, prefix: str
 ) -> Iterator[MemoryBound]:
-    """The group's bound, if it has one. File pages that are not in use are as good as free."""
+    """Yield the group's bound, if it has one. Inactive file pages are as good as free."""
     limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
     if limit_bytes is not None and used is not None and limit_bytes < _CGROUP_V1_UNLIMITED:
         stat = read_table(folder / "memory.stat")
@@ -275,7 +275,7 @@ def _cgroup_bound(
 
 
 def _cgroup_swap(root: Path, folder: Path, limit_bytes: int, used_bytes: int) -> int:
-    """What a group may still swap out.
+    """Return the bytes that a group may still swap out.
 
     v2 limits swap by itself; v1 limits memory and swap together, so that less is left where memory
     is not used up either.
@@ -295,7 +295,7 @@ def _cgroup_swap(root: Path, folder: Path, limit_bytes: int, used_bytes: int) ->
 
 
 def _process_limits(root: Path) -> Iterator[MemoryBound]:
-    """``ulimit -v`` and ``-d``. They count addresses: what is reserved, committed or not."""
+    """Yield ``ulimit -v`` and ``-d``, which count reserved addresses, committed or not."""
     status = read_table(root / "proc/self/status")
     for name, source, used in (
         ("Max address space", "RLIMIT_AS (ulimit -v)", "VmSize"),
@@ -307,7 +307,7 @@ def _process_limits(root: Path) -> Iterator[MemoryBound]:
 
 
 def soft_limit(name: str, root: Path = _ROOT) -> int | None:
-    """A limit of this process as /proc/self/limits names it; None if it is unlimited."""
+    """Read a limit of this process as /proc/self/limits names it; None if it is unlimited."""
     for line in read_text(root / "proc/self/limits").splitlines():
         if line.startswith(name):
             soft = (line.removeprefix(name).split() or [""])[0]

@@ -7,14 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# -- procfs ----------------------------------------------------------------------------------------
-
-
 _MOST_IDS = 1 << 16  # more than any machine has processors or nodes
 
 
 def read_text(path: Path) -> str:
-    """A file's text; empty where it cannot be read."""
+    """Read a file's text; empty where it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
@@ -22,13 +19,13 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The one number in a file; None where there is none ("max")."""
+    """Read the one number in a file; None where there is none ("max")."""
     text = read_text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def read_table(path: Path) -> dict[str, int]:
-    """The numbers of ``Name:   123 kB`` and ``name 123`` lines, in bytes.
+    """Read the numbers of ``Name:   123 kB`` and ``name 123`` lines, in bytes.
 
     A node's ``Node 0 MemTotal:   123 kB`` counts as ``MemTotal``.
     """
@@ -43,7 +40,7 @@ def read_table(path: Path) -> dict[str, int]:
 
 
 def read_list(text: str) -> frozenset[int]:
-    """The kernel's list of ids: ``0-2,5``. What is not a number is left out."""
+    """Parse the kernel's list of ids, ``0-2,5``, and leave out what is not a number."""
     ids: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.strip().partition("-")
@@ -68,9 +65,9 @@ class NumaNode:
 
 
 def numa_nodes(root: Path) -> tuple[NumaNode, ...]:
-    """Every node with memory; empty where the kernel does not say.
+    """Read every node with memory; empty where the kernel does not say.
 
-    What ``numactl --membind`` forbids is a property of each mapping and is not seen here.
+    ``numactl --membind`` is a property of each mapping, which these files do not show.
     """
     allowed = _allowed_nodes(root)
     nodes = []

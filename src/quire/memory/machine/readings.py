@@ -1,6 +1,6 @@
-"""What is looked at several times a second: how much memory there is now, and who waits for it.
+"""Gauges: how much memory there is now and how long tasks waited for it, in about a millisecond.
 
-It costs about a millisecond. All that is known of a machine is in ``machine``.
+``machine_state`` reads all that is known of a machine.
 """
 
 import re
@@ -30,11 +30,11 @@ class Gauge(Protocol):
     """Tells the time and how much memory there is."""
 
     def now_s(self) -> float:
-        """Seconds since some moment; never back."""
+        """Return the seconds of a clock that never goes back."""
         ...
 
     def read(self) -> MemoryReading:
-        """Raises: MemoryUnavailable where the system does not say."""
+        """Read the memory now. Raises: MemoryUnavailable where the system does not say."""
         ...
 
 
@@ -60,7 +60,7 @@ class HostGauge:
 
 
 class SharedGauge:
-    """One process's part of a machine that several alike share: each looks at its own."""
+    """Reads one process's part of a machine that several processes alike share."""
 
     def __init__(self, whole: Gauge, num_processes: int) -> None:
         self._whole, self._num_processes = whole, num_processes
@@ -88,6 +88,7 @@ class HostPeak:
         self._begin: tuple[int, int] | None = None
 
     def begin(self) -> None:
+        """Begin to measure, from what this process has now."""
         self._begin = None
         try:
             (self._own / "clear_refs").write_text("5")  # the high-water mark begins anew
@@ -98,7 +99,10 @@ class HostPeak:
             self._begin = now["VmRSS"], now["RssFile"]
 
     def peak_bytes(self) -> int | None:
-        """None where the system does not say. Source: Linux, proc(5), ``clear_refs``."""
+        """Return the most bytes since ``begin``; None where the system does not say.
+
+        Source: Linux, proc(5), ``clear_refs``.
+        """
         if self._begin is None:
             return None
         resident, of_files = self._begin
@@ -107,7 +111,7 @@ class HostPeak:
 
 
 def stalled_s(root: Path = _ROOT) -> float:
-    """Time in which some task waited for memory, of this group if the kernel tells, else of all."""
+    """Return the seconds in which a task waited for memory: of this group if told, else of all."""
     groups = cgroup_folders(root, "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))
     files = [folder / "memory.pressure" for _, folder in groups]
     for path in (*files[:1], root / "proc/pressure/memory"):
