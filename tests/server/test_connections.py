@@ -108,7 +108,7 @@ def test_leaving_in_any_way_and_at_any_point_leaves_nothing() -> None:
 
     async def ask() -> None:
         async with listening(max_num_seqs=2) as server:
-            gate = server.client.service.gate
+            gate = server.client.service.admission
             for leave in (close, half_close, Peer.reset):
                 for num_sent in (1, 30, len(body) - 1):
                     peer = await server.connect()
@@ -250,7 +250,7 @@ def test_slow_readers_are_sent_fewer_pieces_and_all_of_the_text() -> None:
             for peer in peers:
                 await peer.send(posting(body))
             # No client reads, and all of it is computed.
-            await until(lambda: server.client.service.gate.num_under_way == 6)
+            await until(lambda: server.client.service.admission.num_under_way == 6)
             await until_running(server)
             async with asyncio.timeout(60):
                 while await running(server):

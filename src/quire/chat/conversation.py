@@ -197,8 +197,8 @@ class Reader:
         make_id: Callable[[], str],
     ) -> None:
         self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
-        self._tape, self._out = IncrementalLexer(), Events(make_id)
-        self._tape.add(prompt.begun)
+        self._lexer, self._out = IncrementalLexer(), Events(make_id)
+        self._lexer.add(prompt.begun)
         self._num_calls, self._is_full = 0, False
         self._reading: Reading[None] | None = self._read()
         self._go_on()
@@ -220,7 +220,7 @@ class Reader:
 
     def feed(self, text: str) -> list[Event]:
         """What more text turns out to be. Some of it may be held until it is clear."""
-        self._tape.add(text)
+        self._lexer.add(text)
         self._go_on()
         return self._taken()
 
@@ -229,7 +229,7 @@ class Reader:
 
         Of a call that is cut its beginning stays; of one that the model left as it is, the text.
         """
-        self._tape.end(cut=cut)
+        self._lexer.end(cut=cut)
         self._go_on()
         return self._taken()
 
@@ -257,15 +257,15 @@ class Reader:
                 self._reading = None
 
     def _read(self) -> Reading[None]:
-        prompt, tape, out = self._prompt, self._tape, self._out
+        prompt, lexer, out = self._prompt, self._lexer, self._out
         if self._reasoning is not None:
-            yield from self._reasoning.read(tape, out)
+            yield from self._reasoning.read(lexer, out)
         if prompt.choice.kind == "named":
-            yield from arguments_of(prompt.choice.name, tape, out)
+            yield from arguments_of(prompt.choice.name, lexer, out)
         elif prompt.choice.kind == "required":
-            yield from required(tape, out)
+            yield from required(lexer, out)
         elif self._tools is not None:
-            yield from self._tools.read(tape, out, prompt.tools)
+            yield from self._tools.read(lexer, out, prompt.tools)
         else:
-            yield from tape.upto(put=out.content)
+            yield from lexer.upto(put=out.content)
         out.end_of_content()

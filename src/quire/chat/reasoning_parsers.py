@@ -68,20 +68,20 @@ class ReasoningFormat:
             return None
         return Reasoning(opens=self.opens, closes=self.closes, is_open=is_open)
 
-    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
+    def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
         """The reasoning, if there is any; what comes after it is left."""
-        blanks = yield from tape.blanks()
-        if not (yield from tape.skip(self.opens)):
+        blanks = yield from lexer.blanks()
+        if not (yield from lexer.skip(self.opens)):
             out.content(blanks)
             return
         # Some models open it once more where the prompt has done so.
-        yield from tape.blanks()
-        yield from tape.skip(self.opens)
+        yield from lexer.blanks()
+        yield from lexer.skip(self.opens)
         out.edge()
-        if (yield from tape.upto(self.closes, put=out.reasoning)) is None:
+        if (yield from lexer.upto(self.closes, put=out.reasoning)) is None:
             out.end_of_reasoning()
             return
-        yield from tape.expect(self.closes)
+        yield from lexer.expect(self.closes)
         out.edge()
 
 
@@ -120,9 +120,9 @@ class Channels(ReasoningFormat):
             lead=f"{CHANNEL}{lead}{MESSAGE}",
         )
 
-    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
+    def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
         """The reasoning, and the header of the form behind it."""
-        yield from read_thoughts(tape, out)
+        yield from read_thoughts(lexer, out)
 
 
 _THINK = ReasoningFormat(opens="<think>", closes="</think>")

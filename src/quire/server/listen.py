@@ -50,7 +50,7 @@ class Listeners:
         self.sockets = []
 
 
-def open_doors(config: ServerConfig) -> Listeners:
+def open_listeners(config: ServerConfig) -> Listeners:
     """Sockets for a config. Raises: ConfigError naming the option to change."""
     _check_certificate(config)
     if config.uds is not None:

@@ -90,7 +90,7 @@ _FLUSH_S = 5  # for what is on its way to clients after the last request has end
 async def serve_in_loop(
     config: ServerConfig,
     llm: AsyncLLM,
-    doors: Listeners,
+    listeners: Listeners,
     signals: StopSignals,
     announce: Callable[[StartUp], None],
     last_words_s: float,
@@ -101,12 +101,12 @@ async def serve_in_loop(
     signals.when_asked(partial(loop.call_soon_threadsafe, stop.set))
     app = make_app(llm, config)
     server = _Server(uvicorn_config(app, config))
-    serving = asyncio.create_task(server.serve(_listening(doors)))
+    serving = asyncio.create_task(server.serve(_listening(listeners)))
     asked, failed = asyncio.create_task(stop.wait()), asyncio.create_task(_failure(llm))
     others = [] if config.disable_log_stats else [asyncio.create_task(log_stats(llm))]
     try:
         await _until_open(server, serving)
-        announce(start_up(llm, config, doors.url))
+        announce(start_up(llm, config, listeners.url))
         await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
             await _drain(app.state.service, config.shutdown_timeout)
@@ -169,14 +169,16 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     return own
 
 
-def _listening(doors: Listeners) -> list[Any]:
+def _listening(listeners: Listeners) -> list[Any]:
     """The sockets, with clients waiting at them. Raises: ConfigError."""
-    for each in doors.sockets:
+    for each in listeners.sockets:
         try:
             each.listen(2048)
         except OSError as error:
-            raise refused(f"host={doors.config.host} port={doors.config.port}", error) from error
-    return list(doors.sockets)
+            raise refused(
+                f"host={listeners.config.host} port={listeners.config.port}", error
+            ) from error
+    return list(listeners.sockets)
 
 
 async def _until_open(server: "_Server", serving: "asyncio.Task[None]") -> None:

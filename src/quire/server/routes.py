@@ -8,17 +8,16 @@ from dataclasses import KW_ONLY, dataclass
 from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-import msgspec
 from starlette.types import ASGIApp
 
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json
 from quire.server.request_context import RequestContext
-from quire.server.schemas.request_fields import Upload
+from quire.server.schemas.request_fields import ModelRequest, Upload
 from quire.server.wire.error_responses import Dialect
 from quire.server.wire.streams import EventStream
 
-# It is given the exchange, and the body as a struct if it has a parameter for one.
+# It is given the context, and the body as a struct if it has a parameter for one.
 Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
 
 
@@ -41,7 +40,7 @@ class Operation:
         return self.endpoint.__name__
 
     @property
-    def takes(self) -> type[msgspec.Struct] | None:
+    def takes(self) -> type[ModelRequest] | None:
         """What the body is read as."""
         hints = get_type_hints(self.endpoint)
         kinds = [

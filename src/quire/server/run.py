@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.chat.reasoning_parsers import reasoning_format
 from quire.chat.tools.registry import tool_format
 from quire.config import ServerConfig
-from quire.server.listen import allow_open_files, open_doors
+from quire.server.listen import allow_open_files, open_listeners
 from quire.server.logs import log_to_stderr
 from quire.server.stop import StopSignals
 
@@ -40,8 +40,8 @@ def serve(
     log_to_stderr(config.uvicorn_log_level)
     allow_open_files()
     _refuse_unknown_parsers(config)
-    doors = open_doors(config)
-    with StopSignals(doors.close) as signals:
+    listeners = open_listeners(config)
+    with StopSignals(listeners.close) as signals:
         try:
             llm = load()
             from quire.server.loop import serve_in_loop
@@ -52,7 +52,7 @@ def serve(
             gc.freeze()
             try:
                 return asyncio.run(
-                    serve_in_loop(config, llm, doors, signals, announce, last_words_s)
+                    serve_in_loop(config, llm, listeners, signals, announce, last_words_s)
                 )
             finally:
                 # Else the interpreter could not take its modules apart at its end, and bindings
@@ -60,7 +60,7 @@ def serve(
                 gc.unfreeze()
                 llm.close()
         finally:
-            doors.close()
+            listeners.close()
 
 
 def _refuse_unknown_parsers(config: ServerConfig) -> None:

@@ -4,13 +4,17 @@ Names are those of the gen_ai conventions, as vLLM has them. A span says how lon
 how many tokens it had, and nothing of what they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request
 from quire.engine.statistics import Latencies
 from quire.errors import ConfigError
+
+_TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C's Trace Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,58 @@ class Tracer:
         if "error" in record.finish_reasons or "capacity" in record.finish_reasons:
             span.set_status(Status(StatusCode.ERROR))
         span.end(end_time=start_ns + int(record.latencies.e2e_s * 1e9))
+
+
+@final
+class RequestSpans:
+    """A span for each prompt of one HTTP request, noted when the prompt's last choice has ended.
+
+    A request whose client leaves early has no span.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        requests: Sequence[Request],
+        *,
+        operation: str,
+        request_id: str,
+        model: str,
+        arrived_unix_s: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._tracer, self._requests, self._operation = tracer, requests, operation
+        self._request_id, self._model, self._arrived_unix_s = request_id, model, arrived_unix_s
+        self._headers = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
+        self._num_tokens = [0] * len(requests)
+        self._ends: list[list[TextDelta]] = [[] for _ in requests]
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        """Count what is new of one prompt; send its span when it has come to its end."""
+        self._num_tokens[index] += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        ends, request = self._ends[index], self._requests[index]
+        ends.append(delta)
+        if len(ends) < request.num_choices or delta.latencies is None:
+            return
+        record = RequestRecord(
+            request_id=f"{self._request_id}-{index}",
+            model=self._model,
+            operation=self._operation,
+            arrived_unix_s=self._arrived_unix_s,
+            latencies=delta.latencies,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=delta.num_cached_tokens,
+            num_generation_tokens=self._num_tokens[index],
+            finish_reasons=tuple(str(end.finish_reason) for end in ends),
+            n=request.num_choices,
+            max_tokens=request.params.max_tokens,
+            temperature=request.params.temperature,
+            top_p=request.params.top_p,
+            headers=self._headers,
+        )
+        self._tracer.note(record)
 
 
 def _exporting(endpoint: str) -> Any:

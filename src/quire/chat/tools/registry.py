@@ -19,24 +19,24 @@ from quire.errors import ConfigError
 # Calls that are a name, a mark, and the arguments as JSON: Mistral, DeepSeek V3, Kimi K2.
 
 
-def mistral(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def mistral(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``[TOOL_CALLS]name{…}``, or ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` of old.
 
     Between name and arguments there may be ``[CALL_ID]…`` and ``[ARGS]``. Source: the templates of
     Mistral 7B v0.3 and of Mistral Small 3.1 and later.
     """
-    yield from tape.expect("[TOOL_CALLS]")
-    yield from tape.blanks()
-    if (yield from tape.peek()) == "[":
-        yield from call_list(tape, out)
+    yield from lexer.expect("[TOOL_CALLS]")
+    yield from lexer.blanks()
+    if (yield from lexer.peek()) == "[":
+        yield from call_list(lexer, out)
         return
-    name = yield from tape.name("{", "[ARGS]", "[CALL_ID]")
+    name = yield from lexer.name("{", "[ARGS]", "[CALL_ID]")
     given_id = None
-    if (yield from tape.skip("[CALL_ID]")):
-        given_id = (yield from tape.name("{", "[ARGS]")) or None
-    yield from tape.skip("[ARGS]")
-    yield from tape.blanks()
-    yield from called(tape, out, name, given_id)
+    if (yield from lexer.skip("[CALL_ID]")):
+        given_id = (yield from lexer.name("{", "[ARGS]")) or None
+    yield from lexer.skip("[ARGS]")
+    yield from lexer.blanks()
+    yield from called(lexer, out, name, given_id)
     out.end()
 
 
@@ -57,20 +57,20 @@ def named(
     Source: the templates of DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
     """
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(several[0])
-        yield from tape.blanks()
-        yield from tape.expect(one[0])
-        yield from tape.blanks()
-        yield from tape.expect(kind)
-        name = yield from tape.name(separator)
-        yield from tape.expect(separator)
-        yield from tape.blanks()
-        yield from called(tape, out, *(_of_id(name) if has_ids else (name, None)))
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(several[0])
+        yield from lexer.blanks()
+        yield from lexer.expect(one[0])
+        yield from lexer.blanks()
+        yield from lexer.expect(kind)
+        name = yield from lexer.name(separator)
+        yield from lexer.expect(separator)
+        yield from lexer.blanks()
+        yield from called(lexer, out, *(_of_id(name) if has_ids else (name, None)))
         out.end()
-        tape.record()
+        lexer.record()
         for mark in (behind, one[1], several[1]):
-            yield from tape.comes(mark)
+            yield from lexer.comes(mark)
 
     return ToolFormat(opens=(several[0], one[0]), calls=calls)
 

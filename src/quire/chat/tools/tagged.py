@@ -36,42 +36,42 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
     """
     closing = ("\n</parameter>", "</parameter>") if on_own_lines else ("</parameter>",)
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(opens)
-        yield from tape.blanks()
-        yield from tape.expect("<function=")
-        name = yield from tape.name(">")
-        yield from tape.expect(">")
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(opens)
+        yield from lexer.blanks()
+        yield from lexer.expect("<function=")
+        name = yield from lexer.name(">")
+        yield from lexer.expect(">")
         arguments = Arguments(out, name, tools)
-        while not (yield from tape.comes("</function>")):
-            yield from tape.expect("<parameter=")
-            key = yield from tape.name(">")
-            yield from tape.expect(">")
+        while not (yield from lexer.comes("</function>")):
+            yield from lexer.expect("<parameter=")
+            key = yield from lexer.name(">")
+            yield from lexer.expect(">")
             if on_own_lines:
-                yield from tape.skip("\n")
-            yield from arguments.read(tape, key, *closing)
+                yield from lexer.skip("\n")
+            yield from arguments.read(lexer, key, *closing)
         arguments.end()
-        tape.record()
-        yield from tape.comes(closes)
+        lexer.record()
+        yield from lexer.comes(closes)
 
     return ToolFormat(opens=(opens, "<function="), calls=calls)
 
 
-def glm45(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+def glm45(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
 
     Source: GLM-4.5's template.
     """
-    yield from tape.expect("<tool_call>")
-    name = yield from tape.name("<arg_key>", "</tool_call>")
+    yield from lexer.expect("<tool_call>")
+    name = yield from lexer.name("<arg_key>", "</tool_call>")
     arguments = Arguments(out, name, tools)
-    while not (yield from tape.comes("</tool_call>")):
-        yield from tape.expect("<arg_key>")
-        key = yield from tape.name("</arg_key>")
-        yield from tape.expect("</arg_key>")
-        yield from tape.blanks()
-        yield from tape.expect("<arg_value>")
-        yield from arguments.read(tape, key, "</arg_value>")
+    while not (yield from lexer.comes("</tool_call>")):
+        yield from lexer.expect("<arg_key>")
+        key = yield from lexer.name("</arg_key>")
+        yield from lexer.expect("</arg_key>")
+        yield from lexer.blanks()
+        yield from lexer.expect("<arg_value>")
+        yield from arguments.read(lexer, key, "</arg_value>")
     arguments.end()
 
 
@@ -85,23 +85,23 @@ def invokes(outer: str, prefix: str = "") -> ToolFormat:
     opens, invoke = f"<{prefix}{outer}>", f'<{prefix}invoke name="'
     parameter, closing = f'<{prefix}parameter name="', f"</{prefix}parameter>"
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(opens)
-        yield from tape.blanks()
-        yield from tape.expect(invoke)
-        name = yield from tape.name('">')
-        yield from tape.expect('">')
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(opens)
+        yield from lexer.blanks()
+        yield from lexer.expect(invoke)
+        name = yield from lexer.name('">')
+        yield from lexer.expect('">')
         arguments = Arguments(out, name, tools)
-        while not (yield from tape.comes(f"</{prefix}invoke>")):
-            yield from tape.expect(parameter)
-            key = yield from tape.name('"')
-            kind = yield from tape.starts('">', '" string="true">', '" string="false">')
-            yield from tape.expect(kind or '">')
+        while not (yield from lexer.comes(f"</{prefix}invoke>")):
+            yield from lexer.expect(parameter)
+            key = yield from lexer.name('"')
+            kind = yield from lexer.starts('">', '" string="true">', '" string="false">')
+            yield from lexer.expect(kind or '">')
             is_string = None if kind == '">' else kind == '" string="true">'
-            yield from arguments.read(tape, key, closing, is_string=is_string)
+            yield from arguments.read(lexer, key, closing, is_string=is_string)
         arguments.end()
-        tape.record()
-        yield from tape.comes(f"</{prefix}{outer}>")
+        lexer.record()
+        yield from lexer.comes(f"</{prefix}{outer}>")
 
     return ToolFormat(opens=(opens, invoke), calls=calls)
 
@@ -123,7 +123,7 @@ class Arguments:
         self._out.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
 
     def read(
-        self, tape: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
+        self, lexer: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
     ) -> Reading[None]:
         """A value as text, and the tag after it; None: the schema says if it is a string.
 
@@ -135,15 +135,15 @@ class Arguments:
             is_string = kinds is None or kinds == _TEXT
         if is_string:
             self._out.arguments('"')
-            found = yield from tape.upto(*closing, put=self._quote, must_come=True)
+            found = yield from lexer.upto(*closing, put=self._quote, must_come=True)
             if found is None:
                 raise Broken
             self._out.arguments('"')
         else:
-            text = yield from tape.text_upto(*closing)
+            text = yield from lexer.text_upto(*closing)
             self._out.arguments(converted(text, kinds or _ALL))
-            found = yield from tape.starts(*closing)
-        yield from tape.expect(found or closing[0])
+            found = yield from lexer.starts(*closing)
+        yield from lexer.expect(found or closing[0])
 
     def end(self) -> None:
         """The object is complete, and so is the call."""

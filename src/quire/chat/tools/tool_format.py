@@ -28,24 +28,26 @@ class ToolFormat:
     is_all: bool = False
     make_id: Callable[[], str] = call_id
 
-    def read(self, tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    def read(
+        self, lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]
+    ) -> Reading[None]:
         """All of the text: content and calls."""
-        while not self.opens or (yield from tape.upto(*self.opens, put=out.content)):
+        while not self.opens or (yield from lexer.upto(*self.opens, put=out.content)):
             is_text = False
-            tape.record()
+            lexer.record()
             try:
-                yield from self.calls(tape, out, tools)
-                tape.recorded()
+                yield from self.calls(lexer, out, tools)
+                lexer.recorded()
             except Broken:
                 # Without a mark it may be any text until a call has a name, and an answer too.
-                is_text = not (tape.breaks_off and (self.opens or out.in_call))
+                is_text = not (lexer.breaks_off and (self.opens or out.in_call))
                 if is_text:
-                    out.give_up(tape.recorded())
+                    out.give_up(lexer.recorded())
                 else:
                     out.cut()
-            if tape.breaks_off and not is_text:
-                tape.drop()  # the beginning of a mark, or of what belongs to a call
+            if lexer.breaks_off and not is_text:
+                lexer.drop()  # the beginning of a mark, or of what belongs to a call
             if not self.opens:
-                yield from tape.upto(put=out.content)
+                yield from lexer.upto(put=out.content)
                 break
         out.end_of_content()

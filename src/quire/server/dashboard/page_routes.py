@@ -74,9 +74,9 @@ def page_file(path: str) -> Endpoint:
     """One of ``FILES``."""
     own = PageFile(path)
 
-    async def page(exchange: RequestContext) -> ASGIApp:
+    async def page(context: RequestContext) -> ASGIApp:
         """A file of the memory page."""
-        return own.answer(exchange.http.headers.get("if-none-match"))
+        return own.answer(context.http.headers.get("if-none-match"))
 
     return page
 
@@ -84,12 +84,12 @@ def page_file(path: str) -> Endpoint:
 def memory_feed(feed: Feed) -> Endpoint:
     """Frames of the cache, for as long as they are read."""
 
-    async def memory(exchange: RequestContext) -> ASGIApp:
+    async def memory(context: RequestContext) -> ASGIApp:
         """Frames of the cache, for as long as they are read."""
         return EventStream(
-            await feed.open(None if exchange.caller.sees_all else exchange.caller.salt),
-            send_timeout_s=exchange.service.config.send_timeout,
-            headers=exchange.headers,
+            await feed.open(None if context.caller.sees_all else context.caller.salt),
+            send_timeout_s=context.service.config.send_timeout,
+            headers=context.headers,
         )
 
     return memory

@@ -16,6 +16,7 @@ from quire.server.endpoints.answers import Json, as_json
 from quire.server.openapi import document
 from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint, Operation
+from quire.server.schemas.request_fields import refuse_unknown_model
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
 
@@ -65,43 +66,43 @@ class ServerLoad(msgspec.Struct, kw_only=True):
 # -- models ----------------------------------------------------------------------------------------
 
 
-async def models(exchange: RequestContext) -> Json[ModelList]:
+async def models(context: RequestContext) -> Json[ModelList]:
     """All names of the model that is served."""
-    cards = [_card(exchange, name) for name in exchange.service.names]
-    return as_json(exchange, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+    cards = [_card(context, name) for name in context.service.names]
+    return as_json(context, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
-async def model(exchange: RequestContext) -> Json[ModelCard]:
+async def model(context: RequestContext) -> Json[ModelCard]:
     """One of them."""
-    name: str = exchange.http.path_params["name"]
-    exchange.service.refuse_unknown_model(name)
-    return as_json(exchange, _card(exchange, name))
+    name: str = context.http.path_params["name"]
+    refuse_unknown_model(name, context.service.names)
+    return as_json(context, _card(context, name))
 
 
-async def version(exchange: RequestContext) -> Json[Version]:
+async def version(context: RequestContext) -> Json[Version]:
     """Of Quire."""
-    return as_json(exchange, Version(version=version_of("quire")))
+    return as_json(context, Version(version=version_of("quire")))
 
 
-async def health(exchange: RequestContext) -> Response:
+async def health(context: RequestContext) -> Response:
     """Nothing, if requests are served; 503 after the engine has failed, and while going down.
 
     Raises: Refused.
     """
-    service = exchange.service
+    service = context.service
     service.refuse_without_engine()
-    if service.gate.draining:
-        raise service.gate.refused("draining")
-    return Response(headers=exchange.headers)
+    if service.admission.draining:
+        raise service.admission.refused("draining")
+    return Response(headers=context.headers)
 
 
-async def metrics(exchange: RequestContext) -> ASGIApp:
+async def metrics(context: RequestContext) -> ASGIApp:
     """What Prometheus scrapes.
 
     Read without waiting for a step, and also after the engine has failed.
     """
-    body, content_type = exchange.service.metrics.render()
-    return Response(body, headers={**exchange.headers, "content-type": content_type})
+    body, content_type = context.service.metrics.render()
+    return Response(body, headers={**context.headers, "content-type": content_type})
 
 
 def described(
@@ -113,15 +114,15 @@ def described(
     def encoded() -> bytes:
         return msgspec.json.encode(document(operations, needs_key=needs_key, root_path=root_path))
 
-    async def openapi(exchange: RequestContext) -> ASGIApp:
+    async def openapi(context: RequestContext) -> ASGIApp:
         """This document."""
-        return Response(encoded(), media_type="application/json", headers=exchange.headers)
+        return Response(encoded(), media_type="application/json", headers=context.headers)
 
     return openapi
 
 
-def _card(exchange: RequestContext, name: str) -> ModelCard:
-    service = exchange.service
+def _card(context: RequestContext, name: str) -> ModelCard:
+    service = context.service
     return ModelCard(
         id=name,
         display_name=name,
@@ -138,46 +139,46 @@ def _card(exchange: RequestContext, name: str) -> ModelCard:
 # What an operator does with a server that runs, and asks of it; paths and names are vLLM's.
 
 
-async def reset_prefix_cache(exchange: RequestContext) -> Response:
+async def reset_prefix_cache(context: RequestContext) -> Response:
     """Forget what is kept for later prompts; with reset_running_requests=true, while some run."""
-    running = exchange.one_of("reset_running_requests", ("false", "true")) == "true"
-    if not await exchange.service.llm.reset_prefix_cache(reset_running_requests=running):
+    running = context.one_of("reset_running_requests", ("false", "true")) == "true"
+    if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):
         raise Refused(
             409,
             "sequences hold what is cached: wait for their ends, or let them compute it again "
             "(reset_running_requests=true)",
             param="reset_running_requests",
         )
-    return Response(headers=exchange.headers)
+    return Response(headers=context.headers)
 
 
-async def sleep(exchange: RequestContext) -> Response:
+async def sleep(context: RequestContext) -> Response:
     """Give memory back: of the cache (level=1), of the model too (level=2).
 
     Requests that run end first, by themselves (mode=wait) or at once (mode=abort); no other one is
     let in. A client that leaves meanwhile has changed nothing.
     """
-    level = exchange.number("level", 1, 1, 2)
-    aborts = exchange.one_of("mode", ("wait", "abort")) == "abort"
-    service = exchange.service
+    level = context.number("level", 1, 1, 2)
+    aborts = context.one_of("mode", ("wait", "abort")) == "abort"
+    service = context.service
     service.refuse_without_engine()
     async with service.falling_asleep(level, aborts=aborts):
-        await while_connected(exchange.http.receive, service.idle())
-    return Response(headers=exchange.headers)
+        await while_connected(context.http.receive, service.idle())
+    return Response(headers=context.headers)
 
 
-async def wake_up(exchange: RequestContext) -> Response:
+async def wake_up(context: RequestContext) -> Response:
     """Let requests in again, with the memory that it takes. The model is read again if it must."""
-    exchange.service.refuse_without_engine()
-    await exchange.service.wake_up()
-    return Response(headers=exchange.headers)
+    context.service.refuse_without_engine()
+    await context.service.wake_up()
+    return Response(headers=context.headers)
 
 
-async def is_sleeping(exchange: RequestContext) -> Json[Sleeping]:
+async def is_sleeping(context: RequestContext) -> Json[Sleeping]:
     """Whether requests are refused since the server sleeps."""
-    return as_json(exchange, Sleeping(is_sleeping=exchange.service.llm.llm.is_sleeping))
+    return as_json(context, Sleeping(is_sleeping=context.service.llm.llm.is_sleeping))
 
 
-async def load(exchange: RequestContext) -> Json[ServerLoad]:
+async def load(context: RequestContext) -> Json[ServerLoad]:
     """How many requests are under way."""
-    return as_json(exchange, ServerLoad(server_load=exchange.service.gate.num_under_way))
+    return as_json(context, ServerLoad(server_load=context.service.admission.num_under_way))

@@ -21,27 +21,25 @@ class Json(Response, Generic[T]):
     """A ``T``, as JSON."""
 
 
-def as_json(exchange: RequestContext, answer: T) -> Json[T]:
-    return Json(
-        msgspec.json.encode(answer), media_type="application/json", headers=exchange.headers
-    )
+def as_json(context: RequestContext, answer: T) -> Json[T]:
+    return Json(msgspec.json.encode(answer), media_type="application/json", headers=context.headers)
 
 
 def as_events(
-    exchange: RequestContext, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
+    context: RequestContext, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
 ) -> EventStream[T]:
     """Each chunk an event; an error on the way is an event too."""
-    return as_written(exchange, _events(chunks, form), ping=form.ping)
+    return as_written(context, _events(chunks, form), ping=form.ping)
 
 
 def as_written(
-    exchange: RequestContext, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
+    context: RequestContext, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
 ) -> EventStream[Any]:
     """Events that have their form already."""
     return EventStream(
         events,
-        send_timeout_s=exchange.service.config.send_timeout,
-        headers=exchange.headers,
+        send_timeout_s=context.service.config.send_timeout,
+        headers=context.headers,
         ping=ping,
     )
 

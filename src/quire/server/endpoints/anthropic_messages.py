@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: a conversation, as Anthropic says it."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
@@ -17,7 +17,6 @@ from quire.server.endpoints.generation import (
     ChatTurn,
     OutputPiece,
     reasoning_kwargs,
-    refuse_several,
     take_turn,
 )
 from quire.server.request_context import RequestContext
@@ -26,8 +25,10 @@ from quire.server.schemas.request_fields import (
     Count,
     GenerationRequest,
     JsonSchema,
+    ModelRequest,
     ResponseFormat,
     Text,
+    refuse_several,
 )
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import MESSAGES, EventStream
@@ -59,6 +60,19 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
+def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
+    """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
+    for index, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise Refused(
+                400,
+                f"tools[{index}] is of type {str(kind)[:60]!r}, which is not run here: give tools "
+                f"with a name and an input_schema",
+                param="tools",
+            )
+
+
 class MessagesRequest(GenerationRequest, kw_only=True):
     messages: Turns
     max_tokens: Count
@@ -71,11 +85,15 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     metadata: dict[str, Any] | None = None  # for the client's own books
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        refuse_several(self)
+        _refuse_tools_of_others(self.tools)
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
+
+class CountTokensRequest(ModelRequest, kw_only=True):
     """What of it concerns the prompt."""
 
-    model: Text | None = None
     messages: Turns
     system: System | None = None
     tools: Tools | None = None
@@ -83,6 +101,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        _refuse_tools_of_others(self.tools)
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -191,13 +213,11 @@ class CountedTokens(msgspec.Struct, kw_only=True):
 
 
 async def messages(
-    exchange: RequestContext, asked: MessagesRequest
+    context: RequestContext, asked: MessagesRequest
 ) -> Json[AnthropicMessage] | EventStream[MessageEvent]:
     """Answer a conversation, as Anthropic does."""
-    exchange.service.refuse_unknown_model(asked.model)
-    refuse_several(asked)
     if asked.thinking is not None and asked.thinking.budget_tokens is not None:
-        exchange.ignore("thinking.budget_tokens")
+        context.ignore("thinking.budget_tokens")
     if asked.stop_sequences:
         asked.stop = asked.stop_sequences
     if asked.output_config is not None and asked.output_config.format is not None:
@@ -205,25 +225,23 @@ async def messages(
         asked.response_format = ResponseFormat(type="json_schema", json_schema=schema)
     # Clients ask for more than a small context has: they are told when it has ended.
     turn = await take_turn(
-        exchange, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
+        context, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
     )
     answering = _AnsweringMessages(turn, asked)
     if asked.stream:
-        return as_events(exchange, answering.events(), MESSAGES)
-    return as_json(exchange, await answering.whole())
+        return as_events(context, answering.events(), MESSAGES)
+    return as_json(context, await answering.whole())
 
 
-async def count_tokens(exchange: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
+async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
     """How many tokens a prompt has."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
-    prompt = await exchange.in_text_thread(service.chat.prompt, _conversation(asked))
-    return as_json(exchange, CountedTokens(input_tokens=len(prompt.token_ids)))
+    service = context.service
+    prompt = await context.in_text_thread(service.chat.prompt, _conversation(asked))
+    return as_json(context, CountedTokens(input_tokens=len(prompt.token_ids)))
 
 
 def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
     """What of a request concerns the prompt. Raises: Refused; RequestError."""
-    _refuse_tools_of_others(asked.tools)
     chat = from_anthropic(
         {
             "messages": asked.messages,
@@ -261,30 +279,17 @@ def so_far(arguments: str) -> str:
     return found
 
 
-def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
-    """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
-    for index, tool in enumerate(tools or ()):
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            raise Refused(
-                400,
-                f"tools[{index}] is of type {str(kind)[:60]!r}, which is not run here: give tools "
-                f"with a name and an input_schema",
-                param="tools",
-            )
-
-
 class _AnsweringMessages:
     """The answer to one request."""
 
     def __init__(self, turn: ChatTurn, asked: MessagesRequest) -> None:
-        self._turn, self._asked, self._exchange = turn, asked, turn.work.exchange
+        self._turn, self._asked, self._context = turn, asked, turn.context
         self._blocks = Blocks()
         thinking = asked.thinking
         self._omits_thoughts = thinking is not None and thinking.display == "omitted"
 
     async def whole(self) -> AnthropicMessage:
-        (pieces,) = await self._turn.gather()
+        (pieces,) = await self._turn.gather_pieces()
         for piece in pieces:
             self._blocks.add(piece.events)
         stop = self._end(pieces[-1])[1]
@@ -354,7 +359,7 @@ class _AnsweringMessages:
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")
         if reason == "length":
-            is_all = self._turn.work.tally.completion_tokens >= self._asked.max_tokens
+            is_all = self._turn.completion_tokens >= self._asked.max_tokens
             said = "max_tokens" if is_all else "model_context_window_exceeded"
             return changes, Stop(stop_reason=said, stop_sequence=None)
         if reason not in ("stop", "tool_calls"):
@@ -370,16 +375,16 @@ class _AnsweringMessages:
         if output_tokens is not None:
             usage.output_tokens = output_tokens
         return AnthropicMessage(
-            id=f"msg_{self._exchange.id}",
-            model=self._asked.model or self._exchange.service.model_name,
+            id=f"msg_{self._context.id}",
+            model=self._asked.model or self._context.service.model_name,
             content=[],
             usage=usage,
         )
 
     def _usage(self) -> MessageUsage:
-        tally = self._turn.work.tally
+        turn = self._turn
         return MessageUsage(
-            input_tokens=tally.prompt_tokens - tally.cached_tokens,
-            cache_read_input_tokens=tally.cached_tokens,
-            output_tokens=tally.completion_tokens,
+            input_tokens=turn.prompt_tokens - turn.cached_tokens,
+            cache_read_input_tokens=turn.cached_tokens,
+            output_tokens=turn.completion_tokens,
         )

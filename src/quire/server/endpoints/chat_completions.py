@@ -38,26 +38,24 @@ from quire.server.schemas.chat_request import (
     Message,
     ToolCall,
 )
-from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
 
 
 async def chat_completions(
-    exchange: RequestContext, asked: ChatRequest
+    context: RequestContext, asked: ChatRequest
 ) -> Json[ChatCompletion] | EventStream[ChatChunk]:
     """Answer a conversation."""
-    exchange.service.refuse_unknown_model(asked.model)
     turn = await take_turn(
-        exchange,
+        context,
         conversation(asked),
         asked,
         max_tokens=_max_tokens(asked),
-        logprobs=_num_logprobs(asked),
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
     answering = _Answering(turn, asked)
     if asked.stream:
-        return as_events(exchange, answering.chunks())
-    return as_json(exchange, await answering.whole())
+        return as_events(context, answering.chunks())
+    return as_json(context, await answering.whole())
 
 
 def conversation(asked: ChatRequest) -> Conversation:
@@ -83,22 +81,22 @@ class _Answering:
 
     def __init__(self, turn: ChatTurn, asked: ChatRequest) -> None:
         self._turn, self._asked = turn, asked
-        self._exchange, self._service = turn.work.exchange, turn.work.service
+        self._context, self._service = turn.context, turn.service
         self._model = asked.model or self._service.model_name
         self._shows_reasoning = asked.include_reasoning is not False
         self._shows_ids = bool(asked.return_token_ids)
 
     async def whole(self) -> ChatCompletion:
-        several = await self._turn.gather()
+        several = await self._turn.gather_pieces()
         choices = await one_by_one(self._choice, several)
-        prompt = self._turn.work.requests[0].prompt_token_ids
+        prompt = self._turn.requests[0].prompt_token_ids
         asks_prompt = self._asked.prompt_logprobs is not None
         return ChatCompletion(
-            id=f"chatcmpl-{self._exchange.id}",
-            created=self._exchange.created,
+            id=f"chatcmpl-{self._context.id}",
+            created=self._context.created,
             model=self._model,
             choices=choices,
-            usage=await self._turn.usage(),
+            usage=await self._turn.whole_usage(),
             prompt_logprobs=of_prompt(self._service.texts, several[0][0].delta.prompt_logprobs)
             if asks_prompt
             else None,
@@ -116,7 +114,7 @@ class _Answering:
                 begun.add(piece.choice)
         if options is not None and options.include_usage:
             last = self._chunk([], with_usage=True)
-            last.usage = await self._turn.usage()
+            last.usage = await self._turn.whole_usage()
             yield last
 
     def _choice(self, index: int, pieces: list[OutputPiece]) -> ChatChoice:
@@ -201,21 +199,14 @@ class _Answering:
 
     def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
         return ChatChunk(
-            id=f"chatcmpl-{self._exchange.id}",
-            created=self._exchange.created,
+            id=f"chatcmpl-{self._context.id}",
+            created=self._context.created,
             model=self._model,
             choices=choices,
-            usage=self._turn.work.tally.usage() if with_usage else UNSET,
+            usage=self._turn.usage() if with_usage else UNSET,
         )
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
     given = asked.max_completion_tokens
     return asked.max_tokens if given is None else given
-
-
-def _num_logprobs(asked: ChatRequest) -> int | None:
-    """Raises: Refused."""
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    return (asked.top_logprobs or 0) if asked.logprobs else None

@@ -71,16 +71,16 @@ def _item(item: dict[str, Any], name: str) -> dict[str, Any]:
 _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 
-async def response(exchange: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
+async def response(context: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
     """As it is now; with ``stream=true``, the events of one that runs without a connection."""
-    run, kept = _found(exchange)
-    query = exchange.http.query_params
+    run, kept = _found(context)
+    query = context.http.query_params
     if query.get("stream", "").lower() in ("true", "1"):
-        after = exchange.number("starting_after", -1, -1, 2**31)
+        after = context.number("starting_after", -1, -1, 2**31)
         if run is not None and run.keeps_events:
-            return as_written(exchange, run.follow(after))
+            return as_written(context, run.follow(after))
         if kept is not None and kept.events:
-            return as_written(exchange, _again(kept.events[after + 1 :]))
+            return as_written(context, _again(kept.events[after + 1 :]))
         raise Refused(
             400,
             "this response was not asked for with background=true and stream=true: there are no "
@@ -88,26 +88,26 @@ async def response(exchange: RequestContext) -> Json[Response] | EventStream[Res
             param="stream",
         )
     if run is not None:
-        return _as_it_is(exchange, run.now())
+        return _as_it_is(context, run.now())
     assert kept is not None, "it runs or it is kept"
-    return _as_it_is(exchange, kept.response)
+    return _as_it_is(context, kept.response)
 
 
-async def delete(exchange: RequestContext) -> Json[DeletedResponse]:
+async def delete(context: RequestContext) -> Json[DeletedResponse]:
     """It ends, if it still runs, and is forgotten."""
-    run, _ = _found(exchange)
+    run, _ = _found(context)
     if run is not None:
         await run.cancel()
-    exchange.service.responses.drop(exchange.caller.number, _name(exchange))
-    return as_json(exchange, DeletedResponse(id=_name(exchange)))
+    context.service.responses.drop(context.caller.number, _name(context))
+    return as_json(context, DeletedResponse(id=_name(context)))
 
 
-async def cancel(exchange: RequestContext) -> Json[Response]:
+async def cancel(context: RequestContext) -> Json[Response]:
     """It ends now. One that is over stays as it is."""
-    run, kept = _found(exchange)
+    run, kept = _found(context)
     if run is not None:
         await run.cancel()
-        return _as_it_is(exchange, run.now())
+        return _as_it_is(context, run.now())
     assert kept is not None, "it runs or it is kept"
     if not kept.in_background:
         raise Refused(
@@ -115,19 +115,19 @@ async def cancel(exchange: RequestContext) -> Json[Response]:
             "only a response with background=true can be cancelled: for others, leave",
             param="response_id",
         )
-    return _as_it_is(exchange, kept.response)
+    return _as_it_is(context, kept.response)
 
 
-async def input_items(exchange: RequestContext) -> Json[ItemList]:
+async def input_items(context: RequestContext) -> Json[ItemList]:
     """All items that a response answered, earlier responses' among them; the last ones first."""
-    run, kept = _found(exchange)
-    limit = exchange.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
-    order = exchange.one_of("order", ("desc", "asc"))
+    run, kept = _found(context)
+    limit = context.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
+    order = context.one_of("order", ("desc", "asc"))
     before = run.before if run is not None else kept.before if kept is not None else ()
-    items: Items = await exchange.in_text_thread(list, decoded(before))
+    items: Items = await context.in_text_thread(list, decoded(before))
     if order == "desc":
         items.reverse()
-    after = exchange.http.query_params.get("after")
+    after = context.http.query_params.get("after")
     if after is not None:
         places = [place for place, item in enumerate(items) if item.get("id") == after]
         if not places:
@@ -135,7 +135,7 @@ async def input_items(exchange: RequestContext) -> Json[ItemList]:
         items = items[places[0] + 1 :]
     page = items[:limit]
     return as_json(
-        exchange,
+        context,
         ItemList(
             data=page,
             first_id=page[0].get("id", "") if page else "",
@@ -145,14 +145,14 @@ async def input_items(exchange: RequestContext) -> Json[ItemList]:
     )
 
 
-def _name(exchange: RequestContext) -> str:
-    name: str = exchange.http.path_params["name"]
+def _name(context: RequestContext) -> str:
+    name: str = context.http.path_params["name"]
     return name
 
 
-def _found(exchange: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
+def _found(context: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
     """One of them. Another caller's is as good as none. Raises: Refused (404)."""
-    service, caller, name = exchange.service, exchange.caller.number, _name(exchange)
+    service, caller, name = context.service, context.caller.number, _name(context)
     run = service.background.get(caller, name)
     kept = None if run is not None else service.responses.get(caller, name)
     if run is None and kept is None:
@@ -165,8 +165,8 @@ def _found(exchange: RequestContext) -> tuple[BackgroundRun | None, StoredRespon
     return run, kept
 
 
-def _as_it_is(exchange: RequestContext, data: bytes) -> Json[Response]:
-    return Json(data, media_type="application/json", headers=exchange.headers)
+def _as_it_is(context: RequestContext, data: bytes) -> Json[Response]:
+    return Json(data, media_type="application/json", headers=context.headers)
 
 
 async def _again(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:

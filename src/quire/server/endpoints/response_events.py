@@ -187,7 +187,7 @@ class Responding:
         """Of the tokens whose text comes now."""
         if self._num_top is None:
             return []
-        service = self._turn.work.service
+        service = self._turn.service
         found = of_chat(service.texts, self._unsaid, self._num_top, as_ids=self._says_ids).content
         self._unsaid.clear()
         self._said.setdefault(block.index, []).extend(found)
@@ -218,7 +218,7 @@ class Responding:
         return OutputText(text=text, logprobs=list(logprobs))
 
     def _id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._turn.work.exchange.id}_{block.index}"
+        return f"{_PREFIXES[block.kind]}_{self._turn.context.id}_{block.index}"
 
     def _of_part(self, kind: str, block: Block, **fields: Any) -> ResponseEvent:
         return self._event(
@@ -231,13 +231,13 @@ class Responding:
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 
     async def _count(self) -> None:
-        tally = self._turn.work.tally
-        num_thought = await self._turn.num_reasoning_tokens()
+        turn = self._turn
+        num_thought = await turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
-            input_tokens=tally.prompt_tokens,
+            input_tokens=turn.prompt_tokens,
             # No client asks for a prompt to be written into the cache, or pays for it.
-            input_tokens_details={"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
-            output_tokens=tally.completion_tokens,
+            input_tokens_details={"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+            output_tokens=turn.completion_tokens,
             output_tokens_details={"reasoning_tokens": num_thought},
-            total_tokens=tally.prompt_tokens + tally.completion_tokens,
+            total_tokens=turn.prompt_tokens + turn.completion_tokens,
         )

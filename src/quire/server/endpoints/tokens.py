@@ -1,5 +1,6 @@
 """``/tokenize``, ``/detokenize``, ``/tokenizer_info``: texts as the model sees them."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from quire.chat.conversation import ChatInput as Conversation
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
-from quire.server.schemas.request_fields import Text
+from quire.server.schemas.request_fields import ModelRequest
 from quire.server.wire.error_responses import Refused
 
 # -- requests and answers --------------------------------------------------------------------------
@@ -18,10 +19,9 @@ from quire.server.wire.error_responses import Refused
 # ``/tokenize`` and ``/detokenize``, as vLLM has them.
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(ModelRequest, kw_only=True):
     """A prompt, or a chat's messages."""
 
-    model: Text | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
@@ -31,9 +31,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if (self.prompt is None) == (self.messages is None):
+            raise Refused(400, "give either prompt or messages", param="prompt")
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    model: Text | None = None
+
+class DetokenizeRequest(ModelRequest, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=2**22)]
 
 
@@ -63,12 +67,9 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 # -- tokens ----------------------------------------------------------------------------------------
 
 
-async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
+async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
     """The tokens of a text, or of a chat's prompt."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise Refused(400, "give either prompt or messages", param="prompt")
+    service = context.service
     if asked.messages is not None:
         conversation = Conversation(
             messages=asked.messages,
@@ -78,15 +79,15 @@ async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tok
             chat_template_kwargs=asked.chat_template_kwargs or {},
             add_special_tokens=bool(asked.add_special_tokens),
         )
-        prompt = await exchange.in_text_thread(service.chat.prompt, conversation)
+        prompt = await context.in_text_thread(service.chat.prompt, conversation)
         token_ids = list(prompt.token_ids)
     else:
         special = asked.add_special_tokens is not False
         encode = partial(service.texts.encode, asked.prompt or "", add_special_tokens=special)
-        token_ids = await exchange.in_text_thread(encode)
+        token_ids = await context.in_text_thread(encode)
     texts = service.texts
     return as_json(
-        exchange,
+        context,
         Tokens(
             count=len(token_ids),
             max_model_len=service.max_model_len,
@@ -96,10 +97,9 @@ async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tok
     )
 
 
-async def detokenize(exchange: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
+async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
     """The text of tokens."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
+    service = context.service
     known = service.llm.llm.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token_id < known:
@@ -108,21 +108,21 @@ async def detokenize(exchange: RequestContext, asked: DetokenizeRequest) -> Json
                 f"token id {token_id} is not in the vocabulary: from 0 to {known - 1:,}",
                 param="tokens",
             )
-    text = await exchange.in_text_thread(service.texts.text_of, asked.tokens)
-    return as_json(exchange, Detokenized(prompt=text))
+    text = await context.in_text_thread(service.texts.text_of, asked.tokens)
+    return as_json(context, Detokenized(prompt=text))
 
 
-async def tokenizer_info(exchange: RequestContext) -> Json[TokenizerInfo]:
+async def tokenizer_info(context: RequestContext) -> Json[TokenizerInfo]:
     """What a client needs to know that has no tokenizer of its own.
 
     Raises: Refused.
     """
-    service = exchange.service
+    service = context.service
     tokenizer = service.llm.llm.tokenizer
     if tokenizer is None:
         raise Refused(404, "this model has no tokenizer")
     return as_json(
-        exchange,
+        context,
         TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             bos_token=tokenizer.bos_token,

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from quire.server.schemas.request_fields import (
     Text,
     TokenUsage,
 )
+from quire.server.wire.error_responses import Refused
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -32,6 +34,11 @@ class ChatRequest(Searching, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):

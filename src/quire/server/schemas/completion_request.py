@@ -1,16 +1,41 @@
 """``/v1/completions``."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.request_fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
+from quire.server.wire.error_responses import Refused
 
 MAX_PROMPTS = 1024
 
 Ids: TypeAlias = list[int]
 Prompt: TypeAlias = str | list[str | int | Ids]
+
+
+def prompts_of(given: Prompt, name: str) -> list[str | list[int]]:
+    """Return one text, one list of token ids, or several of either, as a list of prompts.
+
+    Raises: Refused naming the field ``name``.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    several = [item for item in given if isinstance(item, str | list)]
+    if not given or len(several) < len(given):
+        raise Refused(
+            400,
+            f"{name} must be a text, a list of token ids, or a list of texts or of such lists",
+            param=name,
+        )
+    if len(several) > MAX_PROMPTS:
+        raise Refused(
+            400, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}", param=name
+        )
+    return several
 
 
 class CompletionRequest(Searching, kw_only=True):
@@ -19,6 +44,12 @@ class CompletionRequest(Searching, kw_only=True):
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if self.suffix:
+            raise Refused(400, "suffix: this server only continues texts", param="suffix")
+        prompts_of(self.prompt, "prompt")
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

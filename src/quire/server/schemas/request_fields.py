@@ -4,10 +4,13 @@ Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``n
 nothing. The bounds are against accidents and abuse; none is one that a client would meet.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+
+from quire.server.wire.error_responses import Refused
 
 MAX_CHOICES = 128
 
@@ -42,15 +45,30 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+FormatType: TypeAlias = Literal["text", "json_object", "json_schema"]
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     json_schema: JsonSchema | None = None
 
 
-class Routed(msgspec.Struct, kw_only=True):
-    """Which model is asked, for whom, and when."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to a model."""
 
     model: Text | None = None
+
+    def validate(self, names: Sequence[str]) -> None:
+        """Check what the fields' types cannot say. ``names``: of the model that is served.
+
+        Raises: Refused.
+        """
+        refuse_unknown_model(self.model, names)
+
+
+class Routed(ModelRequest, kw_only=True):
+    """Which model is asked, for whom, and when."""
+
     user: str | None = None  # for the client's own books: nothing is done with it
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
@@ -117,6 +135,23 @@ class Searching(GenerationRequest, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # n
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None  # 1
     early_stopping: bool | Literal["never"] | None = None  # never
+
+
+def refuse_unknown_model(name: str | None, names: Sequence[str]) -> None:
+    """Refuse a model that is not served. Raises: Refused (404)."""
+    if name is not None and name not in names:
+        raise Refused(
+            404,
+            f"the model {name[:200]!r} is not served here: there is {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def refuse_several(asked: Sampling) -> None:
+    """Refuse several choices, where an answer has one. Raises: Refused."""
+    if asked.n is not None and asked.n != 1:
+        raise Refused(400, f"n={asked.n}: this interface gives one answer", param="n")
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):

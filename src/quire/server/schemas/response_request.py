@@ -1,18 +1,28 @@
 """``/v1/responses``."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatLogprob
-from quire.server.schemas.request_fields import Count, GenerationRequest, NumLogprobs, Text
+from quire.server.schemas.request_fields import (
+    Count,
+    FormatType,
+    GenerationRequest,
+    NumLogprobs,
+    Text,
+    refuse_several,
+)
+from quire.server.wire.error_responses import Refused
 
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
+_FORMATS: tuple[str, ...] = get_args(FormatType)
 # All that OpenAI has; the others are of tools that are not run here.
 Include: TypeAlias = Literal[
     "message.output_text.logprobs",
@@ -67,6 +77,43 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     conversation: Any = None  # refused
     prompt: Any = None  # refused
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the response can be asked for again."""
+        return self.store is not False
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        refuse_several(self)
+        for name in ("conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise Refused(
+                    400, f"{name}: this server keeps none, give input items instead", param=name
+                )
+        if self.background and not self.is_kept:
+            raise Refused(
+                400,
+                "background=true needs store=true: a response that is not stored cannot be found",
+                param="store",
+            )
+        for index, tool in enumerate(self.tools or ()):
+            if tool.get("type") != "function":
+                raise Refused(
+                    400,
+                    f"tools[{index}] is of type {str(tool.get('type'))[:60]!r}, which this server "
+                    "does not run: give functions",
+                    param="tools",
+                )
+        given = None if self.text is None else self.text.format
+        if given is not None and given.type not in _FORMATS:
+            raise Refused(
+                400,
+                f"text.format: the type {given.type[:60]!r} must be one of {', '.join(_FORMATS)}",
+                param="text.format",
+            )
+        if given is not None and given.type == "json_schema" and given.schema is None:
+            raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):

@@ -1,11 +1,13 @@
 """``/v1/audio/transcriptions`` and ``/v1/audio/translations``, as OpenAI has them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, field
 
 from quire.server.schemas.request_fields import Text, Upload
+from quire.server.wire.error_responses import Refused
 
 
 class TranscriptionRequest(Upload, kw_only=True):
@@ -20,6 +22,22 @@ class TranscriptionRequest(Upload, kw_only=True):
     granularities: Annotated[list[Text], Meta(max_length=64)] | None = field(
         default=None, name="timestamp_granularities[]"
     )
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        kind = self.response_format or "json"
+        if self.stream and kind not in ("json", "text"):
+            raise Refused(
+                400, f"stream gives json: leave it out, or response_format={kind}", param="stream"
+            )
+        for each in self.granularities or ():
+            if each != "segment" or kind != "verbose_json":
+                raise Refused(
+                    400,
+                    f"timestamp_granularities[]={each[:40]!r}: with response_format=verbose_json "
+                    "there are the times of segments, and no other",
+                    param="timestamp_granularities[]",
+                )
 
 
 class Duration(msgspec.Struct, kw_only=True):

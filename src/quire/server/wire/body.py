@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
+from quire.server.schemas.request_fields import ModelRequest, Upload
 from quire.server.wire.error_responses import Refused
-from quire.units import format_bytes, format_count
+from quire.units import format_count
 
 T = TypeVar("T")
+M = TypeVar("M", bound=ModelRequest)
 
 _PLACE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -59,35 +60,6 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-async def read_body(
-    request: Request, most_bytes: int, take: Callable[[int], None] = lambda _: None
-) -> bytes:
-    """``take`` is told of bytes before they are kept, and may raise Refused.
-
-    Raises: Refused (413, 415); ClientDisconnect, if the client has left.
-    """
-    packed = ", ".join(request.headers.getlist("content-encoding"))
-    if packed.strip().lower() not in ("", "identity"):
-        raise Refused(
-            415,
-            f"content-encoding: {packed[:60]!r} is not read here: send the body as it is, without "
-            "that header",
-            code="unsupported_content_encoding",
-        )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and len(declared) < 19 and int(declared) > most_bytes:
-        raise _too_long(most_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > most_bytes:
-            raise _too_long(most_bytes)
-        take(len(part))
-        parts.append(part)
-    return b"".join(parts)
-
-
 def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """A JSON object. Raises: Refused (400) saying what is wrong with it, and where.
 
@@ -119,6 +91,28 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise Refused(400, "the body must be a JSON object, in braces", code="bad_json")
     return given
+
+
+def typed_request(
+    given: dict[str, Any],
+    kind: type[M],
+    names: Sequence[str],
+    *,
+    ignore: Callable[..., None] = lambda *_: None,
+) -> M:
+    """Return a body's fields as a request of its kind, which is all that an endpoint sees of it.
+
+    ``names``: of the model that is served. ``ignore`` is told the names of fields that mean nothing
+    here.
+
+    Raises: Refused (400, or 404 for another model).
+    """
+    known = names_of(kind)
+    asked = check(given, kind, strict=not issubclass(kind, Upload))
+    refuse_what_is_not_done(given, known)
+    ignore(*ignored(given, known))
+    asked.validate(names)
+    return asked
 
 
 def names_of(kind: type[T]) -> tuple[str, ...]:
@@ -200,7 +194,3 @@ def _number(text: str) -> float:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _too_long(most_bytes: int) -> Refused:
-    return Refused(413, f"the body is longer than {format_bytes(most_bytes)} (max_request_bytes)")
