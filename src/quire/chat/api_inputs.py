@@ -1,4 +1,4 @@
-"""Anthropic's messages, and the Responses interface's items, as messages that templates know."""
+"""Anthropic's messages and the Responses interface's items, as messages that templates know."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
 
 
 def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
-    """Of a request to ``/v1/messages`` what concerns the conversation.
+    """Return the conversation of a request to ``/v1/messages``.
 
     An assistant's message at the end is continued. Raises: RequestError.
     """
@@ -41,7 +41,7 @@ def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
 
 
 def _messages(given: Any, where: str, names: dict[str, str]) -> list[Message]:
-    """``names`` are of the tools called so far, by the call's id."""
+    """Translate one message. ``names``: the tools called so far, by the call's id."""
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object with a role")
     role = given.get("role")
@@ -120,7 +120,9 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
 
 
 def _choice(given: Any) -> tuple[Any, bool | None]:
-    """``tool_choice`` in OpenAI's words, and whether several calls may come, if it says that."""
+    """Return ``tool_choice`` in OpenAI's words, and whether several calls may come,
+    if it says so.
+    """
     if given is None:
         return None, None
     kind = given.get("type") if isinstance(given, Mapping) else None
@@ -142,7 +144,12 @@ def _choice(given: Any) -> tuple[Any, bool | None]:
 
 
 def from_responses(body: Mapping[str, Any]) -> ChatInput:
-    """Of a request to ``/v1/responses`` what concerns the conversation. Raises: RequestError."""
+    """Return the conversation of a request to ``/v1/responses``.
+
+    One message here may be several items there: an assistant's reasoning, calls and text.
+
+    Raises: RequestError.
+    """
     messages: list[Message] = []
     instructions = body.get("instructions")
     if instructions is not None:
@@ -216,7 +223,7 @@ def _add_call(
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> Message:
-    """The text of it, or its summary."""
+    """Return the reasoning's text, or its summary."""
     for field in ("content", "summary"):
         parts = item.get(field)
         if isinstance(parts, list | tuple) and parts:
@@ -228,7 +235,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _function_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Theirs have the function's fields beside the type; other types are refused further on."""
+    """Put a function's fields into an object of their own. Other types are refused later."""
     if given is None:
         return None
     if not isinstance(given, list | tuple):

@@ -1,6 +1,6 @@
 """One model's conversations: requests become prompts, and generated text becomes an answer.
 
-What all three interfaces (chat completions, responses, messages) need of this room.
+All three interfaces (chat completions, responses, messages) use this module.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ from quire.sampling_params import Reasoning, StructuredOutputsParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """What a client asks for, in OpenAI's words; nothing of it has been checked yet."""
+    """A client's request in OpenAI's words. Nothing of it has been checked yet."""
 
     messages: Iterable[Any]
     tools: Iterable[Any] | None = None
@@ -40,14 +40,13 @@ class ChatInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A request as the engine takes it, and what is needed to read the answer.
+    """A prompt for the engine, and what is needed to read the answer.
 
-    ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
-    ``reasoning`` may come before a text of any form, that one or another; None where none may.
-    ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
-    reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
-    what the client asks for: models without a token for that name strings, as
-    ``chat_stop_strings`` in tokenizer_config.json.
+    ``structured_outputs`` is the form that ``tool_choice`` prescribes, or None. ``reasoning`` may
+    come before a text of any form; None where none may. ``skip_special_tokens`` is for the sampling
+    parameters: False where marks of tool calls or reasoning are special tokens, which the text
+    would otherwise lack. ``stop`` ends an answer besides the client's own stop strings: models
+    without an end token name some, as ``chat_stop_strings`` in tokenizer_config.json.
     """
 
     text: str
@@ -64,11 +63,12 @@ class ChatPrompt:
 
 @final
 class Chat:
-    """Any thread may use it. ``texts`` are the tokenizer's, with a bound where there is one.
+    """The conversations of one model. Any thread may use it.
 
-    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
-    text tells; calls, which are read without a name too, also as the model's type does.
-    Raises: ConfigError for a template or a name that cannot be.
+    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": the template's
+    text decides. Without a name calls are read all the same, by the template or the model's type.
+
+    Raises: ConfigError for a template that cannot be compiled, or a name that no parser has.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Chat:
             self._stop += self._tools.stop
 
     def prompt(self, request: ChatInput) -> ChatPrompt:
-        """The request, checked and written down. It may take as long as a template may.
+        """Check a request and write its prompt. It may take as long as a template may.
 
         Raises: RequestError naming what is wrong.
         """
@@ -141,7 +141,7 @@ class Chat:
         )
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
-        """For one continuation of a prompt; each of several has a reader of its own."""
+        """Return a reader for one continuation of a prompt."""
         tools = self._tools
         reads_all = tools is not None and tools.is_all and not prompt.choice.is_forced
         return Reader(
@@ -164,7 +164,10 @@ class Chat:
 def _formats(
     tool_call_parser: str | None, reasoning_parser: str | None, template: str, model_type: str
 ) -> tuple[ToolFormat | None, ReasoningFormat | None]:
-    """Those of the names, or found. Of Harmony's two names one is enough. Raises: ConfigError."""
+    """Return the formats of the names, or those found. One of Harmony's two names is enough.
+
+    Raises: ConfigError.
+    """
     tools = tool_format(tool_call_parser, template, model_type)
     reasoning = reasoning_format(reasoning_parser, template)
     harmony = TOOL_FORMATS["openai"], REASONING["openai_gptoss"]
@@ -182,9 +185,9 @@ def _formats(
 
 @final
 class Reader:
-    """Reads one answer as it is generated.
+    """Reads one answer while it is generated.
 
-    What it finds does not depend on how the text was cut into pieces, but for where a piece of
+    The result does not depend on how the text was cut into pieces, except where a piece of
     reasoning, content or arguments ends.
     """
 
@@ -205,40 +208,41 @@ class Reader:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether it tells reasoning from the rest."""
+        """Return whether it tells reasoning from the rest."""
         return self._reasoning is not None or (self._tools is not None and self._tools.is_all)
 
     @property
     def is_full(self) -> bool:
-        """The one call that ``parallel_tool_calls=False`` allows has come: generation may end."""
+        """Return whether the one call that ``parallel_tool_calls=False`` allows has come."""
         return self._is_full
 
     @property
     def num_calls(self) -> int:
-        """Complete ones; the reason to finish is "tool_calls" where there is one."""
+        """Return the number of complete calls. With one, the finish reason is "tool_calls"."""
         return self._num_calls
 
     def feed(self, text: str) -> list[Event]:
-        """What more text turns out to be. Some of it may be held until it is clear."""
+        """Return the events of more text. Text whose meaning is not clear yet is held back."""
         self._lexer.add(text)
         self._go_on()
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """What is left when no more text comes. ``cut``: though the model had not come to an end.
+        """Return the last events. ``cut``: the model had not come to an end.
 
-        Of a call that is cut its beginning stays; of one that the model left as it is, the text.
+        Of a call that is cut its beginning stays; of a call that the model left unfinished, the
+        text.
         """
         self._lexer.end(cut=cut)
         self._go_on()
         return self._taken()
 
     def read(self, text: str, *, cut: bool = False) -> Reply:
-        """All of an answer at once."""
+        """Read a whole answer at once."""
         return reply([*self.feed(text), *self.finish(cut=cut)])
 
     def _taken(self) -> list[Event]:
-        """What has been found; after the only call that there may be, nothing more."""
+        """Return what has been found; after the only call that is allowed, nothing more."""
         taken: list[Event] = []
         for event in self._out.take():
             if self._is_full:

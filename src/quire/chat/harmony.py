@@ -1,8 +1,8 @@
-"""Harmony, the format of gpt-oss: messages with a channel, of which calls are some.
+"""Harmony, the format of gpt-oss: messages with a channel, some of which are calls.
 
 ``<|start|>assistant<|channel|>analysis<|message|>…<|end|>`` is reasoning, the channel ``final`` has
-the answer, and ``commentary`` what is said before calls, and they: ``to=functions.NAME``, whichever
-part of the header that is in. The prompt has begun the first header.
+the answer, and ``commentary`` has text before calls, and the calls themselves:
+``to=functions.NAME``, in whichever part of the header. The prompt has begun the first header.
 Source: the format's description in openai/harmony, and gpt-oss' template.
 """
 
@@ -24,25 +24,25 @@ _MOST_OF_A_HEADER = 512  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What stands before a message: empty where the header does not say."""
+    """What precedes a message: empty where the header says nothing."""
 
     channel: str = ""
     recipient: str = ""
 
     @property
     def is_answer(self) -> bool:
-        """Otherwise it is for the model itself, or for a tool of its own such as a browser."""
+        """Return whether the message is for the user, not for the model or one of its tools."""
         return not self.recipient and self.channel in ("", "final", "commentary")
 
     def function(self, tools: Mapping[str, Tool]) -> str:
-        """The tool of the request that it calls; empty if it calls none."""
+        """Return the request's tool that the message calls; empty if it calls none."""
         is_function = self.recipient.startswith(_FUNCTIONS) and bool(tools)
         name = self.recipient.removeprefix(_FUNCTIONS)
         return name if is_function or name in tools else ""
 
 
 def read(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """All of a text. Messages of one kind are put together with line ends between them."""
+    """Read all of a text. Messages of one kind are joined with line ends."""
     messages = _Messages(lexer, out)
     while (yield from lexer.peek()):
         header = yield from _header(lexer)
@@ -55,7 +55,7 @@ def read(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Rea
 
 
 def read_thoughts(lexer: IncrementalLexer, out: Events) -> Reading[None]:
-    """The messages of reasoning, and the header of the one behind them."""
+    """Read the messages of reasoning, and the header of the next message."""
     messages = _Messages(lexer, out)
     while (yield from lexer.peek()):
         header = yield from _header(lexer)
@@ -82,9 +82,9 @@ class _Messages:
 
 
 def _header(lexer: IncrementalLexer) -> Reading[Header | str]:
-    """That of the next message, with its marks; or where there is none, what is of a text.
+    """Read the next message's header with its marks; or return the text where there is none.
 
-    A header that ends without a message is left out, and what is too long for one is a text.
+    A header that ends without a message is dropped. One that is too long is text.
     """
     parts: dict[str, str] = {}
     part, length, is_begun = "", 0, False
@@ -114,7 +114,7 @@ def _header(lexer: IncrementalLexer) -> Reading[Header | str]:
 
 
 def _call(lexer: IncrementalLexer, out: Events, name: str) -> Reading[None]:
-    """A message with arguments: JSON, or nothing. A mark ends it, even within a string."""
+    """Read a message with arguments: JSON, or nothing. A mark ends it, even within a string."""
     body = IncrementalLexer()
     body.record()
     reading = _arguments(body, out, name)

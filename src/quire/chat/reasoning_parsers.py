@@ -1,7 +1,7 @@
 """Where a model's reasoning ends and its answer begins. The names are vLLM's.
 
-A template may have opened the reasoning in the prompt, or closed it at once; so the prompt's end is
-looked at too. Reasoning that the text ends in is reasoning to the end.
+A template may have opened the reasoning in the prompt, or closed it at once, so the prompt's end
+counts too. Reasoning that does not end is reasoning to the end of the text.
 """
 
 import logging
@@ -38,11 +38,11 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tokens that have to be seen."""
+        """Return the tokens that a reader needs to see."""
         return (self.opens, self.closes)
 
     def begun(self, prompt: str, *, continues: bool = False) -> str:
-        """What of these marks the prompt ends with, as though the model had written it.
+        """Return the mark that the prompt has opened, as if the model had written it.
 
         ``continues``: the prompt ends in the middle of an answer, and maybe of reasoning.
         """
@@ -59,9 +59,9 @@ class ReasoningFormat:
     def before_a_form(
         self, prompt: str, *, continues: bool = False, function: str = ""
     ) -> Reasoning | None:
-        """What may come before a text that must have a form; None where the prompt has ended it.
+        """Return what may precede a text that must have a form; None where the prompt has ended it.
 
-        ``function``: the form is that of its arguments.
+        ``function``: the form is that of the arguments of this function.
         """
         is_open = bool(self.begun(prompt, continues=continues))
         if not is_open and (continues or prompt.rstrip(BLANKS).endswith(self.closes)):
@@ -69,7 +69,7 @@ class ReasoningFormat:
         return Reasoning(opens=self.opens, closes=self.closes, is_open=is_open)
 
     def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
-        """The reasoning, if there is any; what comes after it is left."""
+        """Read the reasoning, if there is any; leave what follows it."""
         blanks = yield from lexer.blanks()
         if not (yield from lexer.skip(self.opens)):
             out.content(blanks)
@@ -87,17 +87,18 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels(ReasoningFormat):
-    """Harmony's: a message of its own, before one that has a header too."""
+    """Harmony's reasoning: a message of its own, before one that has a header too."""
 
     opens: str = f"{CHANNEL}analysis{MESSAGE}"
     closes: str = f"{END}{START}assistant"
 
     @property
     def marks(self) -> tuple[str, ...]:
+        """Return all marks of the format."""
         return HARMONY.marks
 
     def begun(self, prompt: str, *, continues: bool = False) -> str:
-        """The header that the prompt ends with, or ends behind; empty where it only says who."""
+        """Return the header that the prompt ends with; empty where it only says who speaks."""
         _, start, message = prompt.rpartition(START)
         header, mark, body = message.partition(MESSAGE)
         is_whole = any(end in body for end in (END, CALL, RETURN))
@@ -107,7 +108,7 @@ class Channels(ReasoningFormat):
     def before_a_form(
         self, prompt: str, *, continues: bool = False, function: str = ""
     ) -> Reasoning | None:
-        """With the header that the form stands behind, which a call's arguments have too."""
+        """Return the reasoning, with the header of the form or of a call's arguments behind it."""
         begun = self.begun(prompt)
         is_open = begun.endswith(self.opens)
         if begun and not is_open:
@@ -121,7 +122,7 @@ class Channels(ReasoningFormat):
         )
 
     def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
-        """The reasoning, and the header of the form behind it."""
+        """Read the reasoning, and the header of the form behind it."""
         yield from read_thoughts(lexer, out)
 
 
@@ -155,9 +156,9 @@ _FOUND_BY = (
 
 
 def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
-    """That of a name, or "auto": as the template's text tells. Without a name there is none.
+    """Return the format of a name; for "auto", the one that the template's text tells.
 
-    Raises: ConfigError naming those there are.
+    Raises: ConfigError listing the known names.
     """
     if name is None:
         return None

@@ -1,10 +1,10 @@
-"""The queue's bounds: who may join it, and when it is worth asking again.
+"""Admission control: which requests may join the queue, and when it is worth asking again.
 
     429  this key has as many requests under way as one may have
-    503  as many sequences wait as may, or as many tokens, or the server is going down, or sleeps
+    503  the queue is full, or the server is going down, or sleeps
 
-The engine never refuses for want of memory, it lets requests wait; so a wait that is longer than a
-client would sit out is refused here at once, with the time that it would take as ``Retry-After``.
+The engine never refuses a request for lack of memory; it lets requests wait. So a wait that is
+longer than a client would accept is refused here at once, with that time as ``Retry-After``.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _MEMORY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """None: no bound."""
+    """The bounds of the queue. None is no bound."""
 
     num_queued_reqs: int | None  # continuations that wait: n=4 is four of them
     num_queued_tokens: int | None  # of their prompts
@@ -46,7 +46,7 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """One prompt of a request between the gate and its end."""
+    """One prompt of a request between its admission and its end."""
 
     num_sequences: int
     num_tokens: int
@@ -55,7 +55,9 @@ class Permit:
 
 @final
 class AdmissionControl:
-    """Counts what has been let in. One event loop's own; ``clock`` gives seconds."""
+    """Counts the requests that were let in. It belongs to one event loop; ``clock``
+    gives seconds.
+    """
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
         self.draining = self.sleeping = False
@@ -70,15 +72,14 @@ class AdmissionControl:
 
     @property
     def num_queued(self) -> int:
-        """Sequences of which nothing has come yet."""
+        """Return how many sequences have generated nothing yet."""
         return self._num_queued
 
     @contextmanager
     def arrive(self, caller: Caller) -> Iterator[None]:
-        """Inside the block a request is read and prepared. It counts for its key alone: what has
-        not come yet takes no place of another key.
+        """Count a request for its key while it is read and prepared.
 
-        Raises: Refused.
+        It takes no place of another key, since its body has not come. Raises: Refused.
         """
         self._check(caller)
         self._by_key[caller.number] += 1
@@ -89,7 +90,7 @@ class AdmissionControl:
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Inside the block a request that has been read is prepared, for a place in the queue.
+        """Count a request that has been read and is being prepared among those that wait.
 
         Raises: Refused.
         """
@@ -102,7 +103,7 @@ class AdmissionControl:
 
     @contextmanager
     def admit(self, caller: Caller, prompts: Sequence[Size]) -> Iterator[list[Permit]]:
-        """A request is under way inside the block, with all of its prompts or not at all.
+        """Admit a request with all of its prompts, or none, until the block is left.
 
         Raises: Refused.
         """
@@ -126,13 +127,13 @@ class AdmissionControl:
             self._leave(caller)
 
     def note_piece(self, own: Permit, choice: int) -> None:
-        """Something of a continuation has come: it waits no longer."""
+        """Note that the engine has begun a continuation: it waits no longer."""
         if choice not in own.begun:
             self._begun_s.append(self._clock())
             self._leave_queue(own, choice)
 
     def refused(self, reason: Rejection) -> Refused:
-        """What the client is told."""
+        """Return what the client is told for a reason."""
         bounds, wait_s = self._bounds, self.drain_s()
         if reason == "draining":
             return Refused(503, "the server is going down", code=reason, retry_after_s=5)
@@ -165,18 +166,18 @@ class AdmissionControl:
         )
 
     def drain_s(self) -> int:
-        """Seconds until all that wait now have begun, as fast as others lately have."""
+        """Return the seconds until all that wait now have begun, at the pace of the last ones."""
         return _whole((self._num_queued + self._num_at_door) * self._pace_s(self._begun_s))
 
     def _pace_s(self, times: deque[float]) -> float:
-        """Seconds from one to the next, up to now, so that a standstill makes them longer."""
+        """Return the seconds from one to the next, up to now: a standstill makes them longer."""
         now_s = self._clock()
         while times and times[0] < now_s - _MEMORY_S and len(times) > 1:
             times.popleft()
         return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
     def _check(self, caller: Caller | None) -> None:
-        """Raises: Refused if no request could join the queue now, or none of this key."""
+        """Refuse if no request could join the queue now, or none of this key. Raises: Refused."""
         reason = self._refuse(caller, self._num_queued + self._num_at_door)
         if reason is not None:
             raise self.refused(reason)
@@ -196,7 +197,7 @@ class AdmissionControl:
         return None
 
     def _no_room(self, num_sequences: int, num_tokens: int) -> Rejection | None:
-        """An empty queue takes anything: what is longer than its bounds is not refused for ever."""
+        """Return which bound is passed. An empty queue takes a request of any size."""
         bounds = self._bounds
         if not self._num_queued:
             return None
@@ -245,11 +246,11 @@ _NICENESS = 10  # a tenth of a processor, where the engine asks for all of it
 
 @final
 class Bodies:
-    """Counts bytes of bodies, from when they are read until their requests join the queue, or of
-    files until their requests end.
+    """Counts bytes of bodies from when they are read until their requests join the queue; of files,
+    until their requests end.
 
-    Of each key there may be as much as is left besides: half of all while it is alone, a third each
-    while there are two, so that none takes what another asks for.
+    A key may have as many bytes as it leaves free: half of all while it is alone, a third while
+    there are two keys.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -258,11 +259,15 @@ class Bodies:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all bodies."""
         return self._by_key.total()
 
     @contextmanager
     def one(self, caller: Caller) -> Iterator[Callable[[int], None]]:
-        """A body inside the block grows by what is given to this. It raises: Refused (503)."""
+        """Give a function that counts more bytes of one body, until the block is left.
+
+        That function raises: Refused (503).
+        """
         own = 0
 
         def take(num_bytes: int) -> None:
@@ -290,11 +295,11 @@ class Bodies:
 
 @final
 class TextThreads:
-    """Threads that make prompts of texts and templates: some for long texts, others for the rest.
+    """Threads that make prompts of texts and templates: two for long texts, four for the rest.
 
-    A key has half of either at once, and its other texts wait. What has begun is not stopped. Long
-    texts give way to the engine where processors are few: one key's would take its steps' time.
-    Short ones do not, for they would wait longer than they take.
+    A key has half of either at once, and its other texts wait. A text that has begun is not
+    stopped. Threads of long texts have a low priority, so that one key's texts take no time from
+    the engine's steps; short ones would wait longer than they take.
     """
 
     def __init__(self) -> None:
@@ -305,7 +310,7 @@ class TextThreads:
         self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def run(self, work: Callable[[], T], caller: Caller, *, num_bytes: int) -> T:
-        """What ``work`` gives, of about so many bytes of text."""
+        """Run ``work``, on about so many bytes of text, in a thread and return what it gives."""
         is_long, loop = num_bytes > _LONG_BYTES, asyncio.get_running_loop()
         half = asyncio.Semaphore(1 if is_long else 2)
         turn = self._turns.setdefault((caller.number, is_long), half)
@@ -320,10 +325,11 @@ class TextThreads:
         return await asyncio.wrap_future(doing)
 
     def close(self) -> None:
+        """End the threads when they have nothing to do."""
         self._short.shutdown(wait=False)
         self._long.shutdown(wait=False)
 
 
 def _give_way() -> None:
-    """On Linux a niceness is a thread's own, and needs no right to become higher."""
+    """Lower this thread's priority. On Linux that is a thread's own, and needs no right."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

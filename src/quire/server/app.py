@@ -50,7 +50,10 @@ _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
-    """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
+    """Return an app with all routes over one engine, which its owner closes.
+
+    All routes share ``app.state.service``.
+    """
     service = Service(llm, config)
 
     @asynccontextmanager

@@ -1,7 +1,7 @@
-"""A file of sound, read window by window: one channel, at the rate that a model hears.
+"""A sound file, read window by window: one channel, at the rate that the model hears.
 
-The file stays as it came, packed: an hour of it is a few megabytes, and a few hundred as samples.
-libsndfile reads it, and soxr changes its rate, a piece at a time.
+The file stays compressed: an hour is a few megabytes, and a few hundred as samples. libsndfile
+reads it, and soxr changes its rate, a piece at a time.
 """
 
 import io
@@ -38,9 +38,9 @@ class AudioWindow:
 
 @final
 class AudioFile:
-    """``rate``: samples a second of its windows, which have up to ``window_samples``.
+    """Reads windows of up to ``window_samples`` samples, at ``rate`` samples a second.
 
-    Raises: Refused for what is no sound, too long, or not read here (400), and where a package of
+    Raises: Refused for what is no sound, too long, or of another kind (400), and where a package of
     the extra is missing (501).
     """
 
@@ -79,11 +79,11 @@ class AudioFile:
 
     @property
     def seconds(self) -> float:
-        """As far as it has been given."""
+        """Return the seconds that its windows have so far."""
         return self._num_given / self._rate
 
     def next(self) -> AudioWindow | None:
-        """The next window; None at the end. Raises: Refused (400)."""
+        """Return the next window; None at the end. Raises: Refused (400)."""
         while len(self._held) <= self._most and not self._is_over:
             self._held = np.concatenate((self._held, self._piece()))
         if not len(self._held):
@@ -110,7 +110,7 @@ class AudioFile:
         return samples
 
     def _quietest(self) -> int:
-        """Where a window ends: in the middle of the quietest moment near its end."""
+        """Return where a window ends: in the middle of the quietest moment near its end."""
         quiet = max(1, self._most // _QUIET)
         first = self._most - max(quiet, self._most // _SEARCHED)
         energy = np.cumsum(np.square(self._held[first : self._most], dtype=np.float64))
@@ -119,8 +119,7 @@ class AudioFile:
 
 
 def _refuse_other_kinds(data: bytes) -> None:
-    """libsndfile knows twenty more kinds, which are seldom met and seldom tested.
-
+    """Refuse the twenty more kinds that libsndfile reads: few clients send them.
     Raises: Refused.
     """
     is_wave = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"

@@ -1,6 +1,6 @@
 """The server's event loop: uvicorn around the app, until a signal or the engine's failure ends it.
 
-The process around it, its sockets and signals, are ``run``'s.
+``run.py`` has the process around it, its sockets and signals.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ INTERVAL_S = 10.0
 
 
 async def log_stats(llm: AsyncLLM) -> None:
-    """Until it is cancelled."""
+    """Log a line of statistics every ten seconds in which something happens, until cancelled."""
     progress = Progress(llm)
     while True:
         await asyncio.sleep(INTERVAL_S)
@@ -44,7 +44,7 @@ async def log_stats(llm: AsyncLLM) -> None:
 
 @final
 class Progress:
-    """What has happened from one call of ``line`` to the next."""
+    """What the engine has done from one call of ``line`` to the next."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm.llm
@@ -52,7 +52,7 @@ class Progress:
         self._was_quiet = True
 
     def line(self, now_s: float) -> str | None:
-        """None where nothing has happened, but for the first time."""
+        """Return the line; None where nothing has happened twice in a row. ``now_s`` in seconds."""
         counted = self._counted()
         is_quiet, was_quiet = counted == self._before, self._was_quiet
         rates = [
@@ -95,7 +95,10 @@ async def serve_in_loop(
     announce: Callable[[StartUp], None],
     last_words_s: float,
 ) -> int:
-    """Serve until ``signals`` or the engine's failure end it. Returns: the exit code."""
+    """Serve until ``signals`` or the engine's failure end it. Return the exit code.
+
+    After a failure the server still answers for ``last_words_s`` seconds.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(LoopErrors())
     signals.when_asked(partial(loop.call_soon_threadsafe, stop.set))
@@ -128,22 +131,23 @@ async def serve_in_loop(
 
 
 async def _drain(service: Service, timeout_s: float) -> None:
-    """Let no request in, and let what runs finish, for so long."""
+    """Let no request in, and let those inside finish within ``timeout_s``."""
     log.info("told to stop: what runs has %g s to finish; a second signal ends at once", timeout_s)
     if not await service.drain(timeout_s):
         log.warning("after %g s (shutdown_timeout) what still runs is aborted", timeout_s)
 
 
 async def _failure(llm: AsyncLLM) -> Exception:
-    """What has ended the engine, as soon as something has."""
+    """Return what has ended the engine, as soon as something has."""
     while (failure := llm.failure) is None:
         await asyncio.sleep(_WATCH_S)
     return failure
 
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
-    """For the event loop that is running, which is asyncio's own: uvloop lets in a third cheaper,
-    and without files left it drops each client that comes and says nothing.
+    """Return uvicorn's options for the event loop that runs, which is asyncio's own.
+
+    uvloop would be a third cheaper, but without files left it drops each client and says nothing.
     """
     own = uvicorn.Config(
         app,
@@ -170,7 +174,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
 
 def _listening(listeners: Listeners) -> list[Any]:
-    """The sockets, with clients waiting at them. Raises: ConfigError."""
+    """Let the sockets take clients. Raises: ConfigError."""
     for each in listeners.sockets:
         try:
             each.listen(2048)
@@ -182,7 +186,7 @@ def _listening(listeners: Listeners) -> list[Any]:
 
 
 async def _until_open(server: "_Server", serving: "asyncio.Task[None]") -> None:
-    """Raises: what keeps it from opening."""
+    """Wait until the server is open. Raises: what keeps it from opening."""
     while not server.started:
         if serving.done():
             serving.result()

@@ -1,4 +1,4 @@
-"""From a request's fields to ``SamplingParams``: defaults, the server's own bounds, forms."""
+"""A request's fields as ``SamplingParams``, with defaults and the server's own bounds."""
 
 import json
 from collections.abc import Mapping
@@ -35,8 +35,9 @@ _OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")
 
 
 def sampling_defaults(generation_config: str, *, own: Mapping[str, float]) -> dict[str, float]:
-    """For what requests leave open: ``own`` (auto), nothing (vllm), or what a folder's file says.
+    """Return defaults for fields that requests leave open.
 
+    They are ``own`` (auto), none (vllm), or those of ``generation_config.json`` in a folder.
     Raises: ConfigError.
     """
     if generation_config in ("auto", "vllm"):
@@ -60,7 +61,10 @@ def sampling_params(
     max_logprobs: int,
     form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """``defaults`` are for what the request leaves open; ``form`` is another source of one.
+    """Return the engine's parameters.
+
+    ``defaults`` are for fields that the request leaves open; ``form`` is what ``tool_choice``
+    prescribes.
 
     Raises: Refused; RequestError.
     """
@@ -79,7 +83,7 @@ def sampling_params(
 
 
 def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamSearchParams:
-    """The same, or a beam search if one is asked for.
+    """Return the parameters, or those of a beam search if the request asks for one.
 
     Raises: Refused for what only a search can do, or what it cannot; RequestError.
     """
@@ -149,7 +153,7 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """The one form that the text must have. Raises: Refused if there are several."""
+    """Return the one form that the text must have. Raises: Refused if there are several."""
     several = (
         _of_format(asked.response_format),
         _of_vllm(asked.structured_outputs),
@@ -183,7 +187,7 @@ def _of_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
 
 
 def _of_older(asked: Sampling) -> StructuredOutputsParams | None:
-    """vLLM's names from before there was structured_outputs."""
+    """Read vLLM's names from before structured_outputs."""
     fields: dict[str, Any] = {
         "json": asked.guided_json,
         "regex": asked.guided_regex,

@@ -1,7 +1,6 @@
-"""The process around the server: what is wrong is said before anything is loaded, then it serves.
+"""The process around the server: it checks options, binds sockets, loads the model, then serves.
 
-Importing this imports no torch: the event loop, and the app in it, are ``loop``'s and come with the
-engine.
+Importing this imports no torch: ``loop.py`` has the event loop and comes with the engine.
 """
 
 import asyncio
@@ -30,12 +29,13 @@ def serve(
     announce: Callable[["StartUp"], None],
     last_words_s: float = LAST_WORDS_S,
 ) -> int:
-    """Serve until a signal says stop. Returns: the exit code, 1 if the engine has failed.
+    """Serve until a signal stops it. Return the exit code, which is 1 if the engine has failed.
 
-    ``load`` is called once it is certain that there is something to listen at; ``announce`` when
-    clients are let in. After a failure the server still answers for ``last_words_s``.
+    ``load`` is called once the sockets are bound; ``announce`` when clients are let in. After a
+    failure the server still answers for ``last_words_s`` seconds.
 
-    Raises: ConfigError for what cannot be listened at or has no such name; what ``load`` raises.
+    Raises: ConfigError for an address that cannot be bound or an unknown parser; what ``load``
+    raises.
     """
     log_to_stderr(config.uvicorn_log_level)
     allow_open_files()
@@ -64,7 +64,7 @@ def serve(
 
 
 def _refuse_unknown_parsers(config: ServerConfig) -> None:
-    """Raises: ConfigError. What "auto" stands for is found in the model's files, later."""
+    """Refuse names that no parser has; "auto" is resolved later. Raises: ConfigError."""
     for name, find in (
         (config.tool_call_parser, tool_format),
         (config.reasoning_parser, reasoning_format),

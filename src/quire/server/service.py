@@ -1,4 +1,6 @@
-"""What every endpoint needs: the engine, the model's names, tokens and texts, the queue's gate."""
+"""What all endpoints of an app share: the engine, its names, keys, texts, queue and metrics; sleep
+and the end.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,7 @@ _POLL_S = 0.05
 
 
 class Service:
-    """Of one app. It belongs to the event loop that serves it."""
+    """The state of one app. It belongs to the event loop that serves it."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
@@ -75,21 +77,23 @@ class Service:
 
     @property
     def model_name(self) -> str:
+        """Return the first name under which the model is served."""
         return self.names[0]
 
     @property
     def max_model_len(self) -> int:
+        """Return the tokens of the longest sequence."""
         return self.llm.llm.max_model_len
 
     def refuse_without_engine(self) -> None:
-        """Raises: Refused (503)."""
+        """Refuse while the engine has failed. Raises: Refused (503)."""
         if self.llm.failure is not None:
             raise Refused(503, "the engine has failed", code="engine_dead")
 
     # -- asleep ------------------------------------------------------------------------------------
 
     async def idle(self) -> None:
-        """When none is inside any more; all end now if one that falls asleep is to abort them."""
+        """Wait until no request is under way; end them now if a sleeper is to abort them."""
         while self.admission.num_under_way:
             if self._num_aborting:
                 await self.llm.abort(None)
@@ -97,9 +101,9 @@ class Service:
 
     @asynccontextmanager
     async def falling_asleep(self, level: int, *, aborts: bool) -> AsyncGenerator[None, None]:
-        """Inside the block no request is let in. If nothing keeps it from its end, they are not
-        behind it either, and memory is given back. One that ``aborts`` does not wait until another
-        one has been ``idle``.
+        """Let no request in inside the block; give memory back behind it, if nothing fails in it.
+
+        A sleeper that ``aborts`` ends the requests of one that is still waiting for them.
 
         Raises: RequestError for a level that the model cannot have.
         """
@@ -118,7 +122,7 @@ class Service:
             self._num_aborting -= aborts
 
     async def wake_up(self) -> None:
-        """Let requests in again. Raises: what keeps the engine from it, and then it sleeps on."""
+        """Let requests in again. Raises: what keeps the engine asleep."""
         async with self._changing_sleep:
             try:
                 await self.llm.wake_up()
@@ -128,7 +132,7 @@ class Service:
     # -- the end -----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let no request in and wait for those inside; True if none is left."""
+        """Let no request in and wait up to ``timeout_s``; return whether none is left."""
         self.admission.draining = True
         until_s = time.monotonic() + timeout_s
         while self.admission.num_under_way and time.monotonic() < until_s:
@@ -136,7 +140,7 @@ class Service:
         return not self.admission.num_under_way
 
     def close(self) -> None:
-        """End tasks, threads and processes; the engine is its owner's."""
+        """End tasks, threads and processes. The engine's owner closes the engine."""
         self.background.close()
         self.text_threads.close()
         if self.tracer is not None:

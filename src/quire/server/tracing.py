@@ -1,7 +1,7 @@
-"""A span for each request, sent to a collector of OpenTelemetry: ``pip install quire[otel]``.
+"""A span for each request, sent to an OpenTelemetry collector: ``pip install quire[otel]``.
 
-Names are those of the gen_ai conventions, as vLLM has them. A span says how long a request took and
-how many tokens it had, and nothing of what they were.
+Names are those of the gen_ai conventions, as in vLLM. A span says how long a request took and how
+many tokens it had, and nothing of what they were.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C's Trace Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A request that has come to its end. The latencies are those of its last continuation.
+    """A request that has ended. The latencies are those of its last continuation.
 
     ``headers`` may have a W3C trace context (traceparent, tracestate), whose child the span is.
     """
@@ -40,7 +40,7 @@ class RequestRecord:
     headers: Mapping[str, str] | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """Of its span; what is not known is left out."""
+        """Return the attributes of its span, without those that are not known."""
         took = self.latencies
         several: dict[str, Any] = {
             "gen_ai.operation.name": self.operation,
@@ -68,10 +68,10 @@ class RequestRecord:
 
 @final
 class Tracer:
-    """Notes requests; ``close`` sends what has not been sent.
+    """Sends spans in batches, by a thread of OpenTelemetry's own: ``note`` waits for nothing.
 
-    Spans are sent by a thread of OpenTelemetry's own, in batches, so ``note`` waits for nothing; if
-    the collector is away for long, spans are dropped. ``processor`` gets them instead, if given.
+    While the collector is away for long, spans are dropped. ``processor`` gets them instead, if
+    given.
 
     Raises: ConfigError where OpenTelemetry is not installed.
     """
@@ -88,12 +88,14 @@ class Tracer:
         self._tracer = self._provider.get_tracer("quire.server", version)
 
     def note(self, record: RequestRecord) -> None:
-        """A request has ended. Raises nothing: a trace is worth no request."""
+        """Send the span of a request that has ended. Raises nothing: no request
+        fails for a trace.
+        """
         with suppress(Exception):
             self._note(record)
 
     def close(self) -> None:
-        """Send what there is, for some seconds at most. A second call does nothing."""
+        """Send the spans that are left, for some seconds at most. A second call does nothing."""
         self._provider.shutdown()
 
     def _note(self, record: RequestRecord) -> None:
@@ -166,7 +168,7 @@ class RequestSpans:
 
 
 def _exporting(endpoint: str) -> Any:
-    """Batches, sent by HTTP. Raises: ConfigError."""
+    """Return a processor that sends batches by HTTP. Raises: ConfigError."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"otlp_traces_endpoint={endpoint!r} must be the URL of a collector's HTTP receiver, as "

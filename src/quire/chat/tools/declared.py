@@ -17,7 +17,7 @@ _NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "propert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
@@ -25,14 +25,16 @@ class Tool:
     is_strict: bool = False  # its schema is closed within, as OpenAI's strict wants it
 
     def kinds(self, parameter: str) -> frozenset[str] | None:
-        """JSON's names of the types it may have; None where the schema does not say."""
+        """Return the types that a parameter may have, by JSON's names; None if the schema is
+        silent.
+        """
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return _kinds(schema, 4)
 
 
 def checked_tools(given: Iterable[Any] | None) -> tuple[Tool, ...]:
-    """Raises: RequestError naming the tool and what is wrong with it."""
+    """Check a request's tools. Raises: RequestError naming the tool and what is wrong."""
     if given is None:
         return ()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):

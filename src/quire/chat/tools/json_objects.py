@@ -14,9 +14,9 @@ _ARGUMENTS = ("arguments", "parameters")
 def call_object(
     lexer: IncrementalLexer, out: Events, known: Container[str] | None = None
 ) -> Reading[None]:
-    """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
+    """Read one call. ``known``: the names that it may have, where only the name tells it from text.
 
-    It begins with its name, and from then on its arguments are streamed. Raises: Broken.
+    The call begins with its name; from then on its arguments are streamed. Raises: Broken.
     """
     yield from lexer.expect("{")
     name: str | None = None
@@ -57,7 +57,7 @@ def call_object(
 def called(
     lexer: IncrementalLexer, out: Events, name: str, given_id: str | None = None
 ) -> Reading[None]:
-    """The arguments of a call by that name, and so the start of it. Raises: Broken."""
+    """Begin a call by that name and read its arguments. Raises: Broken."""
     if (yield from lexer.peek()) not in ("{", '"', "n"):
         raise Broken
     out.start(name, given_id)
@@ -65,7 +65,7 @@ def called(
 
 
 def _arguments(lexer: IncrementalLexer, out: Events) -> Reading[None]:
-    """Of a call that has begun. Raises: Broken."""
+    """Read the arguments of the open call. Raises: Broken."""
     if (yield from lexer.peek()) == "{":
         yield from lexer.value(out.arguments)
     else:
@@ -73,7 +73,7 @@ def _arguments(lexer: IncrementalLexer, out: Events) -> Reading[None]:
 
 
 def _arguments_text(lexer: IncrementalLexer) -> Reading[str]:
-    """A JSON object; some models write it into a string, or null for none. Raises: Broken."""
+    """Read a JSON object, which some models write as a string, or null. Raises: Broken."""
     first = yield from lexer.peek()
     if first == "{":
         return (yield from lexer.text_value())
@@ -107,7 +107,7 @@ def _name(lexer: IncrementalLexer, known: Container[str] | None) -> Reading[str]
 
 
 def call_list(lexer: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON array of them, maybe empty. Raises: Broken."""
+    """Read a JSON array of calls, maybe empty. Raises: Broken."""
     yield from lexer.expect("[")
     if (yield from lexer.comes("]")):
         return
@@ -121,7 +121,7 @@ def call_list(lexer: IncrementalLexer, out: Events) -> Reading[None]:
 
 
 def marked(*opens: str, closes: str) -> ToolFormat:
-    """An object behind a mark, or an array of them.
+    """Return the format of an object behind a mark, or an array of objects.
 
     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` is Qwen2.5's, and
     ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` Granite 3's. Phi-4-mini was trained for an
@@ -144,10 +144,10 @@ def marked(*opens: str, closes: str) -> ToolFormat:
 
 
 def llama(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
+    """Read ``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
 
-    A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
-    may stand before it. Source: Llama 3.1's template.
+    A call is told from other JSON by its name, which one of the tools must have. ``<|python_tag|>``
+    may precede it. Source: Llama 3.1's template. Raises: Broken.
     """
     while True:
         yield from lexer.comes("<|python_tag|>")
@@ -159,7 +159,9 @@ def llama(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Re
 
 
 def required(lexer: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON array of calls, as the grammar for tool_choice "required" makes it: no content."""
+    """Read the JSON array of calls that the grammar for tool_choice "required"
+    makes: no content.
+    """
     try:
         yield from lexer.blanks()
         yield from call_list(lexer, out)
@@ -168,7 +170,7 @@ def required(lexer: IncrementalLexer, out: Events) -> Reading[None]:
 
 
 def arguments_of(name: str, lexer: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON object: the arguments for a tool that the request has named; no content."""
+    """Read a JSON object, the arguments of the tool that the request has named: no content."""
     try:
         yield from lexer.blanks()
         yield from called(lexer, out, name)
@@ -178,5 +180,5 @@ def arguments_of(name: str, lexer: IncrementalLexer, out: Events) -> Reading[Non
 
 
 def quoted(text: str) -> str:
-    """A piece of a JSON string, without the quotes."""
+    """Return a piece of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,6 +1,6 @@
-"""Calls whose arguments are literals of another kind than JSON's: Python's, and Gemma's.
+"""Calls whose arguments are literals in Python's or Gemma's notation.
 
-Nothing is evaluated: they become JSON as they come, and may be nested as deep as JSON.
+Nothing is evaluated: they become JSON while they come, and may be nested as deep as JSON.
 """
 
 import json
@@ -31,11 +31,11 @@ _DIGITS_OF = MappingProxyType({"x": 2, "u": 4, "U": 8})
 
 
 def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
-    """``[name(key="value", other=1), …]``, in marks or maybe in marks.
+    """Return the format of ``[name(key="value", other=1), …]``, in marks or maybe in marks.
 
-    Without any a call is told from other text by its place, which is the beginning, and its name,
-    which one of the tools must have. Source: Llama 3.2's and 4's prompt formats, vLLM's templates
-    for them and for ToolACE; LFM2's card.
+    Without marks a call is told from other text by its place, the beginning, and its name, which
+    one of the tools must have. Source: Llama 3.2's and 4's prompt formats, vLLM's templates for
+    them and for ToolACE; LFM2's card.
     """
 
     def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -54,7 +54,9 @@ def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
 
 
 def olmo3(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<function_calls>`` and a call in each line. Source: Olmo 3's template."""
+    """Read ``<function_calls>`` and a call in each line. Source: Olmo 3's template.
+    Raises: Broken.
+    """
     yield from lexer.expect("<function_calls>")
     while True:
         yield from lexer.blanks()
@@ -65,7 +67,7 @@ def olmo3(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Re
 
 
 def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
-    """``call:NAME{key:"text",other:1}`` between marks, with a mark instead of quotes.
+    """Return the format of ``call:NAME{key:"text",other:1}`` with ``quote`` in place of quotes.
 
     Keys have none, or the same. Source: the templates of FunctionGemma and of Gemma 4.
     """
@@ -107,7 +109,7 @@ def _call(
 
 
 def _ends(lexer: IncrementalLexer, closing: str, *, is_first: bool) -> Reading[bool]:
-    """Whether a list ends here; otherwise an item comes. Behind the last may be a comma.
+    """Return whether a list ends here; otherwise an item comes. A comma may follow the last one.
 
     Raises: Broken where neither comes.
     """
@@ -119,22 +121,22 @@ def _ends(lexer: IncrementalLexer, closing: str, *, is_first: bool) -> Reading[b
 
 
 class _Literals(ABC):
-    """Lists, mappings, numbers and words are alike."""
+    """A notation for values. Lists, mappings, numbers and words are the same in both."""
 
     @abstractmethod
     def text(self, lexer: IncrementalLexer, put: Put) -> Reading[bool]:
-        """Put a string as JSON if one comes; whether it did. Raises: Broken."""
+        """Put a string as JSON if one comes; return whether it did. Raises: Broken."""
 
     @abstractmethod
     def key(self, lexer: IncrementalLexer) -> Reading[str]:
-        """What stands before a member's value, with the colon. Raises: Broken."""
+        """Return a member's key, and take the colon. Raises: Broken."""
 
     @abstractmethod
     def word(self, lexer: IncrementalLexer) -> Reading[str]:
-        """What is neither text nor brackets, as JSON. Raises: Broken."""
+        """Return a value that is neither text nor brackets, as JSON. Raises: Broken."""
 
     def value(self, lexer: IncrementalLexer, put: Put, depth: int = MAX_DEPTH) -> Reading[None]:
-        """Put it as JSON. Raises: Broken."""
+        """Put a value as JSON. Raises: Broken."""
         yield from lexer.blanks()
         first = yield from lexer.peek()
         if first not in ("[", "{"):
@@ -174,7 +176,7 @@ class _Python(_Literals):
             put((yield from self._escaped(lexer)))
 
     def _escaped(self, lexer: IncrementalLexer) -> Reading[str]:
-        """What a backslash makes of what comes, as part of a JSON string; maybe nothing."""
+        """Return what a backslash makes of the next characters, as part of a JSON string."""
         sign = yield from lexer.peek()
         lexer.take(1)
         if sign in _ESCAPES:
@@ -241,7 +243,7 @@ class _Gemma(_Literals):
 
 
 def _json_of(word: str) -> str | None:
-    """A number or a word as JSON has it; None if it is neither."""
+    """Return a number or a word as JSON; None if it is neither."""
     if word in _WORDS:
         return _WORDS[word]
     if len(word) >= MAX_NUMBER:

@@ -20,9 +20,10 @@ from quire.errors import ConfigError
 
 
 def mistral(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``[TOOL_CALLS]name{…}``, or ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` of old.
+    """Read ``[TOOL_CALLS]name{…}``, or the older ``[TOOL_CALLS][{"name": …, "arguments": {…}},
+    …]``.
 
-    Between name and arguments there may be ``[CALL_ID]…`` and ``[ARGS]``. Source: the templates of
+    ``[CALL_ID]…`` and ``[ARGS]`` may stand between name and arguments. Source: the templates of
     Mistral 7B v0.3 and of Mistral Small 3.1 and later.
     """
     yield from lexer.expect("[TOOL_CALLS]")
@@ -49,12 +50,12 @@ def named(
     behind: str = "",
     has_ids: bool = False,
 ) -> ToolFormat:
-    """A name between marks, and its arguments behind a separator.
+    """Return the format of a name between marks, and its arguments behind a separator.
 
     ``several`` are the marks around all calls, and ``one`` those around each; none must close.
-    ``kind`` stands before a name, and ``behind`` after the arguments. ``has_ids``: the name is
-    within an id, such as ``functions.NAME:0``, which the template wants back.
-    Source: the templates of DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
+    ``kind`` precedes a name, and ``behind`` follows the arguments. ``has_ids``: the name is within
+    an id, such as ``functions.NAME:0``, which the template wants back. Source: the templates of
+    DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
     """
 
     def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
@@ -76,7 +77,7 @@ def named(
 
 
 def _of_id(given_id: str) -> tuple[str, str]:
-    """The name in an id, and the id."""
+    """Return the name in an id, and the id."""
     name = given_id.removeprefix("functions.") or given_id
     head, _, number = name.rpartition(":")
     return head if head and number.isdecimal() else name, given_id
@@ -205,9 +206,9 @@ _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
 
 
 def tool_format(name: str | None, template: str, model_type: str = "") -> ToolFormat | None:
-    """That of a name; "auto", or without one, as the template's text tells, or else the type.
+    """Return the format of a name; for "auto" or None, by the template's text or the model's type.
 
-    None where neither does. Raises: ConfigError naming those there are.
+    It is None where neither tells. Raises: ConfigError listing the known names.
     """
     if name is not None and name != "auto":
         if name not in TOOL_FORMATS:

@@ -1,7 +1,7 @@
 """Calls with each argument in tags of its own: Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek V3.2.
 
-A value is text as it is, without quotes; what it means depends on the tool's schema. Of a string
-the beginning is passed on while the rest is still to come.
+A value is plain text without quotes; the tool's schema says what it means. A string is passed on
+while the rest of it is still to come.
 """
 
 import json
@@ -29,7 +29,8 @@ _ALL = frozenset(kind for _, kind in _KINDS)
 
 
 def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
-    """``<function=NAME><parameter=KEY>VALUE</parameter>…</function>`` within outer tags.
+    """Return the format of ``<function=NAME><parameter=KEY>VALUE</parameter>…</function>`` in outer
+    tags.
 
     Models forget those. ``on_own_lines``: a line end before a value, and one behind it, belong to
     the tags. Source: the templates of Qwen3-Coder and Seed-OSS.
@@ -58,7 +59,7 @@ def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
 
 
 def glm45(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
+    """Read ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
 
     Source: GLM-4.5's template.
     """
@@ -76,11 +77,12 @@ def glm45(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Re
 
 
 def invokes(outer: str, prefix: str = "") -> ToolFormat:
-    """``<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>``.
+    """Return the format of ``<invoke name="NAME"><parameter
+    name="KEY">VALUE</parameter>…</invoke>``.
 
     Several stand in one outer tag. DeepSeek's tags have a prefix, and its parameters say
-    ``string="true"`` or, where the value is JSON, ``string="false"``.
-    Source: the template of MiniMax-M2, and the encoding that comes with DeepSeek-V3.2.
+    ``string="true"`` or, where the value is JSON, ``string="false"``. Source: the template of
+    MiniMax-M2, and the encoding that comes with DeepSeek-V3.2.
     """
     opens, invoke = f"<{prefix}{outer}>", f'<{prefix}invoke name="'
     parameter, closing = f'<{prefix}parameter name="', f"</{prefix}parameter>"
@@ -115,7 +117,7 @@ class Arguments:
         out.start(name)
 
     def key(self, key: str) -> None:
-        """The value follows. Raises: Broken if the key was there before."""
+        """Write a key. Raises: Broken if it was there before."""
         if key in self.keys:
             raise Broken
         lead = ", " if self.keys else "{"
@@ -125,7 +127,7 @@ class Arguments:
     def read(
         self, lexer: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
     ) -> Reading[None]:
-        """A value as text, and the tag after it; None: the schema says if it is a string.
+        """Read a value as text, and the tag after it. ``is_string`` None: the schema decides.
 
         Raises: Broken.
         """
@@ -146,7 +148,7 @@ class Arguments:
         yield from lexer.expect(found or closing[0])
 
     def end(self) -> None:
-        """The object is complete, and so is the call."""
+        """End the object, and the call."""
         self._out.arguments("}" if self.keys else "{}")
         self._out.end()
 
@@ -155,7 +157,7 @@ class Arguments:
 
 
 def converted(text: str, kinds: frozenset[str]) -> str:
-    """As JSON of one of these types, if it can be read so; otherwise as a string."""
+    """Return a text as JSON of one of these types if possible, otherwise as a string."""
     bare = text.strip(BLANKS)
     for python, word in _PYTHON_WORDS:
         if bare == python:

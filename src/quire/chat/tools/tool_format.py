@@ -1,4 +1,4 @@
-"""What a format of tool calls is: the marks of a call, and a reader that begins at one of them."""
+"""What a format of tool calls is: the marks of a call, and a reader that begins at a mark."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class ToolFormat:
     """How a family of models writes calls.
 
     ``calls`` reads what begins with one of ``opens``, and raises Broken where that is no call.
-    Without any a text begins with its calls, or has none. ``marks`` are further tokens that a
-    reader needs to see, and ``stop`` are those that end an answer. ``is_all``: whatever is asked
-    for, the texts of these models have marks, and ``calls`` reads all of them, reasoning too.
+    Without ``opens`` a text begins with its calls, or has none. ``marks`` are further tokens that a
+    reader needs to see, and those of ``stop`` end an answer. ``is_all``: every text of these models
+    has marks, and ``calls`` reads all of it, reasoning too.
     """
 
     opens: tuple[str, ...]
@@ -31,7 +31,7 @@ class ToolFormat:
     def read(
         self, lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]
     ) -> Reading[None]:
-        """All of the text: content and calls."""
+        """Read all of the text: content and calls."""
         while not self.opens or (yield from lexer.upto(*self.opens, put=out.content)):
             is_text = False
             lexer.record()

@@ -1,8 +1,9 @@
-"""The page's feed: frames of the cache, taken once for all viewers and only while there are some.
+"""The memory page's feed: frames of the cache, taken once for all viewers and only while there are
+any.
 
-Server-sent events: ``about`` once, then a ``frame`` whenever something has changed in what a viewer
-may see; the id of an event is when it was taken, in milliseconds. A viewer that is behind gets the
-newest frame: no other waits for it.
+Server-sent events: ``about`` once, then a ``frame`` whenever something has changed that the viewer
+may see. An event's id is when it was taken, in milliseconds. A viewer that is behind gets the
+newest frame, and no other waits for it.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _SILENCE_S = 10.0  # after which a viewer hears that the server is still there
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What viewers get that may see the same."""
+    """The frames for all viewers that may see the same."""
 
     num_viewers: int = 0
     number: int = 0  # of the newest frame
@@ -51,7 +52,10 @@ class _Channel:
 
 @final
 class Feed:
-    """Of one engine, in one event loop. ``chats``: its model takes messages."""
+    """The frames of one engine, in one event loop. ``chats``: its model takes messages.
+
+    ``interval_s``: seconds between two frames, at least.
+    """
 
     def __init__(
         self, llm: AsyncLLM, *, chats: bool = True, interval_s: float = INTERVAL_S
@@ -63,10 +67,11 @@ class Feed:
 
     @property
     def num_viewers(self) -> int:
+        """Return how many viewers there are."""
         return sum(channel.num_viewers for channel in self._channels.values())
 
     async def open(self, tenant: Tenant = None) -> AsyncGenerator[bytes, None]:
-        """Events for one viewer, until it leaves or the engine ends.
+        """Return events for one viewer, until it leaves or the engine ends.
 
         Raises: RequestError, or what the engine failed with, if it has ended.
         """
@@ -100,7 +105,7 @@ class Feed:
                     await taking
 
     async def _take(self) -> None:
-        """Frames while there are viewers, further apart where one takes long."""
+        """Take frames while there are viewers, further apart where one takes long."""
         while True:
             try:
                 taken, cost_s = await self._llm.inspect(partial(_frames, tuple(self._channels)))
@@ -121,14 +126,14 @@ class Feed:
 def _frames(
     tenants: tuple[Tenant, ...], llm: LLM, sequences: list[Sequence]
 ) -> tuple[dict[Tenant, Frame], float]:
-    """In the stepping thread: a frame for each, and how long it computed."""
+    """Return a frame for each tenant and the seconds that it took, in the engine's thread."""
     began_s = time.thread_time()
     taken = frames(llm, sequences, tenants)
     return taken, time.thread_time() - began_s
 
 
 async def _wait(changed: asyncio.Event, taking: "asyncio.Task[None]") -> bool:
-    """For another frame, or the end of all; False: nothing came for long."""
+    """Return whether a frame or the end has come; False after ten silent seconds."""
     waiting = asyncio.ensure_future(changed.wait())
     try:
         done, _ = await asyncio.wait(

@@ -1,7 +1,7 @@
-"""What the feed says, as its readers get it: numbers about memory, and never a word of a prompt.
+"""The JSON of the memory page's feed: numbers about memory, and never a word of a prompt.
 
-``About`` is said once, a ``Frame`` whenever something has changed. Both are JSON. A tenant that may
-not see all gets a frame of its own sequences alone, and of others how much they hold, in steps.
+``About`` is sent once, a ``Frame`` whenever something has changed. A tenant that may not see all
+gets a frame of its own sequences alone, and how much others hold, in steps.
 """
 
 from typing import Literal
@@ -62,7 +62,7 @@ class Cells(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. Its id is the engine's own."""
+    """One sequence, by the engine's own id."""
 
     id: int
     state: State
@@ -76,7 +76,7 @@ class SequenceFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, as ``Usage`` has them, and their limits."""
+    """Bytes, as in ``Usage``, and their limits."""
 
     reserved: int
     committed: int
@@ -87,7 +87,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What has been counted so far; only differences between two frames mean something."""
+    """Totals so far. Only the difference between two frames has a meaning."""
 
     queries: int = 0  # tokens of prompts that were looked up
     hits: int = 0  # … of them found computed

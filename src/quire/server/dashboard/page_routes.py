@@ -1,4 +1,8 @@
-"""What the page is asked for: its files, by any client, and its feed, with a key."""
+"""The memory page's routes: its files, which need no key, and its feed, which does.
+
+The files lie in the package as they are sent, and load nothing from anywhere else. They hold no
+data.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -46,7 +50,7 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @final
 class PageFile:
-    """One of them, read once."""
+    """One of the page's files, read once."""
 
     def __init__(self, path: str) -> None:
         name, self._media_type = FILES[path]
@@ -54,7 +58,7 @@ class PageFile:
         self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
 
     def answer(self, known_tag: str | None) -> Response:
-        """The file, or that it is as the browser has it."""
+        """Return the file, or 304 where the browser has it under ``known_tag``."""
         headers = {
             "etag": self._tag,
             "cache-control": "no-cache",
@@ -71,21 +75,21 @@ class PageFile:
 
 
 def page_file(path: str) -> Endpoint:
-    """One of ``FILES``."""
+    """Return the endpoint of one of ``FILES``."""
     own = PageFile(path)
 
     async def page(context: RequestContext) -> ASGIApp:
-        """A file of the memory page."""
+        """Return a file of the memory page."""
         return own.answer(context.http.headers.get("if-none-match"))
 
     return page
 
 
 def memory_feed(feed: Feed) -> Endpoint:
-    """Frames of the cache, for as long as they are read."""
+    """Return the endpoint of the feed."""
 
     async def memory(context: RequestContext) -> ASGIApp:
-        """Frames of the cache, for as long as they are read."""
+        """Stream frames of the cache for as long as they are read."""
         return EventStream(
             await feed.open(None if context.caller.sees_all else context.caller.salt),
             send_timeout_s=context.service.config.send_timeout,

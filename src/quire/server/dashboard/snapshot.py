@@ -1,4 +1,4 @@
-"""The cache between two steps, as frames. The stepping thread takes them, so it is to be quick."""
+"""The cache between two steps, as frames. The engine's thread takes them, so it must be quick."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -45,9 +45,9 @@ _LETTERS = np.frombuffer(LETTERS.encode(), np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Where the cells of a census are drawn.
+    """Where an occupancy's cells are drawn: several in one if there are too many.
 
-    Of ranges only the rows that a sequence has are shown, one below the other.
+    Of ranges only the rows that a sequence holds are drawn, one below the other.
     """
 
     census: Occupancy
@@ -56,6 +56,7 @@ class Picture:
 
     @classmethod
     def of(cls, census: Occupancy, most_cells: int) -> "Picture":
+        """Return the picture of an occupancy in at most ``most_cells`` cells."""
         if not census.row_cells:
             return cls(census, None, max(1, ceil_div(census.num_cells, most_cells)))
         rows = np.unique(census.ids // census.row_cells)[:most_cells]
@@ -64,17 +65,18 @@ class Picture:
 
     @property
     def row_cells(self) -> int:
-        """Cells that are drawn for a row, or 0."""
+        """Return the cells that are drawn for a row, or 0."""
         return ceil_div(self.census.row_cells, self.each)
 
     @property
     def num_drawn(self) -> int:
+        """Return how many cells are drawn."""
         if self.rows is None:
             return ceil_div(self.census.num_cells, self.each)
         return len(self.rows) * self.row_cells
 
     def places(self, ids: Ids) -> Ids:
-        """Where these cells are drawn; those in rows that are not shown are left out."""
+        """Return where cells are drawn, i64[cells], without those in rows that are not shown."""
         if self.rows is None:
             return ids // self.each
         row, column = np.divmod(ids, self.census.row_cells)
@@ -85,7 +87,7 @@ class Picture:
         return places
 
     def cells(self) -> Cells:
-        """What is drawn: of several cells in one what most of those with pages are."""
+        """Return what is drawn: of several cells in one, what most of those with pages are."""
         census, count = self.census, self.num_drawn
         places = self.places(census.ids)  # none is left out, unless there are too many rows
         listed = len(places)
@@ -120,7 +122,7 @@ class Picture:
         )
 
     def table(self, ids: Ids) -> tuple[int, ...]:
-        """A sequence's cells in their order: first place, how many, first place, …"""
+        """Return a sequence's cells i64[cells], in order, as (first place, how many, …)."""
         places = self.places(ids if len(ids) and ids[0] >= 0 else ids[ids >= 0])
         if not len(places):
             return ()
@@ -133,7 +135,7 @@ class Picture:
 
 
 def _lengths(values: Ids) -> tuple[int, ...]:
-    """Run lengths: value, how many, value, …"""
+    """Return run lengths: value, how many, value, …"""
     if not len(values):
         return ()
     starts = np.append(0, (np.diff(values) != 0).nonzero()[0] + 1)
@@ -155,7 +157,12 @@ Tenant: TypeAlias = str | None  # its salt; None sees all
 
 @dataclass(frozen=True, slots=True)
 class OwnCells:
-    """A census of some cells of another one. ``old`` → ``new``: their ids there and here."""
+    """One tenant's cells, numbered anew. ``old`` → ``new``: their ids in the pool and here.
+
+    Where a sequence's cells lie in the pool tells what lies between them: how long another tenant's
+    prompt is, and how it grows. So a tenant's cells are numbered in the order of its own sequences,
+    as if there were no others.
+    """
 
     census: Occupancy
     old: Ids | None  # ascending; None: all cells, with the ids that they have
@@ -163,11 +170,14 @@ class OwnCells:
 
     @classmethod
     def all_of(cls, census: Occupancy) -> "OwnCells":
+        """Return all cells, with the ids that they have."""
         return cls(census, None, None)
 
     @classmethod
     def of(cls, census: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
-        """``tables``: a sequence's cells that can be read, by its id."""
+        """Return the cells of some sequences. ``tables``: readable cells i64[cells], by sequence
+        id.
+        """
         found = [np.zeros(0, np.int64)]
         for seq_id, table in tables.items():
             found += (table[table >= 0], census.ids[census.holders == seq_id])
@@ -189,7 +199,7 @@ class OwnCells:
         return cls(own, old, new)
 
     def numbered(self, ids: Ids) -> Ids:
-        """The same cells, by their ids in ``census``."""
+        """Return cells' own numbers i64[cells], given their ids in the pool."""
         if self.old is None or self.new is None:
             return ids
         return self.new[np.searchsorted(self.old, ids[ids >= 0])]
@@ -209,7 +219,9 @@ Shown: TypeAlias = Several[tuple[int, int]]  # a group, and how many layers are 
 
 
 def shown_groups(groups: Several[Group]) -> Shown:
-    """Which groups are drawn, one of each kind of layer, and how many layers are alike."""
+    """Return the groups that are drawn, one of each kind of layer, and how many
+    layers are alike.
+    """
     first: dict[LayerSpec, int] = {}
     layers: dict[LayerSpec, int] = {}
     for number, group in enumerate(groups):
@@ -219,7 +231,7 @@ def shown_groups(groups: Several[Group]) -> Shown:
 
 
 def about(llm: LLM, *, chats: bool) -> About:
-    """What does not change."""
+    """Return what does not change while the engine lives."""
     accounting, ledger = llm.accounting, llm.ledger
     groups = []
     for number, num_layers in shown_groups(accounting.groups):
@@ -252,7 +264,10 @@ def about(llm: LLM, *, chats: bool) -> About:
 def frames(
     llm: LLM, sequences: Several[Sequence], tenants: Iterable[Tenant]
 ) -> dict[Tenant, Frame]:
-    """``sequences``: all that have not ended, in the order in which they came."""
+    """Return a frame for each tenant.
+
+    ``sequences``: all that have not ended, in the order in which they came.
+    """
     shown = shown_groups(llm.accounting.groups)
     censuses = [llm.accounting.census(number) for number, _ in shown]
     return {
@@ -266,6 +281,7 @@ def frames(
 def _all_of(
     llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy]
 ) -> Frame:
+    """Return the frame for those who see all."""
     usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, censuses)
     memory = Memory(
         reserved=usage.reserved_bytes,
@@ -282,9 +298,9 @@ def _all_of(
 def _own_of(
     llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy], tenant: str
 ) -> Frame:
-    """All of it follows from the tenant's own sequences, but for one number in coarse steps.
+    """Return the frame of one tenant: it follows from its own sequences, but for one coarse number.
 
-    What is cached is left out, since its bytes could be weighed to a block by filling up a step.
+    Cached memory is left out: a tenant could measure it to a block by filling up a step.
     """
     capacity, parts, committed, used, others = llm.elastic.capacity_bytes, [], 0, 0, 0
     own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
@@ -309,7 +325,7 @@ def _own_of(
 
 
 def _cells(llm: LLM, group: int, sequence: Sequence) -> Ids:
-    """Of a sequence, in its tokens' order."""
+    """Return a sequence's cells i64[cells], in its tokens' order."""
     if not sequence.num_computed_tokens:
         return np.zeros(0, np.int64)
     return llm.accounting.cells(group, sequence.seq_id)
@@ -377,13 +393,15 @@ def _sequence(sequence: Sequence, tables: tuple[tuple[int, ...], ...]) -> Sequen
 
 
 def _typed(words: str) -> str:
-    """Options in them as they are typed: ``--max-num-seqs`` for ``max_num_seqs``."""
+    """Write options as they are typed: ``--max-num-seqs`` for ``max_num_seqs``."""
     names = "|".join(option.name for option in fields(EngineConfig) if "_" in option.name)
     return re.sub(rf"(?<!-)\b({names})\b", lambda found: f"--{found[0].replace('_', '-')}", words)
 
 
 def _label(group: Group, num_layers: int) -> str:
-    """What is drawn, and of how many layers; if each is kept apart, the first stands for all."""
+    """Return what is drawn, and of how many layers; where each layer is apart, the first stands for
+    all.
+    """
     kind = type(group.spec).__name__
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
     if group.num_layers < num_layers:

@@ -1,4 +1,6 @@
-"""What is served, and how it is: models, version, health, metrics, and the document of it all."""
+"""Models, version, health, metrics, the OpenAPI document; sleep and what else an
+operator asks for.
+"""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -26,9 +28,9 @@ from quire.server.wire.streams import while_connected
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model that is served; ``root`` is what was loaded.
+    """One name of the served model; ``root`` is what was loaded.
 
-    It has what OpenAI's clients read, and what Anthropic's do: their fields do not meet.
+    It has the fields that OpenAI's clients read, and those that Anthropic's do.
     """
 
     id: str
@@ -67,25 +69,25 @@ class ServerLoad(msgspec.Struct, kw_only=True):
 
 
 async def models(context: RequestContext) -> Json[ModelList]:
-    """All names of the model that is served."""
+    """Return all names of the model that is served."""
     cards = [_card(context, name) for name in context.service.names]
     return as_json(context, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def model(context: RequestContext) -> Json[ModelCard]:
-    """One of them."""
+    """Return one of them."""
     name: str = context.http.path_params["name"]
     refuse_unknown_model(name, context.service.names)
     return as_json(context, _card(context, name))
 
 
 async def version(context: RequestContext) -> Json[Version]:
-    """Of Quire."""
+    """Return Quire's version."""
     return as_json(context, Version(version=version_of("quire")))
 
 
 async def health(context: RequestContext) -> Response:
-    """Nothing, if requests are served; 503 after the engine has failed, and while going down.
+    """Return 200 while requests are served; 503 once the engine has failed or the server stops.
 
     Raises: Refused.
     """
@@ -97,9 +99,9 @@ async def health(context: RequestContext) -> Response:
 
 
 async def metrics(context: RequestContext) -> ASGIApp:
-    """What Prometheus scrapes.
+    """Return Prometheus' metrics.
 
-    Read without waiting for a step, and also after the engine has failed.
+    They are read without waiting for a step, and also after the engine has failed.
     """
     body, content_type = context.service.metrics.render()
     return Response(body, headers={**context.headers, "content-type": content_type})
@@ -108,14 +110,14 @@ async def metrics(context: RequestContext) -> ASGIApp:
 def described(
     operations: Sequence[Operation], *, needs_key: Callable[[Access], bool], root_path: str
 ) -> Endpoint:
-    """Of all of them, as they are when a client first asks."""
+    """Return the endpoint of the OpenAPI document, which is made when a client first asks."""
 
     @cache
     def encoded() -> bytes:
         return msgspec.json.encode(document(operations, needs_key=needs_key, root_path=root_path))
 
     async def openapi(context: RequestContext) -> ASGIApp:
-        """This document."""
+        """Return this document."""
         return Response(encoded(), media_type="application/json", headers=context.headers)
 
     return openapi
@@ -140,7 +142,10 @@ def _card(context: RequestContext, name: str) -> ModelCard:
 
 
 async def reset_prefix_cache(context: RequestContext) -> Response:
-    """Forget what is kept for later prompts; with reset_running_requests=true, while some run."""
+    """Forget cached prefixes; with reset_running_requests=true, while some requests run.
+
+    Raises: Refused (409) while sequences hold them.
+    """
     running = context.one_of("reset_running_requests", ("false", "true")) == "true"
     if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):
         raise Refused(
@@ -153,10 +158,10 @@ async def reset_prefix_cache(context: RequestContext) -> Response:
 
 
 async def sleep(context: RequestContext) -> Response:
-    """Give memory back: of the cache (level=1), of the model too (level=2).
+    """Give the cache's memory back (level=1), and the model's too (level=2).
 
-    Requests that run end first, by themselves (mode=wait) or at once (mode=abort); no other one is
-    let in. A client that leaves meanwhile has changed nothing.
+    Requests that run end first, by themselves (mode=wait) or at once (mode=abort), and no other one
+    is let in. If the client leaves meanwhile nothing has changed.
     """
     level = context.number("level", 1, 1, 2)
     aborts = context.one_of("mode", ("wait", "abort")) == "abort"
@@ -168,17 +173,17 @@ async def sleep(context: RequestContext) -> Response:
 
 
 async def wake_up(context: RequestContext) -> Response:
-    """Let requests in again, with the memory that it takes. The model is read again if it must."""
+    """Let requests in again, with the memory that they need; read the model again if needed."""
     context.service.refuse_without_engine()
     await context.service.wake_up()
     return Response(headers=context.headers)
 
 
 async def is_sleeping(context: RequestContext) -> Json[Sleeping]:
-    """Whether requests are refused since the server sleeps."""
+    """Return whether the server sleeps and refuses requests."""
     return as_json(context, Sleeping(is_sleeping=context.service.llm.llm.is_sleeping))
 
 
 async def load(context: RequestContext) -> Json[ServerLoad]:
-    """How many requests are under way."""
+    """Return how many requests are under way."""
     return as_json(context, ServerLoad(server_load=context.service.admission.num_under_way))

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: a conversation, as Anthropic says it."""
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: conversations as in Anthropic's API."""
 
 import json
 from collections.abc import AsyncGenerator, Sequence
@@ -61,7 +61,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
-    """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
+    """Refuse tools that Anthropic runs, and this server does not. Raises: Refused."""
     for index, tool in enumerate(tools or ()):
         kind = tool.get("type")
         if kind not in (None, "custom"):
@@ -92,7 +92,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
 
 
 class CountTokensRequest(ModelRequest, kw_only=True):
-    """What of it concerns the prompt."""
+    """What of a request concerns the prompt."""
 
     messages: Turns
     system: System | None = None
@@ -112,7 +112,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """This server signs no thoughts, and checks none that come back."""
+    """Reasoning. This server signs none, and checks no signature that comes back."""
 
     thinking: str
     signature: str = ""
@@ -128,7 +128,7 @@ ContentBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens. All of a prompt's are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+    """Tokens. A prompt has ``input_tokens`` and ``cache_read_input_tokens`` together."""
 
     input_tokens: int
     cache_creation_input_tokens: int | None = None  # no client asks or pays for that here
@@ -159,7 +159,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new of a block: of these fields one, the one that ``type`` names."""
+    """What is new of a block, in the one field that ``type`` names."""
 
     type: str
     text: str | UnsetType = UNSET
@@ -195,7 +195,7 @@ class MessageStop(msgspec.Struct, kw_only=True):
 
 
 class Ping(msgspec.Struct, kw_only=True):
-    """Nothing, so that no proxy takes the stream for dead."""
+    """An empty event, so that no proxy takes the stream for dead."""
 
     type: Literal["ping"] = "ping"
 
@@ -234,14 +234,14 @@ async def messages(
 
 
 async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
-    """How many tokens a prompt has."""
+    """Count the tokens of a prompt."""
     service = context.service
     prompt = await context.in_text_thread(service.chat.prompt, _conversation(asked))
     return as_json(context, CountedTokens(input_tokens=len(prompt.token_ids)))
 
 
 def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
-    """What of a request concerns the prompt. Raises: Refused; RequestError."""
+    """Return what of a request concerns the prompt. Raises: RequestError."""
     chat = from_anthropic(
         {
             "messages": asked.messages,
@@ -258,7 +258,7 @@ def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
 
 
 def so_far(arguments: str) -> str:
-    """An object that breaks off, closed: without the member in which it does."""
+    """Close an object that breaks off, without the member in which it does."""
     closing = ""
     found = "{}"
     in_string = escaped = False
@@ -301,7 +301,7 @@ class _AnsweringMessages:
         return message
 
     async def events(self) -> AsyncGenerator[MessageEvent, None]:
-        """It begins with the first piece: until then it is not known what was cached."""
+        """Yield the events, from the first piece on: before it the cached tokens are not known."""
         has_begun = False
         async with aclosing(self._turn.pieces()) as pieces:
             async for piece in pieces:
@@ -344,7 +344,7 @@ class _AnsweringMessages:
                 return Delta(type="input_json_delta", partial_json=text)
 
     def _content(self, block: Block, text: str) -> ContentBlock:
-        """The block with all of its text, or with none."""
+        """Return the block with this text."""
         match block.kind:
             case "reasoning":
                 return ThinkingBlock(thinking="" if self._omits_thoughts else text)
@@ -355,7 +355,10 @@ class _AnsweringMessages:
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
     def _end(self, last: OutputPiece) -> tuple[list[Change], Stop]:
-        """Raises: Refused for an answer that only the server has ended."""
+        """Return the last changes and why the answer ends.
+
+        Raises: Refused for an answer that only the server has ended.
+        """
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")
         if reason == "length":

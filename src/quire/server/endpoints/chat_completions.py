@@ -59,7 +59,7 @@ async def chat_completions(
 
 
 def conversation(asked: ChatRequest) -> Conversation:
-    """What of a request concerns the prompt."""
+    """Return what of a request concerns the prompt."""
     kwargs = {**reasoning_kwargs(asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
     return Conversation(
         messages=asked.messages,
@@ -147,7 +147,7 @@ class _Answering:
         )
 
     def _chunk_choices(self, piece: OutputPiece, *, is_first: bool) -> list[ChatChunkChoice]:
-        """A piece may be several chunks: reasoning and content go apart, and calls one by one."""
+        """Return the chunks of a piece: reasoning and content apart, calls one by one."""
         messages = [message for event in piece.events if (message := self._message(event))]
         if not messages and not (is_first or piece.finish_reason or piece.delta.logprobs):
             return []
@@ -168,7 +168,7 @@ class _Answering:
         return choices
 
     def _message(self, event: Event) -> Message | None:
-        """What is new, in a client's form; None for what it need not be told."""
+        """Return an event in a client's form; None for an event that clients are not told."""
         match event:
             case ReasoningDelta(text=text):
                 if not self._shows_reasoning:

@@ -92,7 +92,7 @@ class _Continuing:
             yield self._answer([], with_usage=True)
 
     def _choice(self, number: int, own: Gathered, *, is_first: bool = True) -> CompletionChoice:
-        """A choice, or what is new of it."""
+        """Return a choice, or what is new of it."""
         asked, texts = self._asked, self._service.texts
         prompt_ids = self._work.requests[number // self._work.num_choices].prompt_token_ids
         echoes = bool(asked.echo) and is_first

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` and ``POST /v1/score``: what a decoder makes of texts, and how alike."""
+"""``POST /v1/embeddings``, as OpenAI has it, and ``POST /v1/score``, as vLLM has it."""
 
 import base64
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ _MOST_FLOATS, _MOST_IN_BASE64 = 2**20, 2**22
 
 
 async def embeddings(context: RequestContext, asked: EmbeddingRequest) -> Json[Embeddings]:
-    """The embedding of a text, or of several."""
+    """Return the embedding of a text, or of several."""
     packed = asked.encoding_format == "base64"
     pooling = PoolingParams(dimensions=asked.dimensions, normalize=asked.normalize is not False)
     prompts = prompts_of(asked.input, "input")
@@ -139,7 +139,7 @@ async def embeddings(context: RequestContext, asked: EmbeddingRequest) -> Json[E
 
 
 async def score(context: RequestContext, asked: ScoreRequest) -> Json[Scores]:
-    """How alike texts are: the cosine of their embeddings."""
+    """Return how alike texts are: the cosine of their embeddings."""
     first, second = asked.texts()
     compared = [(one, len(first) + other) for one, other in pairs(len(first), len(second))]
     vectors, usage = await _vectors(context, [*first, *second], asked, PoolingParams())

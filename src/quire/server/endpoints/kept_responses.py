@@ -1,4 +1,4 @@
-"""``/v1/responses/{id}``: a response again, what it answered, and its end before its time."""
+"""``/v1/responses/{id}``: read a response again, list what it answered, cancel or delete it."""
 
 import json
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -22,14 +22,14 @@ Items: TypeAlias = list[dict[str, Any]]
 
 
 def given_items(given: str | Items, name: str) -> Items:
-    """What a client gave, with ids, and the content of messages as parts. ``name`` is a prefix."""
+    """Return what a client gave, with ids, and messages' content as parts. ``name`` is a prefix."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(item, f"{name}_{index}") for index, item in enumerate(given)]
 
 
 def readable(items: Iterable[dict[str, Any]]) -> Items:
-    """Without calls that broke off: there is no result of them, and no JSON in them."""
+    """Return the items without calls that broke off: they have no result, and no whole JSON."""
     return [
         item
         for item in items
@@ -38,15 +38,17 @@ def readable(items: Iterable[dict[str, Any]]) -> Items:
 
 
 def conversation_of(kept: StoredResponse) -> tuple[bytes, ...]:
-    """All items up to the end of a kept response, as it keeps them."""
+    """Return all items up to the end of a stored response, as JSON lists."""
     return (*kept.before, encoded(json.loads(kept.response)["output"]))
 
 
 def encoded(items: Items) -> bytes:
+    """Return items as a JSON list."""
     return msgspec.json.encode(items)
 
 
 def decoded(several: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the items of JSON lists."""
     for items in several:
         yield from json.loads(items)
 
@@ -72,7 +74,10 @@ _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 
 async def response(context: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
-    """As it is now; with ``stream=true``, the events of one that runs without a connection."""
+    """Return it as it is now; with ``stream=true``, the events of one that runs in the background.
+
+    Raises: Refused.
+    """
     run, kept = _found(context)
     query = context.http.query_params
     if query.get("stream", "").lower() in ("true", "1"):
@@ -94,7 +99,7 @@ async def response(context: RequestContext) -> Json[Response] | EventStream[Resp
 
 
 async def delete(context: RequestContext) -> Json[DeletedResponse]:
-    """It ends, if it still runs, and is forgotten."""
+    """End it, if it still runs, and forget it."""
     run, _ = _found(context)
     if run is not None:
         await run.cancel()
@@ -103,7 +108,7 @@ async def delete(context: RequestContext) -> Json[DeletedResponse]:
 
 
 async def cancel(context: RequestContext) -> Json[Response]:
-    """It ends now. One that is over stays as it is."""
+    """End it now. A response that is over stays as it is. Raises: Refused."""
     run, kept = _found(context)
     if run is not None:
         await run.cancel()
@@ -119,7 +124,10 @@ async def cancel(context: RequestContext) -> Json[Response]:
 
 
 async def input_items(context: RequestContext) -> Json[ItemList]:
-    """All items that a response answered, earlier responses' among them; the last ones first."""
+    """Return all items that a response answers, earlier responses' too; the last ones first.
+
+    Raises: Refused.
+    """
     run, kept = _found(context)
     limit = context.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
     order = context.one_of("order", ("desc", "asc"))
@@ -151,7 +159,7 @@ def _name(context: RequestContext) -> str:
 
 
 def _found(context: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
-    """One of them. Another caller's is as good as none. Raises: Refused (404)."""
+    """Find a run or a stored response. Another caller's is not found. Raises: Refused (404)."""
     service, caller, name = context.service, context.caller.number, _name(context)
     run = service.background.get(caller, name)
     kept = None if run is not None else service.responses.get(caller, name)

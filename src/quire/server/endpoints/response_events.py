@@ -1,4 +1,4 @@
-"""A turn as a response: its events in OpenAI's order, and what it is at any moment."""
+"""A chat turn as a response: its events in OpenAI's order, and its state at any moment."""
 
 import logging
 import time
@@ -34,11 +34,11 @@ _PREFIXES: Mapping[Kind, str] = MappingProxyType({"reasoning": "rs", "text": "ms
 
 @final
 class Responding:
-    """Of one turn. ``response`` is as far as it has come, and its output is filled at the end.
+    """One response. ``response`` is as far as it has come; its output is filled at the end.
 
-    ``num_top``: of how many likely tokens the logprobs are said; None for none. ``says_ids``: as
-    ids in place of texts. ``shows_broken``:
-    calls that were none are items too, as who reads a stream has been told of them.
+    ``num_top``: how many likely tokens the logprobs have; None for no logprobs. ``says_ids``:
+    tokens are named by ids. ``shows_broken``: broken calls are items too, since a stream's reader
+    has been told of them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Responding:
         self._unsaid: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
     async def events(self) -> AsyncGenerator[ResponseEvent, None]:
-        """All of them. An error is one too. ``end`` is called before the last one is given."""
+        """Yield all events, of which an error is one. ``end`` is called before the last one."""
         yield self._event("response.created", response=self.response)
         yield self._event(
             "response.queued" if self.response.status == "queued" else "response.in_progress",
@@ -88,7 +88,7 @@ class Responding:
         yield self._event(f"response.{self.response.status}", response=self.response)
 
     def cancel(self) -> None:
-        """It is over before its end."""
+        """End it early."""
         self._blocks.end(is_whole=False)
         self.response.status = "cancelled"
         self.fill()
@@ -107,7 +107,7 @@ class Responding:
             self._unsaid.clear()  # they were of thoughts, or of a call
 
     def _of_end(self, last: OutputPiece) -> Iterator[ResponseEvent]:
-        """Raises: Refused for an answer that only the server has ended."""
+        """Yield the last events. Raises: Refused for an answer that only the server has ended."""
         reason = last.finish_reason
         for change in self._blocks.end(is_whole=reason != "length"):
             yield from self._events(change)
@@ -184,7 +184,7 @@ class Responding:
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _take_logprobs(self, block: Block) -> list[ChatLogprob]:
-        """Of the tokens whose text comes now."""
+        """Return the logprobs of the tokens whose text comes now."""
         if self._num_top is None:
             return []
         service = self._turn.service

@@ -43,7 +43,10 @@ _LOGPROBS = "message.output_text.logprobs"
 async def responses(
     context: RequestContext, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Answer a conversation, whole, in pieces, or while no client is connected."""
+    """Answer a conversation, whole, in pieces, or while no client is connected.
+
+    Raises: what made a response fail.
+    """
     _say_what_is_ignored(context, asked)
     if asked.text is not None and asked.text.format is not None:
         given = asked.text.format
@@ -68,7 +71,7 @@ async def responses(
 async def _responding(
     context: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Responding:
-    """Admitted. Raises: Refused; RequestError."""
+    """Return a response that is admitted. Raises: Refused; RequestError."""
     num_top = asked.top_logprobs
     if num_top is None and _LOGPROBS in (asked.include or ()):
         num_top = 0
@@ -97,7 +100,7 @@ async def _responding(
 async def _in_background(
     context: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Raises: Refused; RequestError."""
+    """Start a response that runs without its client. Raises: Refused; RequestError."""
     service, caller = context.service, context.caller.number
     service.background.refuse_if_full()
     with ExitStack() as stack:
@@ -160,11 +163,11 @@ def _keep(
 
 
 def _forget(_: Response) -> None:
-    """It is the client's alone."""
+    """Keep nothing: the response is the client's alone."""
 
 
 def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes, ...]:
-    """The items of the conversation that is gone on with. Raises: Refused."""
+    """Return the items of the conversation that continues. Raises: Refused."""
     name = asked.previous_response_id
     if name is None:
         return ()
@@ -186,7 +189,7 @@ def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes,
 def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Conversation:
-    """What of a request concerns the prompt. It may take a while. Raises: Refused; RequestError."""
+    """Return what of a request concerns the prompt. It may take a while. Raises: RequestError."""
     chat = from_responses(
         {
             "instructions": asked.instructions,
@@ -206,10 +209,11 @@ def _conversation(
 
 
 def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversation:
-    """As much of its end as fits, beginning with a user's message; instructions stay.
+    """Return as much of the conversation's end as fits, from a user's message on; instructions
+    stay.
 
-    Where not even the last turn fits, that one is all that is left: it is refused by its length.
-    It renders as often as halving takes. Raises: RequestError.
+    Where not even the last turn fits, that one is left and will be refused for its length. It
+    renders as often as halving takes. Raises: RequestError.
     """
     messages = list(asked.messages)
     is_user = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -231,7 +235,7 @@ def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversatio
 
 
 def _response(turn: ChatTurn, asked: ResponsesRequest) -> Response:
-    """As it is before anything has come."""
+    """Return the response as it is before the model has answered."""
     context, params = turn.context, turn.requests[0].params
     text = asked.text or TextConfig()
     return Response(

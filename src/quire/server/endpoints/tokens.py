@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: texts as the model sees them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -68,7 +68,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
-    """The tokens of a text, or of a chat's prompt."""
+    """Return the tokens of a text, or of a chat's prompt."""
     service = context.service
     if asked.messages is not None:
         conversation = Conversation(
@@ -98,7 +98,7 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
 
 
 async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
-    """The text of tokens."""
+    """Return the text of tokens. Raises: Refused for ids beyond the vocabulary."""
     service = context.service
     known = service.llm.llm.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
@@ -113,10 +113,7 @@ async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[
 
 
 async def tokenizer_info(context: RequestContext) -> Json[TokenizerInfo]:
-    """What a client needs to know that has no tokenizer of its own.
-
-    Raises: Refused.
-    """
+    """Return what a client needs to know that has no tokenizer. Raises: Refused."""
     service = context.service
     tokenizer = service.llm.llm.tokenizer
     if tokenizer is None:

@@ -1,7 +1,7 @@
 """``POST /v1/audio/transcriptions`` and ``…/translations``: what is said in a recording.
 
-It is heard window by window, one after the other, under one admission: an hour of it takes the
-place of one sequence. Its language is found by one step over its first window.
+The model hears it window by window, under one admission: an hour takes the place of one sequence.
+One step over the first window finds the language.
 """
 
 import math
@@ -42,12 +42,12 @@ Answer: TypeAlias = (
 
 
 async def transcriptions(context: RequestContext, asked: TranscriptionRequest) -> Answer:
-    """What is said in a recording, in the language in which it is said."""
+    """Return what is said in a recording, in the language in which it is said."""
     return await _answer(context, asked, "transcribe")
 
 
 async def translations(context: RequestContext, asked: TranscriptionRequest) -> Answer:
-    """What is said in a recording, in English."""
+    """Return what is said in a recording, in English."""
     return await _answer(context, asked, "translate")
 
 
@@ -79,7 +79,7 @@ class _Heard:
     sum_logprobs: float = 0.0
 
     def add(self, piece: Piece) -> None:
-        """Raises: Refused for a text that was ended from outside."""
+        """Add what is new. Raises: Refused for a text that was ended from outside."""
         if piece.finish_reason == "abort":
             raise Refused(503, "the text was ended early", code="engine_unavailable")
         self.text += piece.text
@@ -91,7 +91,7 @@ class _Heard:
 
 @final
 class _Listening:
-    """To one recording."""
+    """The transcription of one recording."""
 
     def __init__(self, context: RequestContext, asked: TranscriptionRequest, task: Task) -> None:
         self._context, self._asked, self._task = context, asked, task
@@ -102,7 +102,7 @@ class _Listening:
         self.text = ""
 
     async def begin(self) -> None:
-        """Read the first window, and join the queue. Raises: Refused; RequestError."""
+        """Read the first window and join the queue. Raises: Refused; RequestError."""
         context, hearing = self._context, self._hearing
         if self._asked.language:
             self._language = hearing.language_of(self._asked.language)
@@ -114,11 +114,13 @@ class _Listening:
         self._work = Generation(context, [request], self._task)
 
     async def to_its_end(self) -> None:
+        """Hear all windows."""
         async with aclosing(self._pieces()) as pieces:
             async for _ in pieces:
                 pass
 
     async def events(self) -> AsyncGenerator[TranscriptDelta | TextDone, None]:
+        """Yield what is said as events."""
         async with aclosing(self._pieces()) as pieces:
             async for text in pieces:
                 if text:
@@ -126,9 +128,11 @@ class _Listening:
         yield TextDone(text=self.text, usage=self.usage())
 
     def usage(self) -> Duration:
+        """Return the seconds of the recording so far."""
         return Duration(seconds=math.ceil(self._recording.seconds))
 
     def verbose(self) -> VerboseTranscription:
+        """Return the transcription with its segments."""
         temperature = self._asked.temperature or 0
         return VerboseTranscription(
             task=self._task,
@@ -140,7 +144,7 @@ class _Listening:
         )
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        """Yield what is said, as it is understood; leaving ends the request."""
+        """Yield what is said, as it is understood. Closing it ends the request."""
         if not self._language:
             await self._find_language()
             self._follow(await self._request())
@@ -174,7 +178,10 @@ class _Listening:
         )
 
     async def _read_on(self) -> bool:
-        """Whether there is another window, which is the last in ``heard`` then. Raises: Refused."""
+        """Read another window, the last in ``heard`` then; return whether there is one.
+
+        Raises: Refused.
+        """
         num_bytes = 4 * self._hearing.window_samples
         window = await self._context.in_text_thread(self._recording.next, num_bytes=num_bytes)
         if window is None:
@@ -189,7 +196,7 @@ class _Listening:
         self._work = Generation(self._context, [request], self._task, after=self._work)
 
     async def _request(self) -> Request:
-        """What is said in the last window that was read?"""
+        """Ask what is said in the last window that was read."""
         begins = (*self._previous, *self._hearing.begins(self._task, self._language))
         asked = Sampling(temperature=self._asked.temperature or 0, seed=self._asked.seed)
         params = sampling(
@@ -201,7 +208,7 @@ class _Listening:
         return await self._ask(begins, params)
 
     async def _question(self) -> Request:
-        """In which language is it said? One of them comes, whatever the model lets come else."""
+        """Ask in which language it is said. The model can only answer with one of them."""
         languages = tuple(self._hearing.language_ids.values())
         params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=languages)
         request = await self._ask((self._hearing.start,), params)
@@ -228,7 +235,7 @@ def _segment(number: int, heard: _Heard, temperature: float) -> Segment:
 
 
 def _subtitles(several: Sequence[_Heard], *, as_vtt: bool) -> str:
-    """One for each window, as SubRip or WebVTT has them."""
+    """Return one subtitle for each window, in SubRip's or WebVTT's form."""
     written = ["WEBVTT\n"] if as_vtt else []
     for number, heard in enumerate(several, 1):
         mark = "." if as_vtt else ","

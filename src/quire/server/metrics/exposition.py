@@ -1,7 +1,7 @@
-"""The answer to a scrape, in Prometheus' text.
+"""The answer to a scrape, in Prometheus' text format.
 
-Not in OpenMetrics': there prometheus-client writes the colons of names otherwise unless it is told
-not to, and every scraper takes this one.
+It is not OpenMetrics: there prometheus-client escapes the colons of names by default, and every
+scraper reads this format.
 """
 
 from collections.abc import Collection, Iterator
@@ -26,10 +26,10 @@ from quire.server.metrics.family import Counts, MetricFamily, MetricReading, rea
 
 
 class Metrics:
-    """Of one engine, which it reads at each scrape and never waits for.
+    """The metrics of one engine, read at each scrape without waiting for it.
 
-    ``model_name`` is the name that it is served under; ``routes``: the templates of the server's
-    paths, and no other gets a label. A closed engine, or one that has failed, is read as it is.
+    ``model_name`` is the name that it is served under. An engine that was closed or has failed is
+    read as it is.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics, and their content type."""
+        """Return the metrics, and their content type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def know(self, route: str) -> None:

@@ -1,7 +1,7 @@
-"""What a metric is: its name on the wire, its meaning, and where its figure comes from.
+"""What a metric is: its name, its meaning, and where its figure comes from.
 
-Names and labels are vLLM's where it has one, so that boards and autoscalers made for it work; what
-only Quire counts is called ``quire:…``. docs/reference/metrics.md has the same table.
+Names and labels are vLLM's where it has one, so that dashboards and autoscalers made for it work;
+what only Quire counts is called ``quire:…``. docs/reference/metrics.md has the same table.
 """
 
 import threading
@@ -37,7 +37,11 @@ OTHER = "other"
 
 
 class Counts:
-    """Any thread may count and read. ``routes``: the templates of paths that have a label."""
+    """What the server itself counts: answers, and refusals before the engine saw the request.
+
+    Any thread may count and read. Whatever a client sends ends in a closed set of labels, so that
+    no client can make them grow.
+    """
 
     def __init__(self, routes: Collection[str]) -> None:
         self._routes = set(routes)
@@ -46,10 +50,11 @@ class Counts:
         self._rejections = dict.fromkeys(REJECTIONS, 0)
 
     def know(self, route: str) -> None:
-        """Give a route's template a label of its own."""
+        """Give the template of a path a label of its own."""
         self._routes.add(route)
 
     def note_answer(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP answer; ``route`` is the template of its path."""
         labels = (
             route if route in self._routes else OTHER,
             method if method in METHODS else OTHER,
@@ -59,7 +64,10 @@ class Counts:
             self._answers[labels] += 1
 
     def note_rejection(self, reason: str) -> None:
-        """Raises: ValueError for a reason that has no label."""
+        """Count a request that was refused before it reached the engine.
+
+        Raises: ValueError for a reason that has no label.
+        """
         if reason not in self._rejections:
             raise ValueError(f"reason={reason!r} must be one of {', '.join(REJECTIONS)}")
         with self._lock:
@@ -67,12 +75,13 @@ class Counts:
 
     @property
     def answers(self) -> dict[tuple[str, ...], float]:
-        """How many, by route, method and status."""
+        """Return how many, by route, method and status."""
         with self._lock:
             return {labels: count for labels, count in self._answers.items()}
 
     @property
     def rejections(self) -> dict[str, int]:
+        """Return how many, by reason."""
         with self._lock:
             return dict(self._rejections)
 
@@ -84,7 +93,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricReading:
-    """All that a scrape shows. ``statistics`` go on counting meanwhile."""
+    """An engine's figures at one moment, read without waiting for a step.
+
+    ``statistics`` go on counting meanwhile.
+    """
 
     statistics: Statistics
     usage: Usage
@@ -99,12 +111,13 @@ class MetricReading:
 
     @property
     def usage_share(self) -> float:
-        """Of what may be held now; what is only cached is free for others."""
+        """Return the share of the ceiling that sequences hold. Cached memory is free for others."""
         held = self.usage.committed_bytes - self.usage.cached_bytes
         return held / self.elastic.ceiling_bytes if self.elastic.ceiling_bytes else 0.0
 
 
 def read(llm: LLM, counts: Counts) -> MetricReading:
+    """Read an engine's figures."""
     scheduler = llm.engine.scheduler
     return MetricReading(
         statistics=llm.statistics,
@@ -121,7 +134,7 @@ def read(llm: LLM, counts: Counts) -> MetricReading:
 
 
 def _cache_config(llm: LLM) -> Mapping[str, str]:
-    """Under vLLM's names where it has them; a block is one of each group."""
+    """Return the cache's configuration under vLLM's names."""
     config, capacity_bytes = llm.config, llm.elastic.capacity_bytes
     block_bytes = sum(group.bytes_for(config.block_size) for group in llm.spec.groups)
     return MappingProxyType(
@@ -146,7 +159,9 @@ ENGINE = ("model_name", "engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFamily:
-    """``read``: the figures by the values of ``labels``; those of ``ENGINE`` are added to them."""
+    """One metric. ``read`` gives the figures by the values of ``labels``; those of ``of`` are
+    added.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -164,7 +179,7 @@ def one(
     meaning: str,
     read: Callable[[MetricReading], float | Histogram],
 ) -> MetricFamily:
-    """A single figure."""
+    """Return a metric with a single figure."""
     return MetricFamily(
         name=name,
         kind=kind,
@@ -182,7 +197,7 @@ def each(
     meaning: str,
     read: Callable[[MetricReading], Mapping[str, float]],
 ) -> MetricFamily:
-    """A figure for each value of a label."""
+    """Return a metric with a figure for each value of a label."""
     return MetricFamily(
         name=name,
         kind=kind,

@@ -47,7 +47,9 @@ class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of a stream, a part of one: the first has its id and its name, the others arguments."""
+    """A tool call. In a stream its first part has the id and the name, the others
+    have arguments.
+    """
 
     index: int | UnsetType = UNSET  # in streams
     id: str | UnsetType = UNSET
@@ -56,7 +58,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """Of a stream, what is new of it."""
+    """An answer; in a stream, what is new of it."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -77,7 +79,7 @@ class ChatLogprob(LikelyToken, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token."""
+    """One entry for each token."""
 
     content: list[ChatLogprob]
     refusal: None = None

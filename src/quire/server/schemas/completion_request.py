@@ -53,7 +53,7 @@ class CompletionRequest(Searching, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token."""
+    """One entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -73,7 +73,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Of a stream, each of its chunks."""
+    """An answer; in a stream, each of its chunks."""
 
     id: str
     kind: Literal["text_completion"] = field(default="text_completion", name="object")

@@ -1,7 +1,7 @@
-"""What the requests for text have in common, every number and every list of it bounded.
+"""Fields that requests for text have in common. Every number and every list has a bound.
 
-Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``null`` is as good as
-nothing. The bounds are against accidents and abuse; none is one that a client would meet.
+Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``null`` means that a
+field is left out. The bounds are against accidents and abuse; ordinary clients do not meet them.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """As vLLM has it: exactly one form."""
+    """vLLM's field: exactly one form."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -76,13 +76,13 @@ class Routed(ModelRequest, kw_only=True):
 
 
 class Upload(Routed, kw_only=True):
-    """A form with a file in it; its other fields are texts, and read as what they are to be."""
+    """A form with a file in it. Its other fields are texts, which are converted."""
 
     file: bytes
 
 
 class Addressed(Routed, kw_only=True):
-    """… and how it is to read prompts …"""
+    """… how prompts are read …"""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
@@ -155,7 +155,7 @@ def refuse_several(asked: Sampling) -> None:
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """vLLM's; ``rank`` 1 is the likeliest."""
+    """One token's log-probability, in vLLM's form; ``rank`` 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -167,7 +167,7 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class TokenUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a request; of the prompt's, how many were found computed by an earlier one."""
+    """Tokens of a request. Of the prompt's, ``prompt_tokens_details`` says how many were cached."""
 
     prompt_tokens: int
     total_tokens: int

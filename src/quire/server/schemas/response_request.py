@@ -134,7 +134,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought, as it did: this server does not sum it up."""
+    """What the model thought, in full: this server writes no summary."""
 
     id: str
     status: str
@@ -198,7 +198,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """Of these fields those that an event of its type has."""
+    """An event; it has those of these fields that belong to its type."""
 
     type: str
     sequence_number: int

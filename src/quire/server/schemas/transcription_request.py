@@ -51,7 +51,7 @@ class Transcription(msgspec.Struct, kw_only=True):
 
 
 class Segment(msgspec.Struct, kw_only=True):
-    """What was said in one window."""
+    """What is said in one window."""
 
     id: int
     seek: int  # hundredths of a second

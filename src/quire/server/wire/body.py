@@ -1,4 +1,4 @@
-"""A request's body: read up to a limit, JSON without double meanings, fields checked by a struct.
+"""A request's fields: JSON that has one meaning only, checked by a struct.
 
 Python's own parser reads it, and not a faster one, because it can be told to refuse what two
 readers may understand differently: a name twice in an object, NaN, numbers beyond a float.
@@ -61,10 +61,12 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """A JSON object. Raises: Refused (400) saying what is wrong with it, and where.
+    """Return a JSON object.
 
-    Its values are counted before there are any, by the marks between them: sixteen megabytes of
+    Its values are counted before they are made, by the marks between them: sixteen megabytes of
     ``[],[],`` took the event loop fourteen seconds.
+
+    Raises: Refused (400) saying what is wrong, and where.
     """
     num_marks = sum(map(data.count, (b",", b"[", b"{")))
     if num_marks > most_values:
@@ -116,13 +118,13 @@ def typed_request(
 
 
 def names_of(kind: type[T]) -> tuple[str, ...]:
-    """The fields of a struct."""
+    """Return the names of a struct's fields."""
     names: tuple[str, ...] = kind.__struct_encode_fields__  # type: ignore[attr-defined]
     return names
 
 
 def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
-    """The fields as a struct; unless ``strict``, a text may be a number's, as those of forms are.
+    """Return the fields as a struct. Unless ``strict``, texts may stand for numbers, as in forms.
 
     Raises: Refused (400) naming the field and its limit.
     """
@@ -144,15 +146,15 @@ def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
 
 
 def ignored(given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names that mean nothing here, as far as they can be said in a header."""
+    """Return the unknown names, as far as a header can have them."""
     unknown = [name for name in given if name not in known]
     return [name for name in unknown if _NAME.fullmatch(name)][:_MOST_IGNORED]
 
 
 def refuse_what_is_not_done(given: dict[str, Any], known: Sequence[str]) -> None:
-    """What would change the text, and cannot be honoured, is not ignored.
+    """Refuse fields that would change the text and cannot be honoured.
 
-    ``known``: fields that a request of this kind has. Raises: Refused.
+    ``known``: the fields of this kind of request. Raises: Refused.
     """
     for name, harmless in NOT_DONE.items():
         if name not in known and given.get(name) not in (None, harmless):
@@ -161,7 +163,7 @@ def refuse_what_is_not_done(given: dict[str, Any], known: Sequence[str]) -> None
 
 
 def _hint(given: dict[str, Any], param: str | None, known: Sequence[str]) -> str:
-    """For a required field that is missing: one that may be meant."""
+    """Return a hint at a misspelt field where a required one is missing."""
     if param is None or param in given:
         return ""
     near = get_close_matches(param, [name for name in given if name not in known], n=1)
@@ -176,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_half_characters(data: bytes, given: Any) -> None:
-    """Half of a surrogate pair is JSON, and no text: encoding it later would fail.
+    """Refuse half of a surrogate pair: it is JSON, and no text that can be encoded.
 
     Raises: UnicodeEncodeError.
     """
@@ -185,7 +187,7 @@ def _refuse_half_characters(data: bytes, given: Any) -> None:
 
 
 def _number(text: str) -> float:
-    """JSON has one kind of numbers: 16.0 is as whole as 16, and some clients write it so."""
+    """Return 16.0 as 16: JSON has one kind of number, and some clients write it so."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is beyond what a float can be")

@@ -1,6 +1,6 @@
-"""Answers that end when they are not read: a client that leaves ends what it has asked for.
+"""Answers that end when their client leaves, and server-sent events.
 
-An ASGI server says once, in ``receive``, that a client has gone. So every answer that takes long is
+An ASGI server says once, in ``receive``, that a client has left. So every answer that takes long is
 made while a task listens there.
 """
 
@@ -28,9 +28,9 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives, if the client waits for it; else it is cancelled.
+    """Return what ``work`` gives; cancel it if the client leaves.
 
-    For a request whose body has been read. Raises: ClientGone, when ``work`` has ended; and what
+    The request's body must have been read. Raises: ClientGone, once ``work`` has ended; what
     ``work`` raises.
     """
     doing = asyncio.ensure_future(work)
@@ -50,10 +50,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Generic[T]):
     """Server-sent events, each sent as soon as it is there; the data of each is a ``T``.
 
-    A reader who takes nothing for ``send_timeout_s`` is cut off. Meanwhile events are not asked
-    for, so what waits for it is what the transport has (64 KiB in uvicorn), and one event.
+    A client that takes nothing for ``send_timeout_s`` seconds is cut off. While it takes nothing no
+    event is asked for: what waits for it is one event, and what the transport has (64 KiB in
+    uvicorn).
 
-    ``ping`` is sent when nothing else has been for ``ping_s``, or nearly twice as long, so that no
+    ``ping`` is sent after ``ping_s`` seconds without an event, or nearly twice as many, so that no
     proxy takes the stream for dead.
     """
 
@@ -77,7 +78,7 @@ class EventStream(Generic[T]):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ClientGone."""
+        """Send the events. Raises: ClientGone."""
         await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -123,7 +124,7 @@ async def _gone(receive: Receive) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventForm:
-    """``named``: an event has a line with its name, which is its JSON's ``type``."""
+    """How an interface writes events. ``named``: an event has a line with its JSON's ``type``."""
 
     dialect: Dialect
     named: bool
@@ -131,10 +132,12 @@ class EventForm:
     end: bytes = b""  # what says that nothing comes any more, where no event does
 
     def event(self, chunk: Any) -> bytes:
+        """Return one event as bytes."""
         data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         return b"event: %b\n%b" % (chunk.type.encode(), data) if self.named else data
 
     def error(self, refused: Refused) -> bytes:
+        """Return a refusal as an event."""
         data = b"data: " + msgspec.json.encode(refused.body(self.dialect)) + b"\n\n"
         return b"event: error\n" + data if self.named else data
 
