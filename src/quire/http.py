@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _CONNECT_S = 10.0
 _END_S = 1.0  # from a stream's [DONE] to its end
 _MOST_BYTES = 2**24  # of an answer that is no stream
-# A proxy elsewhere cannot reach this machine's own addresses.
+# A proxy on another machine cannot reach this machine's loopback.
 _OWN = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
@@ -119,9 +119,8 @@ class Http:
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> "AsyncIterator[httpx.Response]":
-        """Give an answer of status 200, to be read inside the block.
-
-        Raises: OSError, also while it is read; RefusedByServer.
+        """Give an answer of status 200, to be read inside the block. Raises: OSError, also while it
+        is read; RefusedByServer.
         """
         import httpx  # takes 0.1 s, and most commands ask no server
 

@@ -296,7 +296,7 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
                 for peer in late:
                     peer.socket.setblocking(False)
                     await loop.sock_connect(peer.socket, ("127.0.0.1", server.port))
-                await until(lambda: "no client is let in" in caplog.text)
+                await until(lambda: "no client can connect" in caplog.text)
                 for peer in late:
                     await peer.send(HEALTH)
                 for peer in late:
@@ -309,6 +309,6 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
 
     with caplog.at_level(logging.WARNING):
         run(ask())
-    assert caplog.text.count("no client is let in") == 1
+    assert caplog.text.count("no client can connect") == 1
     assert "Exception in callback say: OSError" in caplog.text
     assert "secret" not in caplog.text

@@ -14,8 +14,8 @@ import pytest
 
 from quire import AsyncLLM
 from quire.config import ServerConfig
-from quire.server.admission_control import Bodies, TextThreads
 from quire.server.api_keys import Caller
+from quire.server.fair_shares import Bodies, TextThreads
 from quire.server.wire import body as body_module
 from quire.server.wire.body import parse
 from quire.server.wire.error_responses import Refused

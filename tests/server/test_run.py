@@ -183,7 +183,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(
             main()
     assert end.value.code == 1
     err = " ".join(capsys.readouterr().err.split())
-    assert f"port={port} cannot be listened at: something listens there already" in err
+    assert f"port={port} cannot be listened on: another process listens there" in err
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a..b"])

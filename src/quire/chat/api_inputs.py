@@ -138,10 +138,6 @@ def _choice(given: Any) -> tuple[Any, bool | None]:
 
 # -- items of the Responses interface --------------------------------------------------------------
 
-# Items of the Responses interface as the plain messages that templates know.
-#
-# What is one message here may be several items there: reasoning, calls and text of an assistant.
-
 
 def from_responses(body: Mapping[str, Any]) -> ChatInput:
     """Return the conversation of a request to ``/v1/responses``.

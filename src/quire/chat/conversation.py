@@ -95,9 +95,8 @@ class Chat:
             self._stop += self._tools.stop
 
     def prompt(self, request: ChatInput) -> ChatPrompt:
-        """Check a request and write its prompt. It may take as long as a template may.
-
-        Raises: RequestError naming what is wrong.
+        """Check a request and write its prompt. It may take as long as a template may. Raises:
+        RequestError naming what is wrong.
         """
         given, tools = allowed(request.tool_choice, checked_tools(request.tools))
         choice = checked_choice(given, tools)
@@ -109,7 +108,7 @@ class Chat:
             )
         parallel = request.parallel_tool_calls
         if parallel is None:
-            # A grammar for any number of calls lets a small model go on until its tokens end.
+            # A grammar for any number of calls lets a small model call until its tokens end.
             parallel = choice.kind != "required"
         form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
@@ -124,7 +123,7 @@ class Chat:
         marks, continues = self._reasoning, request.continue_final_message
         return ChatPrompt(
             text=text,
-            # No second beginning of sequence: where one is wanted, the template wrote it.
+            # Where the model wants a beginning of sequence, the template wrote it.
             token_ids=tuple(
                 self._texts.encode(text, add_special_tokens=request.add_special_tokens)
             ),
@@ -155,7 +154,7 @@ class Chat:
         marks = (*self._tools.opens, *self._tools.marks) if self._tools else ()
         marks += self._reasoning.marks if self._reasoning else ()
         special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
-        # Most tokenizers have more than they give a role to, and leave all of them out.
+        # Most tokenizers have special tokens without a role, and skip all of them.
         added = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
         special |= {str(token) for token in added.values() if token.special}
         return any(mark in special for mark in marks)
@@ -165,7 +164,6 @@ def _formats(
     tool_call_parser: str | None, reasoning_parser: str | None, template: str, model_type: str
 ) -> tuple[ToolFormat | None, ReasoningFormat | None]:
     """Return the formats of the names, or those found. One of Harmony's two names is enough.
-
     Raises: ConfigError.
     """
     tools = tool_format(tool_call_parser, template, model_type)

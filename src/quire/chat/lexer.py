@@ -132,7 +132,7 @@ class IncrementalLexer:
         while True:
             start = self._at
             place, found = self._first(marks)
-            # Of two marks the earlier one counts, and that may only just have begun to come.
+            # The earlier of two marks counts, and it may only have begun to come.
             may_begin = not self._ended or (must_come and self._was_cut)
             sure = len(self._text) - (self._overhang(marks) if may_begin else 0)
             if found is not None and (place <= sure):

@@ -37,14 +37,13 @@ def check_size(value: Any, where: str, max_bytes: int) -> None:
     num_bytes = len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if num_bytes > max_bytes:
         raise RequestError(
-            f"{where}: {format_bytes(num_bytes)} as JSON, and {format_bytes(max_bytes)} is the most"
+            f"{where}: {format_bytes(num_bytes)} as JSON, and the limit is {format_bytes(max_bytes)}"
         )
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """Return a message's content as one text; parts are joined with line ends, as in vLLM.
-
-    Raises: RequestError naming the part that is no text.
+    """Return a message's content as one text; parts are joined with line ends, as in vLLM. Raises:
+    RequestError naming the part that is no text.
     """
     if content is None or isinstance(content, str):
         return content
@@ -56,9 +55,8 @@ def text_of(content: Any, where: str) -> str | None:
 
 
 def tool_message(identity: str, content: Any, where: str, names: Mapping[str, str]) -> Message:
-    """Return a tool's result as a message; ``names``: the tools of known calls, by id.
-
-    Raises: RequestError for content that is no text.
+    """Return a tool's result as a message; ``names``: the tools of known calls, by id. Raises:
+    RequestError for content that is no text.
     """
     message: Message = {
         "role": "tool",

@@ -47,7 +47,7 @@ class ReasoningFormat:
         ``continues``: the prompt ends in the middle of an answer, and maybe of reasoning.
         """
         opened, closed = prompt.rfind(self.opens), prompt.rfind(self.closes)
-        # Of an earlier message both may be there; what counts is what the prompt ends with.
+        # Earlier messages may have both marks; the end of the prompt counts.
         if opened > closed:
             is_open = continues or prompt[opened + len(self.opens) :].strip(BLANKS) == ""
         elif continues and closed >= 0:
@@ -74,7 +74,7 @@ class ReasoningFormat:
         if not (yield from lexer.skip(self.opens)):
             out.content(blanks)
             return
-        # Some models open it once more where the prompt has done so.
+        # Some models repeat the mark that the prompt ends with.
         yield from lexer.blanks()
         yield from lexer.skip(self.opens)
         out.edge()
@@ -145,7 +145,7 @@ REASONING: Mapping[str, ReasoningFormat] = MappingProxyType(
         ),
     }
 )
-# Of what a template must have in it, for its format to be found there.
+# A mark in the template, and the format that it tells; the first one counts.
 _FOUND_BY = (
     ("<|channel|>analysis", "openai_gptoss"),
     ("<|channel>", "gemma4"),
@@ -156,9 +156,8 @@ _FOUND_BY = (
 
 
 def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
-    """Return the format of a name; for "auto", the one that the template's text tells.
-
-    Raises: ConfigError listing the known names.
+    """Return the format of a name; for "auto", the one that the template's text tells. Raises:
+    ConfigError listing the known names.
     """
     if name is None:
         return None

@@ -30,7 +30,7 @@ from quire.errors import RequestError
 from quire.units import format_count
 
 _WRITTEN = 64  # times max_chars that all texts on the way to a prompt may have together
-# No chat is written with these, and each makes much of little.
+# No chat template needs these, and each makes much of little.
 _NO_FILTERS = ("pprint", "slice", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = frozenset(("expandtabs", "format_map", "to_bytes", "translate"))
 _DIGITS = re.compile(r"[0-9]+")

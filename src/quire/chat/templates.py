@@ -19,12 +19,8 @@ from quire.errors import ConfigError, RequestError
 
 # -- messages --------------------------------------------------------------------------------------
 
-# OpenAI's messages as templates want them: plain, their content one text, arguments as objects.
-#
-# Which roles there are, and in what order they may come, is for the template to say.
 
-
-# What a message's reasoning has been called, the name that templates read first.
+# Names of a message's reasoning; templates read the first one first.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -65,7 +61,7 @@ def _message(given: Any, where: str) -> Message:
         message["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
-        # Templates that ask for the content of every message are given one.
+        # Some templates ask for the content of every message.
         message.setdefault("content", "")
     elif content is None and role != "assistant":
         raise RequestError(f"{where} has no content")
@@ -146,7 +142,7 @@ def with_parts(messages: list[Message]) -> list[Message]:
 log = logging.getLogger(__name__)
 
 _MAX_KWARGS_BYTES = 64 * 1024
-# What a request says by other fields, or not at all.
+# Variables that a request sets by other fields, or not at all.
 _RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "conversation", "chat_template", "tokenize", "self"),

@@ -23,9 +23,8 @@ class TokenTexts:
         self.of = lru_cache(maxsize=65_536)(self._of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text. It may take a second for each million characters.
-
-        Raises: RequestError; RequestTooLong for a text that cannot fit, before it is tokenized.
+        """Return the token ids of a text. It may take a second for each million characters. Raises:
+        RequestError; RequestTooLong for a text that cannot fit, before it is tokenized.
         """
         if self._tokenizer is None:
             raise RequestError(

@@ -19,7 +19,7 @@ from quire.server.wire.error_responses import Refused
 # -- keys and tenants ------------------------------------------------------------------------------
 
 
-# What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an
+# What a route needs: nothing; a key, if the server has any; a key that sees what all keys do; an
 # admin key.
 Access: TypeAlias = Literal["open", "key", "all", "admin"]
 
@@ -33,7 +33,7 @@ class Caller:
     number: int
     salt: str
     is_admin: bool = False
-    sees_all: bool = False  # what is of other keys, too; or there are none
+    sees_all: bool = False  # what concerns other keys too
 
     def keys(self, cache_salt: str | None) -> PrefixKeys:
         """Return with whom its prefixes may be shared: with itself, and less with a salt.
@@ -85,9 +85,8 @@ class Keys:
         return self._has_clients or (access != "key" and self._has_admins)
 
     def caller(self, headers: Mapping[str, str], access: Access = "key") -> Caller:
-        """Find the caller of a request.
-
-        Raises: Refused (401 without a known key, 403 if the key does not reach so far).
+        """Find the caller of a request. Raises: Refused (401 without a known key, 403 if the key
+        does not reach so far).
         """
         digest = _digest(_presented(headers).encode(errors="surrogateescape"))
         matches = [compare_digest(digest, known) for known in self._digests]
@@ -128,13 +127,6 @@ def _digest(data: bytes) -> bytes:
 
 # -- web pages -------------------------------------------------------------------------------------
 
-# Which web pages may ask: a browser carries any page's requests to a server on this machine.
-#
-# A page of another origin is refused, unless ``allowed_origins`` names it: its answer would not be
-# shown to it, but the work would be done. And a server that listens at loopback without keys is
-# only asked by loopback's names: a page whose name was made to point here (DNS rebinding) says
-# another.
-
 
 @final
 class Origins:
@@ -160,8 +152,8 @@ class Origins:
         if self._is_private and host not in self._hosts and not _is_loopback(host):
             raise Refused(
                 403,
-                f"this server listens at loopback without a key, and is not asked as "
-                f"{host[:100]!r}: set api_key, or name the origin in allowed_origins",
+                f"this server listens on loopback without a key, and does not answer to the host "
+                f"name {host[:100]!r}: set api_key, or name the origin in allowed_origins",
                 code="unknown_host",
             )
         origin = headers.get("origin", "").lower()
@@ -170,7 +162,7 @@ class Origins:
         if _host(origin) != host:
             raise Refused(
                 403,
-                f"pages of {origin[:100]!r} may not ask: name it in allowed_origins",
+                f"web pages of {origin[:100]!r} may not use this server: name it in allowed_origins",
                 code="unknown_origin",
             )
 

@@ -158,5 +158,5 @@ async def _not_found(request: Request, _: Exception) -> Response:
 async def _not_allowed(request: Request, error: Exception) -> Response:
     method, path = request.method[:20], request.url.path[:200]
     headers = error.headers if isinstance(error, HTTPException) else None  # what is allowed
-    refused = Refused(405, f"{method!r} does nothing at {path!r}")
+    refused = Refused(405, f"{method!r} is not allowed at {path!r}")
     return as_answer(refused, "openai", dict(headers or {}))

@@ -21,17 +21,10 @@ from quire.server.logs import place_of
 
 # -- input, cut for the parser ---------------------------------------------------------------------
 
-# What comes in, cut so that the parser of HTTP never holds the event loop for long.
-#
-# h11 reads all that it is given in one go, with regular expressions that take quadratic time over
-# blanks: 32 KB of them in one header took seven seconds, 64 KB of one-byte chunks an eighth of
-# one. So it is given a head that is whole and small and has no byte in it that no head may have,
-# and of a body at most a few chunks at a time.
-
 
 MOST_HEAD_BYTES = 16 * 1024
 MOST_HEAD_LINES = 100
-# Each of these costs h11, or who decodes the path, a step in Python or in a slow expression.
+# h11, or the code that decodes the path, takes a slow step for each of these.
 _MOST_SIGNS: Mapping[str, tuple[bytes, int]] = MappingProxyType(
     {
         "lines": (b"\n", MOST_HEAD_LINES),
@@ -58,12 +51,18 @@ class Malformed(Exception):
 
 @final
 class Parts:
-    """The input of one connection. After each head ``body`` must be told what follows it."""
+    """The input of one connection, cut so that h11 never holds the event loop for long.
+
+    h11 reads all that it is given at once, with regular expressions that take quadratic time over
+    blanks: 32 KB of them in one header took seven seconds, 64 KB of one-byte chunks an eighth of a
+    second. So it gets whole, small heads without control characters, and a few chunks of a body at
+    a time. After each head ``body`` must be told what follows it.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._seen = 0  # bytes in which no end of a head was found
-        self._left = 0  # of a body, or of a chunk with its line end
+        self._seen = 0  # bytes without the end of a head
+        self._left = 0  # bytes of a body, or of a chunk with its line end
         self._is_chunked = self._is_over = False
 
     def __len__(self) -> int:
@@ -84,7 +83,7 @@ class Parts:
             self._seen = max(0, len(self._data) - 2)
             if len(self._data) >= MOST_HEAD_BYTES:
                 raise Malformed(f"A request's head may have {MOST_HEAD_BYTES:,} bytes.")
-            # Of what is no request at all, as of https, the end need not come.
+            # What is no request at all, such as a TLS handshake, may never end.
             if self._data and self._data[0] <= 32:
                 raise Malformed("Invalid HTTP request received.")
             return b""
@@ -120,7 +119,7 @@ class Parts:
             if self._is_over:
                 last = self._data[end : end + 2]
                 if not b"\r\n".startswith(last):
-                    raise Malformed("Trailers are not read.")
+                    raise Malformed("Trailers are not supported.")
                 return end + 2 if len(last) == 2 else end
             line = self._data.find(b"\r\n", end, end + _MOST_CHUNK_LINE)
             if line < 0:
@@ -168,13 +167,15 @@ class LoopErrors:
         if not str(context.get("message")).startswith("socket.accept() out of system resource"):
             what, error = str(context.get("message")), context.get("exception")
             place = place_of(error) if isinstance(error, BaseException) else "no exception"
-            log.error("%s: %s", what.partition("(")[0], place)  # it may quote a call's arguments
+            log.error(
+                "%s: %s", what.partition("(")[0], place
+            )  # behind it may be a call's arguments
             return
         now_s = loop.time()
         if self._said_s is None or now_s - self._said_s >= _SAYS_AGAIN_S:
             self._said_s = now_s
             log.warning(
-                "no client is let in: %s; raise the limit of open files (ulimit -n), or lower "
+                "no client can connect: %s; raise the limit of open files (ulimit -n), or lower "
                 "read_timeout or timeout_keep_alive",
                 context.get("exception"),
             )
@@ -217,7 +218,7 @@ class Connection(H11Protocol):
         self._num_received_bytes = self._num_resumed = 0
         self._next_look: asyncio.TimerHandle | None = None
         self._parts = Parts()
-        self._next_turn: asyncio.Handle | None = None  # to read what has come
+        self._next_turn: asyncio.Handle | None = None  # to read on
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Note where the client comes from, and begin to watch it."""
@@ -250,7 +251,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP; close the connection in the middle of an answer."""
         if self.cycle is not None:
-            self.cycle.disconnected = True  # what it says comes too late
+            self.cycle.disconnected = True  # its answer comes too late
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:  # in the midst of an answer
@@ -295,9 +296,8 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
     def _length(self) -> int | None:
-        """Return the length of the body behind the last head; None if it comes in chunks.
-
-        Raises: Malformed for what two readers may understand differently.
+        """Return the length of the body behind the last head; None if it comes in chunks. Raises:
+        Malformed for what two readers may understand differently.
         """
         headers = dict(self.headers or ())
         length = headers.get(b"content-length")

@@ -79,7 +79,7 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host={host!r} is no address of this machine ({error}): 127.0.0.1 is for programs on "
-            "it, 0.0.0.0 for all who reach it"
+            "it, 0.0.0.0 for all clients that reach it"
         ) from error
     sockets: list[socket.socket] = []
     try:
@@ -89,7 +89,7 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
                 sockets.append(own)
                 port = port or own.getsockname()[1]
         if not sockets:
-            raise ConfigError(f"host={host!r} has no address that could be listened at")
+            raise ConfigError(f"host={host!r} has no address to listen on")
     except BaseException:
         for each in sockets:
             each.close()
@@ -100,8 +100,8 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:
     """Bind one socket; return None for an address family that this machine lacks."""
     try:
-        # With its protocol said: asyncio tells only such sockets not to hold small pieces back
-        # until the one before is acknowledged (TCP_NODELAY), 40 ms for each token of a stream.
+        # asyncio sets TCP_NODELAY only where the protocol is given; without it each token of a
+        # stream waits 40 ms for the acknowledgement of the one before.
         own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError:
         return None
@@ -121,14 +121,14 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
 def refused(where: str, error: OSError) -> ConfigError:
     """Return the error for an address that cannot be bound, with the reason."""
     advice = {
-        errno.EADDRINUSE: "something listens there already: stop it, or choose another --port "
+        errno.EADDRINUSE: "another process listens there: stop it, or choose another --port "
         "(0 takes a free one)",
         errno.EACCES: "ports below 1024 are for root: choose another --port",
         errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is for programs on it, "
-        "0.0.0.0 for all who reach it",
+        "0.0.0.0 for all clients that reach it",
     }
     reason = advice.get(error.errno or 0, error.strerror or str(error))
-    return ConfigError(f"{where} cannot be listened at: {reason}")
+    return ConfigError(f"{where} cannot be listened on: {reason}")
 
 
 def _unix_socket(path: str, mode: int) -> socket.socket:
@@ -143,7 +143,7 @@ def _unix_socket(path: str, mode: int) -> socket.socket:
         return own
     except OSError as error:
         own.close()
-        raise ConfigError(f"uds={path!r} cannot be listened at: {error.strerror}") from error
+        raise ConfigError(f"uds={path!r} cannot be listened on: {error.strerror}") from error
     except ConfigError:
         own.close()
         raise
@@ -155,7 +155,7 @@ def _make_way(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"uds={path!r} is there, and no socket: remove it, or choose another")
+        raise ConfigError(f"uds={path!r} exists and is no socket: remove it, or choose another")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
@@ -163,7 +163,7 @@ def _make_way(path: str) -> None:
         except OSError:
             Path(path).unlink()
             return
-    raise ConfigError(f"uds={path!r} is in use: something listens there already")
+    raise ConfigError(f"uds={path!r} is in use: another process listens on it")
 
 
 def _check_certificate(config: ServerConfig) -> None:
@@ -191,8 +191,8 @@ class StartUp:
     model: str  # as clients call it
     strategy: str
     kv_bytes: int
-    kv_tokens: int  # that these hold, while nothing is forgotten
-    kv_bound: str  # what decided that they are so many
+    kv_tokens: int  # that these bytes hold
+    kv_bound: str  # the limit that decided kv_bytes
     max_model_len: int
     num_longest: float  # sequences of that length that fit
     max_num_seqs: int

@@ -41,7 +41,7 @@ class PlaceFormatter(logging.Formatter):
         return place_of(ei[1]) if ei[1] is not None else ""
 
 
-# Requests by the hundred that say nothing: probes of orchestrators and monitors.
+# Frequent requests of orchestrators and monitors.
 _PROBES = frozenset({"health", "ping", "metrics"})
 
 
@@ -105,9 +105,9 @@ def log_config(level: str) -> dict[str, Any]:
         "loggers": {
             "quire": own,
             "asyncio": {**own, "level": max(level_number(level), logging.WARNING)},
-            # Its own start and end are said by run.py, in one block.
+            # The command line prints start and end.
             "uvicorn": {**own, "level": max(level_number(level), logging.WARNING)},
-            "python_multipart": {**own, "level": "ERROR"},  # of a bad form its client is told
+            "python_multipart": {**own, "level": "ERROR"},  # the client is told of a bad form
             "uvicorn.error": {"filters": ["without_cut_offs"]},
             "uvicorn.access": {**own, "handlers": ["access"]},
         },
@@ -121,12 +121,6 @@ def level_number(level: str) -> int:
 
 
 # -- request log -----------------------------------------------------------------------------------
-
-# Requests as a trace to plan with: when they came, how long they were, which began alike.
-#
-# Each continuation is a line. Nothing of what was asked or answered is in the file, and callers
-# who share no blocks have no ids in common there. The file is in the form of
-# ``traces.request_log``.
 
 
 @final

@@ -25,8 +25,6 @@ from quire.units import format_bytes
 
 # -- the line of statistics ------------------------------------------------------------------------
 
-# A line in the log now and then of how the engine is doing: while it does something, and after.
-
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +164,8 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.timeout_keep_alive,
         timeout_graceful_shutdown=_FLUSH_S,
     )
-    # The file system has let in a peer at a Unix socket, so it is trusted as a proxy, as gunicorn
-    # does; with "*" each peer is.
+    # The file system decides who reaches a Unix socket, so its peers are trusted as proxies, as in
+    # gunicorn; with "*" all peers are.
     if config.uds is not None and own.forwarded_allow_ips != "*":
         own.forwarded_allow_ips = f"{own.forwarded_allow_ips},{UNIX_PEER}"
     return own

@@ -24,13 +24,13 @@ from quire.server.wire.error_responses import Refused
 
 MAX_BIASES = 1024
 
-# Fields that mean the same in both, so that what is not null is taken as it is.
+# Fields that mean the same in both: a value that is not null is passed on.
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
     *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids"),
 )
-# Those that a beam search has too, or that do nothing to it.
+# Fields that a beam search has too, or that do not change it.
 _OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")
 
 
@@ -83,9 +83,8 @@ def sampling_params(
 
 
 def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamSearchParams:
-    """Return the parameters, or those of a beam search if the request asks for one.
-
-    Raises: Refused for what only a search can do, or what it cannot; RequestError.
+    """Return the parameters, or those of a beam search if the request asks for one. Raises: Refused
+    for what only a search can do, or what it cannot; RequestError.
     """
     width = asked.best_of or asked.n or 1
     if not asked.use_beam_search:
@@ -119,7 +118,7 @@ def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamS
         name = each.name
         if name not in _OF_A_SEARCH and getattr(params, name) != getattr(plain, name):
             raise Refused(
-                400, f"{name} cannot be done with use_beam_search: leave it out", param=name
+                400, f"{name} does not work with use_beam_search: leave it out", param=name
             )
     return BeamSearchParams(
         beam_width=width,

@@ -92,8 +92,6 @@ def _cost(kept: StoredResponse) -> int:
 
 # -- background responses --------------------------------------------------------------------------
 
-# Answers that are made while no client waits for them, a bounded number of them.
-
 
 log = logging.getLogger(__name__)
 

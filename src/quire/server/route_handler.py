@@ -44,7 +44,7 @@ class RouteHandler:
     def __init__(self, service: Service, operation: Operation) -> None:
         self._service, self.operation = service, operation
         self._path, self._takes = operation.path, operation.takes
-        service.metrics.know(self._path)
+        service.metrics.counts.know(self._path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -67,7 +67,7 @@ class RouteHandler:
             async def counted(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     status = message["status"]
-                    self._service.metrics.note_answer(http.method, self._path, status)
+                    self._service.metrics.counts.note_answer(http.method, self._path, status)
                 await send(message)
 
             try:
@@ -98,17 +98,16 @@ class RouteHandler:
         return typed_request(given, kind, self._service.names, ignore=context.ignore)
 
     async def _read_bytes(self, context: RequestContext, until: ExitStack) -> bytes:
-        """Return the body, which counts among its key's until ``until`` is left.
-
-        Raises: Refused (408, 413, 415, 503); ClientDisconnect.
+        """Return the body, which counts among its key's until ``until`` is left. Raises: Refused
+        (408, 413, 415, 503); ClientDisconnect.
         """
         http, config = context.http, self._service.config
         packed = ", ".join(http.headers.getlist("content-encoding"))
         if packed.strip().lower() not in ("", "identity"):
             raise Refused(
                 415,
-                f"content-encoding: {packed[:60]!r} is not read here: send the body as it is, "
-                "without that header",
+                f"content-encoding: {packed[:60]!r} is not supported: send the body "
+                "uncompressed, without that header",
                 code="unsupported_content_encoding",
             )
         most_bytes, parts = config.max_request_bytes, list[bytes]()
@@ -147,7 +146,7 @@ class RouteHandler:
     def _refusal(self, error: Exception, headers: dict[str, str]) -> Response:
         refused = refusal(error)
         if refused.code in REJECTIONS and self.operation.access != "open":
-            self._service.metrics.note_rejection(refused.code)
+            self._service.metrics.counts.note_rejection(refused.code)
         if not isinstance(error, Refused) and refused.status >= 500:
             log.error("%s failed: %s", self._path, place_of(error))
         return as_answer(refused, self.operation.dialect, headers)

@@ -18,7 +18,7 @@ from quire.server.schemas.request_fields import ModelRequest, Upload
 from quire.server.wire.error_responses import Dialect
 from quire.server.wire.streams import EventStream
 
-# It is given the context, and the body as a struct if it has a parameter for one.
+# Called with the context, and with the body if it has a parameter for one.
 Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
 
 
@@ -33,7 +33,7 @@ class Operation:
     dialect: Dialect = "openai"
     access: Access = "key"
     media_type: str | None = None
-    queries: tuple[str, ...] = ()  # names of what may stand behind the path
+    queries: tuple[str, ...] = ()  # names in the query
     refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
 
     @property

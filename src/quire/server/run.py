@@ -46,8 +46,8 @@ def serve(
             llm = load()
             from quire.server.loop import serve_in_loop
 
-            # What is there now stays: to look through it again and again for what does not would
-            # stop every stream for a third of a second each time.
+            # All objects that exist now stay. Each full collection over them would stop every
+            # stream for a third of a second.
             gc.collect()
             gc.freeze()
             try:
@@ -55,8 +55,8 @@ def serve(
                     serve_in_loop(config, llm, listeners, signals, announce, last_words_s)
                 )
             finally:
-                # Else the interpreter could not take its modules apart at its end, and bindings
-                # to C++ print what they then think has leaked.
+                # Else the interpreter cannot free its modules at its end, and bindings to C++
+                # report leaks.
                 gc.unfreeze()
                 llm.close()
         finally:

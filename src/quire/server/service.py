@@ -13,8 +13,9 @@ from quire.chat.conversation import Chat
 from quire.chat.token_texts import TokenTexts
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server.admission_control import AdmissionControl, Bodies, Bounds, TextThreads
+from quire.server.admission_control import AdmissionControl, Bounds
 from quire.server.api_keys import Keys, Origins
+from quire.server.fair_shares import Bodies, TextThreads
 from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
 from quire.server.request_params import sampling_defaults
@@ -24,7 +25,7 @@ from quire.server.wire.body import MOST_VALUES
 from quire.server.wire.error_responses import Refused
 
 log = logging.getLogger(__name__)
-_BODIES = 16  # of the longest that there may be, in memory at once
+_BODIES = 16  # of the longest allowed, in memory at once
 _POLL_S = 0.05
 
 
@@ -54,7 +55,7 @@ class Service:
             )
         )
         self.bodies = Bodies(_BODIES * config.max_request_bytes)
-        # Prompts are token ids too, as many as the context has.
+        # A prompt may be token ids, as many as the context has.
         self.most_values = max(MOST_VALUES, 2 * llm.llm.max_model_len)
         self.created = int(time.time())
         self.sampling_defaults = sampling_defaults(
@@ -73,7 +74,7 @@ class Service:
         self.background = Background(config.max_background_responses)
         self.text_threads = TextThreads()
         self._changing_sleep = asyncio.Lock()
-        self._num_aborting = 0  # that are to fall asleep, and wait for no request
+        self._num_aborting = 0  # sleepers that abort what runs
 
     @property
     def model_name(self) -> str:

@@ -41,7 +41,7 @@ def checked_tools(given: Iterable[Any] | None) -> tuple[Tool, ...]:
         raise RequestError("tools must be a list of functions")
     several = list(given)
     if len(several) > MAX_TOOLS:
-        raise RequestError(f"tools: {len(several)} of them, and {MAX_TOOLS} are the most")
+        raise RequestError(f"tools has {len(several)} functions and may have {MAX_TOOLS}")
     tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(several))
     check_size([tool.declaration for tool in tools], "tools", MAX_TOOLS_BYTES)
     names = [tool.name for tool in tools]

@@ -110,7 +110,6 @@ def _call(
 
 def _ends(lexer: IncrementalLexer, closing: str, *, is_first: bool) -> Reading[bool]:
     """Return whether a list ends here; otherwise an item comes. A comma may follow the last one.
-
     Raises: Broken where neither comes.
     """
     yield from lexer.blanks()

@@ -16,8 +16,6 @@ from quire.errors import ConfigError
 
 # -- name, mark and arguments ----------------------------------------------------------------------
 
-# Calls that are a name, a mark, and the arguments as JSON: Mistral, DeepSeek V3, Kimi K2.
-
 
 def mistral(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
     """Read ``[TOOL_CALLS]name{…}``, or the older ``[TOOL_CALLS][{"name": …, "arguments": {…}},
@@ -146,7 +144,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "phi4_mini_json": marked("functools[", "<|tool_call|>", closes="<|/tool_call|>"),
     }
 )
-# What a chat template has in it, all of a line, if its format is that; the first one counts.
+# Texts that a chat template has, all of them, and the format that they tell; the first counts.
 _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
     (("<|channel|>", "<|message|>"), "openai"),
@@ -174,8 +172,8 @@ _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-# Where no template tells, as with models that come with a tokenizer of their own kind, the type of
-# the model does: what most models of that type write.
+# Where no template tells, as with models that have their own kind of tokenizer: what most models of
+# a type write.
 _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "mixtral"), "mistral"),

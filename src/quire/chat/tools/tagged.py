@@ -128,7 +128,6 @@ class Arguments:
         self, lexer: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
     ) -> Reading[None]:
         """Read a value as text, and the tag after it. ``is_string`` None: the schema decides.
-
         Raises: Broken.
         """
         self.key(key)

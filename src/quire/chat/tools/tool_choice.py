@@ -10,20 +10,15 @@ from quire.sampling_params import StructuredOutputsParams
 
 # -- json schemas ----------------------------------------------------------------------------------
 
-# JSON schemas that say more than their writers do: which other members an object may have.
-#
-# A grammar lets a model write whatever a schema does not exclude, and a small one does so for
-# ever.
 
-
-# What else in a schema says which properties an object may have.
+# Keywords that also say which properties an object may have.
 _SAY_MORE = frozenset(
     (
         *("additionalProperties", "unevaluatedProperties", "patternProperties", "$ref"),
         *("allOf", "anyOf", "oneOf", "if"),
     )
 )
-# Schemas of other values than the object itself; one, or a list of them; or several by name.
+# Keywords with schemas of other values: one, or a list; or several by name.
 _OF_PARTS = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -31,7 +26,7 @@ _OF_PARTS = frozenset(
     )
 )
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))  # whatever they look like
+_NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))  # even if they look like one
 
 
 def arguments_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def _closed(schema: Any) -> Any:
             "strict: a schema with allOf of several cannot be closed, as each would exclude what "
             "the others name: write them as one, or leave strict out"
         )
-    # Others, such as if and not, say more of the same object, and exclude no property by that.
+    # Other keywords, such as if and not, are about the same object and exclude no property.
     parts = _OF_PARTS if "properties" in schema else _OF_PARTS | {"anyOf", "oneOf", "allOf"}
     own = dict(schema)
     for keyword, inner in schema.items():

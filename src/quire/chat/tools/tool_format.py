@@ -39,7 +39,7 @@ class ToolFormat:
                 yield from self.calls(lexer, out, tools)
                 lexer.recorded()
             except Broken:
-                # Without a mark it may be any text until a call has a name, and an answer too.
+                # Without a mark it may be any text until a call has a name.
                 is_text = not (lexer.breaks_off and (self.opens or out.in_call))
                 if is_text:
                     out.give_up(lexer.recorded())

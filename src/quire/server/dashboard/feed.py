@@ -28,8 +28,8 @@ from quire.server.logs import place_of
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1 / 3
-_SHARE = 200  # a frame takes at most one in so many parts of the time
-_SILENCE_S = 10.0  # after which a viewer hears that the server is still there
+_SHARE = 200  # frames take at most a two hundredth of the time
+_SILENCE_S = 10.0  # then a viewer is told that the server is still there
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +71,8 @@ class Feed:
         return sum(channel.num_viewers for channel in self._channels.values())
 
     async def open(self, tenant: Tenant = None) -> AsyncGenerator[bytes, None]:
-        """Return events for one viewer, until it leaves or the engine ends.
-
-        Raises: RequestError, or what the engine failed with, if it has ended.
+        """Return events for one viewer, until it leaves or the engine ends. Raises: RequestError,
+        or what the engine failed with, if it has ended.
         """
         first = await self._llm.inspect(lambda llm, _: about(llm, chats=self._chats))
         return self._events(first, tenant)
@@ -98,7 +97,7 @@ class Feed:
             if not channel.num_viewers:
                 del self._channels[tenant]
             if not self._channels and self._taking is not None:
-                # At once, since the next viewer may come while this one waits for its end.
+                # Cleared first: the next viewer may come while this one awaits the end.
                 taking, self._taking = self._taking, None
                 taking.cancel()
                 with suppress(asyncio.CancelledError):

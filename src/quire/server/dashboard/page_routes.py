@@ -20,12 +20,8 @@ from quire.server.wire.streams import EventStream
 
 # -- files -----------------------------------------------------------------------------------------
 
-# The page's own files: as they lie in the package, and nothing from anywhere else.
-#
-# They hold no data, so they need no key; what they show comes from the feed, which does.
 
-
-# What a browser is to load and to ask: this server, and nothing written into the page itself.
+# A browser loads from this server alone, and runs nothing written into the page itself.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -33,8 +33,6 @@ from quire.units import ceil_div
 
 # -- cells of a picture ----------------------------------------------------------------------------
 
-# A census as a picture of at most so many cells: what is too many is drawn several to one.
-
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -100,7 +98,7 @@ class Picture:
         else:
             votes = np.bincount(places * _KINDS + states, minlength=count * _KINDS)
             votes = votes.reshape(count, _KINDS)
-            # Where there are as many of two, the one that a sequence holds.
+            # Of equal votes the state that a sequence holds wins.
             drawn = _KINDS - 1 - votes[:, ::-1].argmax(axis=1)
             drawn[~votes.any(axis=1)] = _KINDS
             owners = np.full(count, -1, np.int64)
@@ -144,12 +142,6 @@ def _lengths(values: Ids) -> tuple[int, ...]:
 
 
 # -- a tenant's own cells --------------------------------------------------------------------------
-
-# What of a census is one tenant's, numbered anew.
-#
-# Where a sequence's cells lie in the pool says what lies between them: how long another's prompt
-# is, and how it grows. So a tenant's cells are numbered in the order of its own sequences, as if
-# there were no others.
 
 
 Tenant: TypeAlias = str | None  # its salt; None sees all

@@ -24,8 +24,6 @@ from quire.server.wire.streams import while_connected
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# What is served, and how it is: ``/v1/models``, ``/version``, ``/is_sleeping``, ``/load``.
-
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """One name of the served model; ``root`` is what was loaded.
@@ -88,7 +86,6 @@ async def version(context: RequestContext) -> Json[Version]:
 
 async def health(context: RequestContext) -> Response:
     """Return 200 while requests are served; 503 once the engine has failed or the server stops.
-
     Raises: Refused.
     """
     service = context.service
@@ -138,13 +135,10 @@ def _card(context: RequestContext, name: str) -> ModelCard:
 
 # -- administration --------------------------------------------------------------------------------
 
-# What an operator does with a server that runs, and asks of it; paths and names are vLLM's.
-
 
 async def reset_prefix_cache(context: RequestContext) -> Response:
-    """Forget cached prefixes; with reset_running_requests=true, while some requests run.
-
-    Raises: Refused (409) while sequences hold them.
+    """Forget cached prefixes; with reset_running_requests=true, while some requests run. Raises:
+    Refused (409) while sequences hold them.
     """
     running = context.one_of("reset_running_requests", ("false", "true")) == "true"
     if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):

@@ -35,8 +35,6 @@ from quire.server.wire.streams import MESSAGES, EventStream
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# ``/v1/messages`` and ``/v1/messages/count_tokens``.
-
 
 Objects: TypeAlias = list[dict[str, Any]]
 System: TypeAlias = str | Annotated[Objects, Meta(max_length=MAX_MESSAGES)]
@@ -67,7 +65,7 @@ def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
         if kind not in (None, "custom"):
             raise Refused(
                 400,
-                f"tools[{index}] is of type {str(kind)[:60]!r}, which is not run here: give tools "
+                f"tools[{index}] is of type {str(kind)[:60]!r}, which this server does not run: give tools "
                 f"with a name and an input_schema",
                 param="tools",
             )
@@ -82,7 +80,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    metadata: dict[str, Any] | None = None  # for the client's own books
+    metadata: dict[str, Any] | None = None  # ignored: for the client's own records
     chat_template_kwargs: dict[str, Any] | None = None
 
     def validate(self, names: Sequence[str]) -> None:
@@ -223,7 +221,7 @@ async def messages(
     if asked.output_config is not None and asked.output_config.format is not None:
         schema = JsonSchema(schema=asked.output_config.format.schema)
         asked.response_format = ResponseFormat(type="json_schema", json_schema=schema)
-    # Clients ask for more than a small context has: they are told when it has ended.
+    # Clients ask for more than a small context has, and are told where it ended.
     turn = await take_turn(
         context, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
     )
@@ -294,7 +292,7 @@ class _AnsweringMessages:
             self._blocks.add(piece.events)
         stop = self._end(pieces[-1])[1]
         message = self._message()
-        # Of a call that was none, the text is there too.
+        # The text of a broken call is a block of its own.
         shown = [block for block in self._blocks.all if not block.given_up]
         message.content = [self._content(block, block.text) for block in shown]
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
@@ -355,9 +353,8 @@ class _AnsweringMessages:
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
     def _end(self, last: OutputPiece) -> tuple[list[Change], Stop]:
-        """Return the last changes and why the answer ends.
-
-        Raises: Refused for an answer that only the server has ended.
+        """Return the last changes and why the answer ends. Raises: Refused for an answer that only
+        the server has ended.
         """
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")

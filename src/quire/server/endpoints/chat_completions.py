@@ -66,7 +66,7 @@ def conversation(asked: ChatRequest) -> Conversation:
         tools=asked.tools,
         tool_choice=asked.tool_choice,
         parallel_tool_calls=asked.parallel_tool_calls,
-        # To continue the last message, no new one is to be begun.
+        # A continued message needs no new one.
         add_generation_prompt=not asked.continue_final_message
         if asked.add_generation_prompt is None
         else asked.add_generation_prompt,
@@ -155,7 +155,7 @@ class _Answering:
         if is_first:
             messages[0].role = "assistant"
             if messages[0].content is UNSET:
-                # Clients take a text to be there where one begins, though it is empty.
+                # Clients expect content, if empty, where a text begins.
                 is_call = self._turn.prompt.choice.is_forced or messages[0].tool_calls is not UNSET
                 messages[0].content = None if is_call else ""
         choices = [ChatChunkChoice(index=piece.choice, delta=message) for message in messages]

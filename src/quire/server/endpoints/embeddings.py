@@ -25,8 +25,6 @@ from quire.units import format_count
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# ``/v1/embeddings``, as OpenAI has it, and ``/v1/score``, as vLLM has it.
-
 
 class EmbeddingRequest(Addressed, kw_only=True):
     input: Prompt
@@ -109,7 +107,7 @@ class Scores(msgspec.Struct, kw_only=True):
 # -- embeddings ------------------------------------------------------------------------------------
 
 
-# Numbers of an answer. As JSON each takes some ten times as long to write, and the loop waits.
+# Numbers in an answer. Writing one as JSON takes ten times as long, and the event loop waits.
 _MOST_FLOATS, _MOST_IN_BASE64 = 2**20, 2**22
 
 

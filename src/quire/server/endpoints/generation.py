@@ -62,9 +62,8 @@ async def prompt_ids(
 
 
 def room_for(context: RequestContext, num_prompt_tokens: int, max_tokens: int | None) -> int:
-    """Return how many tokens may be generated: ``max_tokens``, or what the context leaves.
-
-    Raises: Refused where ``max_tokens`` is more than the context leaves.
+    """Return how many tokens may be generated: ``max_tokens``, or what the context leaves. Raises:
+    Refused where ``max_tokens`` is more than the context leaves.
     """
     max_model_len = context.service.max_model_len
     left = max_model_len - num_prompt_tokens
@@ -92,9 +91,8 @@ def sampling(
     logprobs: int | None,
     form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """Return the engine's parameters for a request's fields, with the server's defaults.
-
-    Raises: Refused; RequestError.
+    """Return the engine's parameters for a request's fields, with the server's defaults. Raises:
+    Refused; RequestError.
     """
     searches = isinstance(asked, Searching) and asked.use_beam_search
     return sampling_params(
@@ -110,9 +108,8 @@ def sampling(
 async def engine_request(
     context: RequestContext, prompt: Prompt, params: Params, asked: Routed
 ) -> Request:
-    """Return the engine's request, which the engine has checked.
-
-    Raises: Refused (503) where the engine has failed or sleeps; RequestError.
+    """Return the engine's request, which the engine has checked. Raises: Refused (503) where the
+    engine has failed or sleeps; RequestError.
     """
     service = context.service
     service.refuse_without_engine()

@@ -15,8 +15,6 @@ from quire.server.wire.streams import EventStream
 
 # -- items -----------------------------------------------------------------------------------------
 
-# The items of a conversation: what a request brings, and what was kept of it before.
-
 
 Items: TypeAlias = list[dict[str, Any]]
 
@@ -75,7 +73,6 @@ _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 async def response(context: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
     """Return it as it is now; with ``stream=true``, the events of one that runs in the background.
-
     Raises: Refused.
     """
     run, kept = _found(context)
@@ -125,7 +122,6 @@ async def cancel(context: RequestContext) -> Json[Response]:
 
 async def input_items(context: RequestContext) -> Json[ItemList]:
     """Return all items that a response answers, earlier responses' too; the last ones first.
-
     Raises: Refused.
     """
     run, kept = _found(context)
@@ -166,7 +162,7 @@ def _found(context: RequestContext) -> tuple[BackgroundRun | None, StoredRespons
     if run is None and kept is None:
         raise Refused(
             404,
-            f"no response {name[:100]!r} is kept here (any more)",
+            f"no response {name[:100]!r} is stored here (any more)",
             param="response_id",
             code="response_not_found",
         )

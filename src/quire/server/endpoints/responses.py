@@ -43,9 +43,8 @@ _LOGPROBS = "message.output_text.logprobs"
 async def responses(
     context: RequestContext, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Answer a conversation, whole, in pieces, or while no client is connected.
-
-    Raises: what made a response fail.
+    """Answer a conversation, whole, in pieces, or while no client is connected. Raises: what made a
+    response fail.
     """
     _say_what_is_ignored(context, asked)
     if asked.text is not None and asked.text.format is not None:
@@ -175,8 +174,8 @@ def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes,
     if kept is None:
         raise Refused(
             404,
-            f"previous_response_id: {name[:100]!r} is not kept here (any more), or still under "
-            f"way: give the whole conversation as input",
+            f"previous_response_id: {name[:100]!r} is not stored (any more), or still under way: "
+            "give the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )

@@ -16,8 +16,6 @@ from quire.server.wire.error_responses import Refused
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# ``/tokenize`` and ``/detokenize``, as vLLM has them.
-
 
 class TokenizeRequest(ModelRequest, kw_only=True):
     """A prompt, or a chat's messages."""

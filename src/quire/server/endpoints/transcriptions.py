@@ -178,9 +178,8 @@ class _Listening:
         )
 
     async def _read_on(self) -> bool:
-        """Read another window, the last in ``heard`` then; return whether there is one.
-
-        Raises: Refused.
+        """Read another window, the last in ``heard`` then; return whether there is one. Raises:
+        Refused.
         """
         num_bytes = 4 * self._hearing.window_samples
         window = await self._context.in_text_thread(self._recording.next, num_bytes=num_bytes)

@@ -4,8 +4,6 @@ from quire.server.metrics.family import MetricFamily, MetricReading, each, one
 
 # -- counters --------------------------------------------------------------------------------------
 
-# What has been counted since the engine was made.
-
 
 def _sources(reading: MetricReading) -> dict[str, float]:
     all_of_them = reading.statistics.num_prompt_tokens
@@ -164,8 +162,6 @@ COUNTERS = (
 
 # -- gauges ----------------------------------------------------------------------------------------
 
-# What is so at the moment of a scrape.
-
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
 
@@ -307,8 +303,6 @@ GAUGES = (
 
 
 # -- histograms ------------------------------------------------------------------------------------
-
-# How long things took and how large they were, in vLLM's buckets.
 
 
 HISTOGRAMS = (

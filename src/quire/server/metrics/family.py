@@ -6,7 +6,7 @@ what only Quire counts is called ``quire:…``. docs/reference/metrics.md has th
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
@@ -17,11 +17,6 @@ from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
 
 # -- what the server counts ------------------------------------------------------------------------
-
-# What the server itself counts: its answers, and whom it has refused before the engine saw them.
-#
-# All that a client sends ends in a closed set of labels here, so that no client can make them
-# grow.
 
 
 Rejection = Literal[
@@ -43,8 +38,8 @@ class Counts:
     no client can make them grow.
     """
 
-    def __init__(self, routes: Collection[str]) -> None:
-        self._routes = set(routes)
+    def __init__(self) -> None:
+        self._routes: set[str] = set()
         self._lock = threading.Lock()
         self._answers: Counter[tuple[str, ...]] = Counter()
         self._rejections = dict.fromkeys(REJECTIONS, 0)
@@ -64,9 +59,8 @@ class Counts:
             self._answers[labels] += 1
 
     def note_rejection(self, reason: str) -> None:
-        """Count a request that was refused before it reached the engine.
-
-        Raises: ValueError for a reason that has no label.
+        """Count a request that was refused before it reached the engine. Raises: ValueError for a
+        reason that has no label.
         """
         if reason not in self._rejections:
             raise ValueError(f"reason={reason!r} must be one of {', '.join(REJECTIONS)}")
@@ -87,8 +81,6 @@ class Counts:
 
 
 # -- figures of one moment -------------------------------------------------------------------------
-
-# What an engine's figures are at one moment, read without waiting for a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ Prompt: TypeAlias = str | list[str | int | Ids]
 
 
 def prompts_of(given: Prompt, name: str) -> list[str | list[int]]:
-    """Return one text, one list of token ids, or several of either, as a list of prompts.
-
-    Raises: Refused naming the field ``name``.
+    """Return one text, one list of token ids, or several of either, as a list of prompts. Raises:
+    Refused naming the field ``name``.
     """
     if isinstance(given, str):
         return [given]

@@ -59,9 +59,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     model: Text | None = None
 
     def validate(self, names: Sequence[str]) -> None:
-        """Check what the fields' types cannot say. ``names``: of the model that is served.
-
-        Raises: Refused.
+        """Check what the fields' types cannot say. ``names``: of the model that is served. Raises:
+        Refused.
         """
         refuse_unknown_model(self.model, names)
 
@@ -69,10 +68,10 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 class Routed(ModelRequest, kw_only=True):
     """Which model is asked, for whom, and when."""
 
-    user: str | None = None  # for the client's own books: nothing is done with it
+    user: str | None = None  # ignored: for the client's own records
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
-    request_id: Text | None = None  # said again in the answer, and used for nothing
+    request_id: Text | None = None  # ignored
 
 
 class Upload(Routed, kw_only=True):
@@ -162,7 +161,7 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
     decoded_token: str
 
 
-# Nothing for the first token; for each other one, by id as text, who was likely there.
+# None for the first token; for each other one, the likely tokens by id.
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 

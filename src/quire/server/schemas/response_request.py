@@ -23,7 +23,7 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
 _FORMATS: tuple[str, ...] = get_args(FormatType)
-# All that OpenAI has; the others are of tools that are not run here.
+# All of OpenAI's; most belong to tools that this server does not run.
 Include: TypeAlias = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -59,7 +59,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: Text | None = None
     max_output_tokens: Count | None = None  # what the context leaves
-    max_tool_calls: Count | None = None  # of tools that a server runs: here there are none
+    max_tool_calls: Count | None = None  # of tools that a server runs; this one runs none
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -71,7 +71,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
-    prompt_cache_key: Text | None = None  # said again; whose cache it is says the API key
+    prompt_cache_key: Text | None = None  # echoed; the API key decides about the cache
     safety_identifier: Text | None = None
     service_tier: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -23,11 +23,11 @@ M = TypeVar("M", bound=ModelRequest)
 
 _PLACE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_VALUES = 2**18  # of a body, as far as that can be told without reading it
-_MOST_IGNORED = 16  # names said in one answer
+MOST_VALUES = 2**18  # of a body, counted by its marks
+_MOST_IGNORED = 16  # names in one answer
 
-# Fields of others' that would change the text, and the value with which they would not.
-NOT_DONE: Mapping[str, object] = MappingProxyType(
+# Other servers' fields that would change the text, and the value with which they would not.
+UNSUPPORTED: Mapping[str, object] = MappingProxyType(
     {
         "audio": None,
         "chat_template": None,
@@ -111,7 +111,7 @@ def typed_request(
     """
     known = names_of(kind)
     asked = check(given, kind, strict=not issubclass(kind, Upload))
-    refuse_what_is_not_done(given, known)
+    refuse_unsupported(given, known)
     ignore(*ignored(given, known))
     asked.validate(names)
     return asked
@@ -125,7 +125,6 @@ def names_of(kind: type[T]) -> tuple[str, ...]:
 
 def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
     """Return the fields as a struct. Unless ``strict``, texts may stand for numbers, as in forms.
-
     Raises: Refused (400) naming the field and its limit.
     """
     try:
@@ -151,15 +150,15 @@ def ignored(given: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in unknown if _NAME.fullmatch(name)][:_MOST_IGNORED]
 
 
-def refuse_what_is_not_done(given: dict[str, Any], known: Sequence[str]) -> None:
+def refuse_unsupported(given: dict[str, Any], known: Sequence[str]) -> None:
     """Refuse fields that would change the text and cannot be honoured.
 
     ``known``: the fields of this kind of request. Raises: Refused.
     """
-    for name, harmless in NOT_DONE.items():
+    for name, harmless in UNSUPPORTED.items():
         if name not in known and given.get(name) not in (None, harmless):
             instead = _INSTEAD.get(name, "leave it out")
-            raise Refused(400, f"{name} is not done here: {instead}", param=name)
+            raise Refused(400, f"{name} is not supported: {instead}", param=name)
 
 
 def _hint(given: dict[str, Any], param: str | None, known: Sequence[str]) -> str:
@@ -178,9 +177,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_half_characters(data: bytes, given: Any) -> None:
-    """Refuse half of a surrogate pair: it is JSON, and no text that can be encoded.
-
-    Raises: UnicodeEncodeError.
+    """Refuse half of a surrogate pair: it is JSON, and no text that can be encoded. Raises:
+    UnicodeEncodeError.
     """
     if b"\\ud" in data or b"\\uD" in data:
         json.dumps(given, ensure_ascii=False).encode()

@@ -2,7 +2,7 @@
 
 400  the request is wrong, or can never fit    415  the body is packed, or of another kind
 401  no key, or an unknown one                 429  this key has too many requests under way
-403  a web page that may not ask               500  the engine could not compute it
+403  a foreign web page                        500  the engine could not compute it
 404  an unknown path or model                  501  it needs a package that is not installed
 408  the body has not come in time             503  no room in the queue, asleep, or going down
 409  not while sequences run
@@ -20,8 +20,6 @@ from quire.engine.sequence import Fault
 from quire.errors import QuireError, RequestError, RequestTooLong
 
 # -- requests and answers --------------------------------------------------------------------------
-
-# What an error looks like to OpenAI's clients, and to Anthropic's.
 
 
 class Error(msgspec.Struct, kw_only=True):

@@ -17,10 +17,8 @@ _UNPACKED = ("", "7bit", "8bit", "binary")
 
 
 def boundary_of(headers: Headers) -> bytes:
-    """Return the boundary between the parts of a body.
-
-    Raises: Refused for another kind of body (415), for a form without a boundary (400), and where
-    python-multipart is not installed (501).
+    """Return the boundary between the parts of a body. Raises: Refused for another kind of body
+    (415), for a form without a boundary (400), and where python-multipart is not installed (501).
     """
     try:
         from python_multipart.multipart import parse_options_header
@@ -45,9 +43,8 @@ def boundary_of(headers: Headers) -> bytes:
 
 
 def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
-    """Return files as bytes and other fields as texts; all of a name that ends with [].
-
-    Raises: Refused (400) saying what is wrong.
+    """Return files as bytes and other fields as texts; all of a name that ends with []. Raises:
+    Refused (400) saying what is wrong.
     """
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser
@@ -70,7 +67,7 @@ def not_installed(error: ImportError) -> Refused:
     """Return the refusal where a package of the extra is missing."""
     return Refused(
         501,
-        f"this server takes no sound ({error}): its operator may pip install 'quire[audio]'",
+        f"this server cannot read audio ({error}): its operator can pip install 'quire[audio]'",
         code="not_installed",
     )
 

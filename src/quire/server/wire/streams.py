@@ -119,8 +119,6 @@ async def _gone(receive: Receive) -> None:
 
 # -- server-sent events ----------------------------------------------------------------------------
 
-# Server-sent events as each interface writes them: with names or without, and how they end.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventForm:
