@@ -1,6 +1,7 @@
 """Anthropic's messages and the Responses interface's items, as messages that templates know."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from quire.chat.conversation import ChatInput
@@ -13,26 +14,28 @@ from quire.errors import RequestError
 _CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
 
 
-def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
+def from_anthropic(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    system: Any = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+) -> ChatInput:
     """Return the conversation of a request to ``/v1/messages``.
 
     An assistant's message at the end is continued. Raises: RequestError.
     """
-    given = body.get("messages")
-    if not isinstance(given, list | tuple) or not given:
-        raise RequestError("messages must be a list with at least one message")
-    messages: list[Message] = []
-    system = text_of(body.get("system"), "system")
-    if system:
-        messages.append({"role": "system", "content": system})
+    found: list[Message] = []
+    if instructions := text_of(system, "system"):
+        found.append({"role": "system", "content": instructions})
     names: dict[str, str] = {}
-    for index, message in enumerate(given):
-        messages += _messages(message, f"messages[{index}]", names)
-    choice, parallel = _choice(body.get("tool_choice"))
-    continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    for index, message in enumerate(messages):
+        found += _messages(message, f"messages[{index}]", names)
+    choice, parallel = _choice(tool_choice)
+    continues = found[-1]["role"] == "assistant" and not found[-1].get("tool_calls")
     return ChatInput(
-        messages=messages,
-        tools=_tools(body.get("tools")),
+        messages=found,
+        tools=None if tools is None else [*map(_tool, count(), tools)],
         tool_choice=choice,
         parallel_tool_calls=parallel,
         add_generation_prompt=not continues,
@@ -40,10 +43,8 @@ def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
     )
 
 
-def _messages(given: Any, where: str, names: dict[str, str]) -> list[Message]:
+def _messages(given: Mapping[str, Any], where: str, names: dict[str, str]) -> list[Message]:
     """Translate one message. ``names``: the tools called so far, by the call's id."""
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{where} must be an object with a role")
     role = given.get("role")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}: the role {str(role)[:40]!r} must be user or assistant")
@@ -102,21 +103,12 @@ def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> Mess
     return tool_message(identity, block.get("content"), f"{where}.content", names)
 
 
-def _tools(given: Any) -> list[dict[str, Any]] | None:
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise RequestError("tools must be a list")
-    tools = []
-    for index, tool in enumerate(given):
-        if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
-            raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        function |= {
-            key: tool[key] for key in ("description", "strict") if tool.get(key) is not None
-        }
-        tools.append({"type": "function", "function": function})
-    return tools
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
 
 
 def _choice(given: Any) -> tuple[Any, bool | None]:
@@ -139,7 +131,14 @@ def _choice(given: Any) -> tuple[Any, bool | None]:
 # -- items of the Responses interface --------------------------------------------------------------
 
 
-def from_responses(body: Mapping[str, Any]) -> ChatInput:
+def from_responses(
+    items: Sequence[Mapping[str, Any]],
+    *,
+    instructions: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool | None = None,
+) -> ChatInput:
     """Return the conversation of a request to ``/v1/responses``.
 
     One message here may be several items there: an assistant's reasoning, calls and text.
@@ -147,31 +146,22 @@ def from_responses(body: Mapping[str, Any]) -> ChatInput:
     Raises: RequestError.
     """
     messages: list[Message] = []
-    instructions = body.get("instructions")
     if instructions is not None:
-        if not isinstance(instructions, str):
-            raise RequestError("instructions must be a string")
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, list | tuple) and given:
-        names: dict[str, str] = {}
-        for index, item in enumerate(given):
-            _add(messages, item, f"input[{index}]", names)
-    else:
-        raise RequestError("input must be a string, or a list with at least one item")
+    names: dict[str, str] = {}
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]", names)
     return ChatInput(
         messages=messages,
-        tools=_function_tools(body.get("tools")),
-        tool_choice=body.get("tool_choice"),
-        parallel_tool_calls=body.get("parallel_tool_calls"),
+        tools=None if tools is None else [*map(_function_tool, tools)],
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
     )
 
 
-def _add(messages: list[Message], item: Any, where: str, names: dict[str, str]) -> None:
-    if not isinstance(item, Mapping):
-        raise RequestError(f"{where} must be an object")
+def _add(
+    messages: list[Message], item: Mapping[str, Any], where: str, names: dict[str, str]
+) -> None:
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -230,17 +220,8 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Message:
     return {}
 
 
-def _function_tools(given: Any) -> list[dict[str, Any]] | None:
+def _function_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Put a function's fields into an object of their own. Other types are refused later."""
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise RequestError("tools must be a list")
-    tools = []
-    for tool in given:
-        if isinstance(tool, Mapping) and tool.get("type") == "function" and "function" not in tool:
-            fields = {key: value for key, value in tool.items() if key != "type"}
-            tools.append({"type": "function", "function": fields})
-        else:
-            tools.append(tool)
-    return tools
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}

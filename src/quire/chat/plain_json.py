@@ -37,7 +37,7 @@ def check_size(value: Any, where: str, max_bytes: int) -> None:
     num_bytes = len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if num_bytes > max_bytes:
         raise RequestError(
-            f"{where}: {format_bytes(num_bytes)} as JSON, and the limit is {format_bytes(max_bytes)}"
+            f"{where}: {format_bytes(num_bytes)} as JSON; the limit is {format_bytes(max_bytes)}"
         )
 
 

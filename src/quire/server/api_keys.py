@@ -162,7 +162,7 @@ class Origins:
         if _host(origin) != host:
             raise Refused(
                 403,
-                f"web pages of {origin[:100]!r} may not use this server: name it in allowed_origins",
+                f"pages of {origin[:100]!r} may not use this server: name it in allowed_origins",
                 code="unknown_origin",
             )
 

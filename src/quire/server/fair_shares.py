@@ -54,8 +54,8 @@ class Bodies:
             if of_key + num_bytes > self._most_bytes - self.num_bytes - num_bytes:
                 raise Refused(
                     503,
-                    f"this key's bodies that are being read have {format_bytes(of_key)} together: a "
-                    f"key may take as much of {format_bytes(self._most_bytes)} (16 times "
+                    f"this key's bodies that are being read have {format_bytes(of_key)} together: "
+                    f"a key may take as much of {format_bytes(self._most_bytes)} (16 times "
                     "max_request_bytes) as it leaves free: try again",
                     code="bodies_full",
                     retry_after_s=1,

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from quire.server.api_keys import Caller
 from quire.server.service import Service
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 R = TypeVar("R")
 
@@ -51,14 +51,14 @@ class RequestContext:
         except ValueError:
             number = most + 1
         if not least <= number <= most:
-            raise Refused(400, f"{name}={text[:40]!r} must be from {least} to {most}", param=name)
+            raise invalid(name, f"{name}={text[:40]!r} must be from {least} to {most}")
         return number
 
     def one_of(self, name: str, words: tuple[str, ...]) -> str:
         """Return a word of the query, by default the first of ``words``. Raises: Refused."""
         word = self.http.query_params.get(name, words[0])
         if word not in words:
-            raise Refused(400, f"{name}={word[:40]!r} must be {' or '.join(words)}", param=name)
+            raise invalid(name, f"{name}={word[:40]!r} must be {' or '.join(words)}")
         return word
 
     async def in_text_thread(self, function: Callable[..., R], *args: Any, num_bytes: int = 0) -> R:

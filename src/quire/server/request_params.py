@@ -20,7 +20,7 @@ from quire.server.schemas.request_fields import (
     Searching,
     StructuredOutputs,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 MAX_BIASES = 1024
 
@@ -89,37 +89,32 @@ def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamS
     width = asked.best_of or asked.n or 1
     if not asked.use_beam_search:
         if width != (asked.n or 1):
-            raise Refused(
-                400,
-                f"best_of={width}: only n choices are made, ask for n, or for use_beam_search",
-                param="best_of",
+            raise invalid(
+                "best_of",
+                f"best_of={width}: only n choices are made: give n, or use_beam_search",
             )
         for name, harmless in (("length_penalty", 1), ("early_stopping", False)):
             if getattr(asked, name) not in (None, harmless):
-                raise Refused(400, f"{name} needs use_beam_search", param=name)
+                raise invalid(name, f"{name} needs use_beam_search")
         return params
     if asked.stream:
-        raise Refused(
-            400,
+        raise invalid(
+            "stream",
             "stream: what a beam search finds is known at its end: leave out stream, or "
             "use_beam_search",
-            param="stream",
         )
     if asked.temperature:
-        raise Refused(
-            400,
-            f"temperature={asked.temperature}: a beam search draws nothing, leave it out or give 0",
-            param="temperature",
+        raise invalid(
+            "temperature",
+            f"temperature={asked.temperature}: a beam search does not sample, give 0",
         )
     if width < params.n:
-        raise Refused(400, f"best_of={width} must be at least n={params.n}", param="best_of")
+        raise invalid("best_of", f"best_of={width} must be at least n={params.n}")
     plain = SamplingParams()
     for each in fields(params):
         name = each.name
         if name not in _OF_A_SEARCH and getattr(params, name) != getattr(plain, name):
-            raise Refused(
-                400, f"{name} does not work with use_beam_search: leave it out", param=name
-            )
+            raise invalid(name, f"{name} does not work with use_beam_search: leave it out")
     return BeamSearchParams(
         beam_width=width,
         n=params.n,
@@ -133,21 +128,19 @@ def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamS
 def _refuse_too_many(name: str, count: int | None, most: int) -> None:
     if count is None or most < 0 or 0 <= count <= most:
         return
-    raise Refused(400, f"{name}={count} must be from 0 to {most} (max_logprobs)", param=name)
+    raise invalid(name, f"{name}={count} must be from 0 to {most} (max_logprobs)")
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
     if len(given) > MAX_BIASES:
-        raise Refused(
-            400,
-            f"logit_bias has {len(given):,} entries and may have {MAX_BIASES:,}",
-            param="logit_bias",
+        raise invalid(
+            "logit_bias", f"logit_bias has {len(given):,} entries and may have {MAX_BIASES:,}"
         )
     wrong = [name for name in given if not (name.isascii() and name.isdigit() and len(name) < 10)]
     if wrong:
-        raise Refused(400, f"logit_bias: {wrong[0][:40]!r} is no token id", param="logit_bias")
+        raise invalid("logit_bias", f"logit_bias: {wrong[0][:40]!r} is no token id")
     return {int(name): bias for name, bias in given.items()}
 
 
@@ -161,11 +154,10 @@ def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredO
     )
     forms = [form for form in several if form is not None]
     if len(forms) > 1:
-        raise Refused(
-            400,
+        raise invalid(
+            "response_format",
             "response_format, structured_outputs, guided_… and a tool_choice that prescribes a "
             "call exclude each other: give one of them",
-            param="response_format",
         )
     return forms[0] if forms else None
 
@@ -176,10 +168,8 @@ def _of_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if given.json_schema is None or given.json_schema.schema is None:
-        raise Refused(
-            400,
-            "response_format: type json_schema needs json_schema.schema",
-            param="response_format",
+        raise invalid(
+            "response_format", "response_format: type json_schema needs json_schema.schema"
         )
     schema = given.json_schema.schema
     return StructuredOutputsParams(json=closed(schema) if given.json_schema.strict else schema)

@@ -30,7 +30,7 @@ from quire.server.schemas.request_fields import (
     Text,
     refuse_several,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.server.wire.streams import MESSAGES, EventStream
 
 # -- requests and answers --------------------------------------------------------------------------
@@ -63,11 +63,10 @@ def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
     for index, tool in enumerate(tools or ()):
         kind = tool.get("type")
         if kind not in (None, "custom"):
-            raise Refused(
-                400,
-                f"tools[{index}] is of type {str(kind)[:60]!r}, which this server does not run: give tools "
-                f"with a name and an input_schema",
-                param="tools",
+            raise invalid(
+                "tools",
+                f"tools[{index}] is of type {str(kind)[:60]!r}, which this server does not "
+                "run: give tools with a name and an input_schema",
             )
 
 
@@ -241,12 +240,7 @@ async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Js
 def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
     """Return what of a request concerns the prompt. Raises: RequestError."""
     chat = from_anthropic(
-        {
-            "messages": asked.messages,
-            "system": asked.system,
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-        }
+        asked.messages, system=asked.system, tools=asked.tools, tool_choice=asked.tool_choice
     )
     kwargs = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:

@@ -20,7 +20,7 @@ from quire.server.endpoints.generation import (
 from quire.server.request_context import RequestContext
 from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt, prompts_of
 from quire.server.schemas.request_fields import Addressed, Count, TokenUsage
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.units import format_count
 
 # -- requests and answers --------------------------------------------------------------------------
@@ -67,11 +67,10 @@ class ScoreRequest(Addressed, kw_only=True):
         super().validate(names)
         first, second = self.texts()
         if len(first) + len(second) > MAX_PROMPTS:
-            raise Refused(
-                400,
+            raise invalid(
+                "text_2",
                 f"{len(first):,} and {len(second):,} texts are more than a request may have "
                 f"together, {MAX_PROMPTS:,}: ask in several",
-                param="text_2",
             )
 
     def texts(self) -> tuple[list[str], list[str]]:
@@ -84,7 +83,7 @@ class ScoreRequest(Addressed, kw_only=True):
     @staticmethod
     def _side(given: Texts | None, other: Texts | None, name: str, other_name: str) -> list[str]:
         if (given is None) == (other is None):
-            raise Refused(400, f"give either {name} or {other_name}", param=name)
+            raise invalid(name, f"give either {name} or {other_name}")
         texts = other if given is None else given
         return [texts] if isinstance(texts, str) else list(texts or ())
 
@@ -183,10 +182,9 @@ async def _vectors(
 def _refuse_too_much(num_floats: int, *, packed: bool) -> None:
     """Raises: Refused."""
     if num_floats > (_MOST_IN_BASE64 if packed else _MOST_FLOATS):
-        raise Refused(
-            400,
+        raise invalid(
+            "input",
             f"{format_count(num_floats)} numbers are asked for, and an answer may have "
             f"{format_count(_MOST_FLOATS)}, or {format_count(_MOST_IN_BASE64)} with "
             f"encoding_format=base64: ask in several",
-            param="input",
         )

@@ -31,8 +31,8 @@ from quire.server.schemas.request_fields import (
     TokenUsage,
 )
 from quire.server.tracing import RequestSpans
-from quire.server.wire.error_responses import Refused, broken_off
-from quire.server.wire.streams import while_connected
+from quire.server.wire.error_responses import Refused, broken_off, invalid
+from quire.server.wire.streams import all_of, while_connected
 from quire.units import format_count
 
 T = TypeVar("T")
@@ -313,20 +313,18 @@ def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
     """Bound the products of fields that are bounded one by one. Raises: Refused."""
     num_continuations = sum(request.params.n for request in requests)
     if num_continuations > MAX_CONTINUATIONS:
-        raise Refused(
-            400,
+        raise invalid(
+            "n",
             f"{format_count(len(requests))} prompts with n={requests[0].params.n} are "
             f"{format_count(num_continuations)} continuations, and a request may have "
             f"{format_count(MAX_CONTINUATIONS)}: ask in several",
-            param="n",
         )
     num_logprobs = sum(map(_num_logprobs, requests))
     if num_logprobs > most_logprobs:
-        raise Refused(
-            400,
+        raise invalid(
+            "logprobs",
             f"{format_count(num_logprobs)} logprobs are asked for (of prompts × n × max_tokens), "
             f"and a request may have {format_count(most_logprobs)}: ask for fewer, or in several",
-            param="logprobs",
         )
 
 
@@ -415,13 +413,9 @@ class ChatTurn(Generation):
 
         Raises: as ``deltas``; ClientGone.
         """
-        return await while_connected(self.context.http.receive, self._gather_pieces())
-
-    async def _gather_pieces(self) -> list[list[OutputPiece]]:
         found: list[list[OutputPiece]] = [[] for _ in self._readers]
-        async with aclosing(self.pieces()) as pieces:
-            async for piece in pieces:
-                found[piece.choice].append(piece)
+        for piece in await all_of(self.context.http.receive, self.pieces()):
+            found[piece.choice].append(piece)
         return found
 
     async def num_reasoning_tokens(self) -> int:
@@ -483,11 +477,10 @@ async def take_turn(
         form = replace(params.structured_outputs, reasoning=prompt.reasoning)
         params = replace(params, structured_outputs=form)
     if prompt.stop and isinstance(asked, Searching) and asked.use_beam_search:
-        raise Refused(
-            400,
+        raise invalid(
+            "use_beam_search",
             f"use_beam_search: answers of this model end at a text ({prompt.stop[0][:40]!r}, of "
             "chat_stop_strings in its tokenizer_config.json), and a search looks for none",
-            param="use_beam_search",
         )
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))

@@ -10,7 +10,7 @@ from quire.server.endpoints.answers import Json, as_json, as_written
 from quire.server.request_context import RequestContext
 from quire.server.response_store import BackgroundRun, StoredResponse
 from quire.server.schemas.response_request import DeletedResponse, ItemList, Response, ResponseEvent
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.server.wire.streams import EventStream
 
 # -- items -----------------------------------------------------------------------------------------
@@ -83,11 +83,10 @@ async def response(context: RequestContext) -> Json[Response] | EventStream[Resp
             return as_written(context, run.follow(after))
         if kept is not None and kept.events:
             return as_written(context, _again(kept.events[after + 1 :]))
-        raise Refused(
-            400,
+        raise invalid(
+            "stream",
             "this response was not asked for with background=true and stream=true: there are no "
             "events of it to be read again",
-            param="stream",
         )
     if run is not None:
         return _as_it_is(context, run.now())
@@ -112,10 +111,9 @@ async def cancel(context: RequestContext) -> Json[Response]:
         return _as_it_is(context, run.now())
     assert kept is not None, "it runs or it is kept"
     if not kept.in_background:
-        raise Refused(
-            400,
-            "only a response with background=true can be cancelled: for others, leave",
-            param="response_id",
+        raise invalid(
+            "response_id",
+            "only a response with background=true can be cancelled: to end another, leave",
         )
     return _as_it_is(context, kept.response)
 
@@ -135,7 +133,7 @@ async def input_items(context: RequestContext) -> Json[ItemList]:
     if after is not None:
         places = [place for place, item in enumerate(items) if item.get("id") == after]
         if not places:
-            raise Refused(400, f"after={after[:100]!r} is none of the items", param="after")
+            raise invalid("after", f"after={after[:100]!r} is none of the items")
         items = items[places[0] + 1 :]
     page = items[:limit]
     return as_json(

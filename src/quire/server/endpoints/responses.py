@@ -35,7 +35,7 @@ from quire.server.schemas.response_request import (
 )
 from quire.server.service import Service
 from quire.server.wire.error_responses import Refused
-from quire.server.wire.streams import RESPONSES, EventStream, while_connected
+from quire.server.wire.streams import RESPONSES, EventStream, all_of
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -61,7 +61,7 @@ async def responses(
     responding = await _responding(context, asked, before)
     if asked.stream:
         return as_events(context, responding.events(), RESPONSES)
-    await while_connected(context.http.receive, _run_through(responding))
+    await all_of(context.http.receive, responding.events())
     if responding.error is not None:
         raise responding.error
     return as_json(context, responding.response)
@@ -137,12 +137,6 @@ async def _written(responding: Responding) -> AsyncGenerator[bytes, None]:
             yield RESPONSES.event(event)
 
 
-async def _run_through(responding: Responding) -> None:
-    async with aclosing(responding.events()) as events:
-        async for _ in events:
-            pass
-
-
 # -- what is kept ----------------------------------------------------------------------------------
 
 
@@ -190,13 +184,11 @@ def _conversation(
 ) -> Conversation:
     """Return what of a request concerns the prompt. It may take a while. Raises: RequestError."""
     chat = from_responses(
-        {
-            "instructions": asked.instructions,
-            "input": readable(decoded(before)),
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-        }
+        readable(decoded(before)),
+        instructions=asked.instructions,
+        tools=asked.tools,
+        tool_choice=asked.tool_choice,
+        parallel_tool_calls=asked.parallel_tool_calls,
     )
     effort = None if asked.reasoning is None else asked.reasoning.effort
     kwargs = {**reasoning_kwargs(effort), **(asked.chat_template_kwargs or {})}

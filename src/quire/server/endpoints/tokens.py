@@ -12,7 +12,7 @@ from quire.server.endpoints.answers import Json, as_json
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import ModelRequest
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 
 # -- requests and answers --------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     def validate(self, names: Sequence[str]) -> None:
         super().validate(names)
         if (self.prompt is None) == (self.messages is None):
-            raise Refused(400, "give either prompt or messages", param="prompt")
+            raise invalid("prompt", "give either prompt or messages")
 
 
 class DetokenizeRequest(ModelRequest, kw_only=True):
@@ -101,10 +101,8 @@ async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[
     known = service.llm.llm.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token_id < known:
-            raise Refused(
-                400,
-                f"token id {token_id} is not in the vocabulary: from 0 to {known - 1:,}",
-                param="tokens",
+            raise invalid(
+                "tokens", f"token id {token_id} is not in the vocabulary, from 0 to {known - 1:,}"
             )
     text = await context.in_text_thread(service.texts.text_of, asked.tokens)
     return as_json(context, Detokenized(prompt=text))

@@ -31,7 +31,7 @@ from quire.server.schemas.transcription_request import (
     VerboseTranscription,
 )
 from quire.server.wire.error_responses import Refused
-from quire.server.wire.streams import RESPONSES, EventStream, while_connected
+from quire.server.wire.streams import RESPONSES, EventStream, all_of
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 Answer: TypeAlias = (
@@ -57,7 +57,7 @@ async def _answer(context: RequestContext, asked: TranscriptionRequest, task: Ta
     await listening.begin()
     if asked.stream:
         return as_events(context, listening.events(), RESPONSES)
-    await while_connected(context.http.receive, listening.to_its_end())
+    await all_of(context.http.receive, listening.events())
     if asked.response_format == "verbose_json":
         return as_json(context, listening.verbose())
     if asked.response_format in (None, "json"):
@@ -112,12 +112,6 @@ class _Listening:
         await self._read_on()
         request = await (self._request() if self._language else self._question())
         self._work = Generation(context, [request], self._task)
-
-    async def to_its_end(self) -> None:
-        """Hear all windows."""
-        async with aclosing(self._pieces()) as pieces:
-            async for _ in pieces:
-                pass
 
     async def events(self) -> AsyncGenerator[TranscriptDelta | TextDone, None]:
         """Yield what is said as events."""

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
@@ -146,6 +147,8 @@ def _cache_config(llm: LLM) -> Mapping[str, str]:
 
 Figures: TypeAlias = Mapping[tuple[str, ...], float | Histogram]  # by the values of the labels
 
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
 ENGINE = ("model_name", "engine")
 
 
@@ -156,7 +159,7 @@ class MetricFamily:
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     unit: str
     meaning: str
     read: Callable[[MetricReading], Figures]
@@ -164,25 +167,23 @@ class MetricFamily:
     of: tuple[str, ...] = ENGINE
 
 
-def one(
-    kind: Literal["counter", "gauge", "histogram"],
+def _one(
+    kind: Kind,
     name: str,
     unit: str,
     meaning: str,
     read: Callable[[MetricReading], float | Histogram],
 ) -> MetricFamily:
     """Return a metric with a single figure."""
-    return MetricFamily(
-        name=name,
-        kind=kind,
-        unit=unit,
-        meaning=meaning,
-        read=lambda reading: {(): read(reading)},
-    )
+
+    def figures(reading: MetricReading) -> Figures:
+        return {(): read(reading)}
+
+    return MetricFamily(name=name, kind=kind, unit=unit, meaning=meaning, read=figures)
 
 
-def each(
-    kind: Literal["counter", "gauge"],
+def _each(
+    kind: Kind,
     name: str,
     unit: str,
     label: str,
@@ -190,11 +191,14 @@ def each(
     read: Callable[[MetricReading], Mapping[str, float]],
 ) -> MetricFamily:
     """Return a metric with a figure for each value of a label."""
+
+    def figures(reading: MetricReading) -> Figures:
+        return {(value,): count for value, count in read(reading).items()}
+
     return MetricFamily(
-        name=name,
-        kind=kind,
-        unit=unit,
-        meaning=meaning,
-        labels=(label,),
-        read=lambda reading: {(value,): count for value, count in read(reading).items()},
+        name=name, kind=kind, unit=unit, meaning=meaning, labels=(label,), read=figures
     )
+
+
+counter, gauge, histogram = (partial(_one, kind) for kind in get_args(Kind))
+counters, gauges = partial(_each, "counter"), partial(_each, "gauge")

@@ -14,7 +14,7 @@ from quire.server.schemas.request_fields import (
     Text,
     TokenUsage,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -38,7 +38,7 @@ class ChatRequest(Searching, kw_only=True):
     def validate(self, names: Sequence[str]) -> None:
         super().validate(names)
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.request_fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 MAX_PROMPTS = 1024
 
@@ -25,15 +25,11 @@ def prompts_of(given: Prompt, name: str) -> list[str | list[int]]:
         return [[item for item in given if isinstance(item, int)]]
     several = [item for item in given if isinstance(item, str | list)]
     if not given or len(several) < len(given):
-        raise Refused(
-            400,
-            f"{name} must be a text, a list of token ids, or a list of texts or of such lists",
-            param=name,
+        raise invalid(
+            name, f"{name} must be a text, a list of token ids, or a list of texts or of such lists"
         )
     if len(several) > MAX_PROMPTS:
-        raise Refused(
-            400, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}", param=name
-        )
+        raise invalid(name, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}")
     return several
 
 
@@ -47,7 +43,7 @@ class CompletionRequest(Searching, kw_only=True):
     def validate(self, names: Sequence[str]) -> None:
         super().validate(names)
         if self.suffix:
-            raise Refused(400, "suffix: this server only continues texts", param="suffix")
+            raise invalid("suffix", "suffix: this server only continues texts")
         prompts_of(self.prompt, "prompt")
 
 

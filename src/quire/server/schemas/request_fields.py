@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 
 MAX_CHOICES = 128
 
@@ -150,7 +150,7 @@ def refuse_unknown_model(name: str | None, names: Sequence[str]) -> None:
 def refuse_several(asked: Sampling) -> None:
     """Refuse several choices, where an answer has one. Raises: Refused."""
     if asked.n is not None and asked.n != 1:
-        raise Refused(400, f"n={asked.n}: this interface gives one answer", param="n")
+        raise invalid("n", f"n={asked.n}: this interface gives one answer")
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):

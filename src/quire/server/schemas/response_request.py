@@ -15,7 +15,7 @@ from quire.server.schemas.request_fields import (
     Text,
     refuse_several,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
@@ -88,32 +88,27 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         refuse_several(self)
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
-                raise Refused(
-                    400, f"{name}: this server keeps none, give input items instead", param=name
-                )
+                raise invalid(name, f"{name}: this server keeps none, give input items instead")
         if self.background and not self.is_kept:
-            raise Refused(
-                400,
+            raise invalid(
+                "store",
                 "background=true needs store=true: a response that is not stored cannot be found",
-                param="store",
             )
         for index, tool in enumerate(self.tools or ()):
             if tool.get("type") != "function":
-                raise Refused(
-                    400,
+                raise invalid(
+                    "tools",
                     f"tools[{index}] is of type {str(tool.get('type'))[:60]!r}, which this server "
                     "does not run: give functions",
-                    param="tools",
                 )
         given = None if self.text is None else self.text.format
         if given is not None and given.type not in _FORMATS:
-            raise Refused(
-                400,
+            raise invalid(
+                "text.format",
                 f"text.format: the type {given.type[:60]!r} must be one of {', '.join(_FORMATS)}",
-                param="text.format",
             )
         if given is not None and given.type == "json_schema" and given.schema is None:
-            raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
+            raise invalid("text.format", "text.format: type json_schema needs a schema")
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):

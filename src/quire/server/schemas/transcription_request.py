@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, field
 
 from quire.server.schemas.request_fields import Text, Upload
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 
 class TranscriptionRequest(Upload, kw_only=True):
@@ -27,16 +27,13 @@ class TranscriptionRequest(Upload, kw_only=True):
         super().validate(names)
         kind = self.response_format or "json"
         if self.stream and kind not in ("json", "text"):
-            raise Refused(
-                400, f"stream gives json: leave it out, or response_format={kind}", param="stream"
-            )
+            raise invalid("stream", f"stream gives json: leave it out, or response_format={kind}")
         for each in self.granularities or ():
             if each != "segment" or kind != "verbose_json":
-                raise Refused(
-                    400,
+                raise invalid(
+                    "timestamp_granularities[]",
                     f"timestamp_granularities[]={each[:40]!r}: with response_format=verbose_json "
                     "there are the times of segments, and no other",
-                    param="timestamp_granularities[]",
                 )
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.server.schemas.request_fields import ModelRequest, Upload
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.units import format_count
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
             param = missing[1]
         hint = _hint(given, param, names_of(kind))
         said = f"{param}: {message}{hint}" if param else f"{message}{hint}"
-        raise Refused(400, said, param=param) from None
+        raise invalid(param, said) from None
     except (RecursionError, OverflowError) as error:
         raise Refused(400, f"the body cannot be read: {error}") from None
 
@@ -158,7 +158,7 @@ def refuse_unsupported(given: dict[str, Any], known: Sequence[str]) -> None:
     for name, harmless in UNSUPPORTED.items():
         if name not in known and given.get(name) not in (None, harmless):
             instead = _INSTEAD.get(name, "leave it out")
-            raise Refused(400, f"{name} is not supported: {instead}", param=name)
+            raise invalid(name, f"{name} is not supported: {instead}")
 
 
 def _hint(given: dict[str, Any], param: str | None, known: Sequence[str]) -> str:

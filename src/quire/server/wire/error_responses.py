@@ -122,6 +122,11 @@ class Refused(QuireError):
         )
 
 
+def invalid(param: str | None, message: str) -> Refused:
+    """Return the refusal (400) of a field's value."""
+    return Refused(400, message, param=param)
+
+
 def _shortened(message: str) -> str:
     """Shorten a message: it may quote what was sent, which may be long."""
     left_out = len(message) - _MOST_SAID

@@ -46,6 +46,16 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
+async def all_of(receive: Receive, items: AsyncGenerator[T, None]) -> list[T]:
+    """Return all items that come. Raises: as ``while_connected``."""
+
+    async def collect() -> list[T]:
+        async with aclosing(items) as each:
+            return [item async for item in each]
+
+    return await while_connected(receive, collect())
+
+
 @final
 class EventStream(Generic[T]):
     """Server-sent events, each sent as soon as it is there; the data of each is a ``T``.
