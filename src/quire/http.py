@@ -151,7 +151,7 @@ class Http:
             transport=httpx.AsyncHTTPTransport(uds=self._uds, limits=limits) if self._uds else None,
             headers={
                 "Accept": "text/event-stream, application/json",
-                "Accept-Encoding": "identity",  # what is compressed comes late
+                "Accept-Encoding": "identity",  # a compressed stream comes late
                 **self.headers,
             },
             timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S, pool=None),

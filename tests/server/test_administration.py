@@ -216,7 +216,7 @@ def test_what_is_prepared_while_it_falls_asleep_is_told_so(monkeypatch: pytest.M
 
             monkeypatch.setattr(texts, "encode", encode)
             preparing = client.call("/v1/completions", body(prompt="def"))
-            while not client.service.admission._num_at_door:
+            while not client.service.admission._num_prepared:
                 await asyncio.sleep(0)
             assert (await asked(client, "/sleep")).status == 200
             asleep.set()

@@ -86,7 +86,7 @@ def _assistant(blocks: Any, where: str, names: dict[str, str]) -> Message:
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
-        elif kind != "redacted_thinking":  # which says nothing to any other model
+        elif kind != "redacted_thinking":  # other models cannot read it
             texts.append(block)
     message: Message = {"role": "assistant", "content": text_of(texts, where) or ""}
     if thoughts:
@@ -188,7 +188,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -
         raise RequestError(f"{where} has no content")
     last = messages[-1] if messages else {}
     is_rest = last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last
-    if role == "assistant" and is_rest:  # of a message whose reasoning was an item of its own
+    if role == "assistant" and is_rest:  # its reasoning was an item of its own
         last["content"] = content
     else:
         messages.append({"role": role, "content": content})

@@ -31,7 +31,9 @@ class ChatInput:
     messages: Iterable[Any]
     tools: Iterable[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None  # one where a call is required, any number elsewhere
+    parallel_tool_calls: bool | None = (
+        None  # None: one call where a call is required, else any number
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

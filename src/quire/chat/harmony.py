@@ -109,7 +109,7 @@ def _header(lexer: IncrementalLexer) -> Reading[Header | str]:
             return Header(channel=channel[0] if channel else "", recipient=next(to, ""))
         if mark in (CHANNEL, CONSTRAIN):
             part, is_begun = mark, True
-        else:  # another one begins, or can begin
+        else:  # another message begins, or can begin
             parts, part, length, is_begun = {}, "", 0, mark == START
 
 

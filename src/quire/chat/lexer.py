@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar, final
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-Put: TypeAlias = Callable[[str], None]  # what becomes of text that is read
+Put: TypeAlias = Callable[[str], None]  # receives the text that is read
 
 BLANKS = " \t\r\n"
 MAX_DEPTH = 64

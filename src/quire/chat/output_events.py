@@ -135,9 +135,9 @@ class Events:
     def __init__(self, make_id: Callable[[], str] = call_id) -> None:
         self._make_id = make_id
         self._found: list[Event] = []
-        self._held: list[str] = []  # blanks, until it is known what comes after them
-        self._dropped = ""  # the last that were left out, should the call turn out to be none
-        self._at_edge = False  # blanks that come now are left out
+        self._held: list[str] = []  # blanks whose meaning depends on what follows
+        self._dropped = ""  # the last blanks left out, in case the call is none
+        self._at_edge = False  # the next blanks are left out
         self._open: int | None = None
         self._num_started = 0
 

@@ -34,7 +34,7 @@ class ReasoningFormat:
 
     opens: str
     closes: str
-    assumed: bool = False  # the model reasons though neither it nor the template opens anything
+    assumed: bool = False  # an answer begins with reasoning that no mark opens
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from jinja2.visitor import NodeTransformer
 from quire.errors import RequestError
 from quire.units import format_count
 
-_WRITTEN = 64  # times max_chars that all texts on the way to a prompt may have together
+_WRITTEN = 64  # times max_chars: the limit for all texts on the way to a prompt
 # No chat template needs these, and each makes much of little.
 _NO_FILTERS = ("pprint", "slice", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = frozenset(("expandtabs", "format_map", "to_bytes", "translate"))
@@ -155,7 +155,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a filter so that it looks at its input first."""
-        place = int(hasattr(function, "jinja_pass_arg"))  # of the value, behind what Jinja passes
+        place = int(
+            hasattr(function, "jinja_pass_arg")
+        )  # the value's place, behind what Jinja passes
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:

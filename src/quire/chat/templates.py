@@ -153,7 +153,7 @@ _RESERVED = frozenset(
     )
 )
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
-_CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which are in no text
+_CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which no text has
 _TRIAL = "needle"
 
 
@@ -260,7 +260,7 @@ class ChatTemplate:
                 f"the chat template ({name}) is not a Jinja template: {syntax_error(error)}; "
                 "--chat-template takes another one"
             ) from error
-        except Exception as error:  # of Jinja's compiler: too deep, too large a number
+        except Exception as error:  # from Jinja's compiler: nested too deep, too large a number
             raise ConfigError(
                 f"the chat template ({name}) cannot be read: {type(error).__name__}: {error}"
             ) from error

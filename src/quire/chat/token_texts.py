@@ -19,7 +19,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any, max_model_len: int | None = None) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._byte_of = _bytes_of_characters()
-        self._longest = _longest(tokenizer)  # characters that a token may stand for, with room
+        self._longest = _longest(tokenizer)  # the most characters of a token, with a margin
         self.of = lru_cache(maxsize=65_536)(self._of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

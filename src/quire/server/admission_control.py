@@ -24,7 +24,7 @@ Clock: TypeAlias = Callable[[], float]
 Size: TypeAlias = tuple[int, int]  # (sequences, tokens) of a prompt
 
 _MOST_WAIT_S = 600
-_NUM_REMEMBERED = 256  # sequences that began, from whose times the pace is taken
+_NUM_REMEMBERED = 256  # the pace is that of the last sequences that began or ended
 _MEMORY_S = 120.0
 
 
@@ -43,7 +43,7 @@ class Permit:
 
     num_sequences: int
     num_tokens: int
-    begun: set[int] = field(default_factory=set)  # choices that have given a piece
+    begun: set[int] = field(default_factory=set)  # choices that have generated something
 
 
 @final
@@ -56,10 +56,10 @@ class AdmissionControl:
         self.draining = self.sleeping = False
         self.num_under_way = 0  # requests
         self._bounds, self._clock = bounds, clock
-        self._num_at_door = 0  # requests that are prepared, and have been read
+        self._num_prepared = 0  # requests that have been read and are being prepared
         self._num_queued = 0  # sequences
         self._num_queued_tokens = 0
-        self._by_key: Counter[int] = Counter()  # at the door, or under way
+        self._by_key: Counter[int] = Counter()  # being read or prepared, or under way
         self._begun_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._ended_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
 
@@ -87,11 +87,11 @@ class AdmissionControl:
         Refused.
         """
         self._check(None)
-        self._num_at_door += 1
+        self._num_prepared += 1
         try:
             yield
         finally:
-            self._num_at_door -= 1
+            self._num_prepared -= 1
 
     @contextmanager
     def admit(self, caller: Caller, prompts: Sequence[Size]) -> Iterator[list[Permit]]:
@@ -144,7 +144,7 @@ class AdmissionControl:
                 retry_after_s=_whole(self._pace_s(self._ended_s)),
             )
         if reason == "max_num_queued_reqs":
-            what = f"{format_count(self._num_queued + self._num_at_door)} requests wait"
+            what = f"{format_count(self._num_queued + self._num_prepared)} requests wait"
             limit = f"max_num_queued_reqs={bounds.num_queued_reqs}"
         else:
             # How many they are would tell of other keys.
@@ -159,7 +159,7 @@ class AdmissionControl:
 
     def drain_s(self) -> int:
         """Return the seconds until all that wait now have begun, at the pace of the last ones."""
-        return _whole((self._num_queued + self._num_at_door) * self._pace_s(self._begun_s))
+        return _whole((self._num_queued + self._num_prepared) * self._pace_s(self._begun_s))
 
     def _pace_s(self, times: deque[float]) -> float:
         """Return the seconds from one to the next, up to now: a standstill makes them longer."""
@@ -170,7 +170,7 @@ class AdmissionControl:
 
     def _check(self, caller: Caller | None) -> None:
         """Refuse if no request could join the queue now, or none of this key. Raises: Refused."""
-        reason = self._refuse(caller, self._num_queued + self._num_at_door)
+        reason = self._refuse(caller, self._num_queued + self._num_prepared)
         if reason is not None:
             raise self.refused(reason)
 

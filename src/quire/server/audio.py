@@ -19,10 +19,10 @@ MOST_SECONDS = 4 * 3600
 _MOST_CHANNELS = 8
 _LEAST_RATE, _MOST_RATE = 4_000, 192_000  # samples a second
 _UNKNOWN = 2**62  # frames
-_LOUDEST = 1e4  # where 1 is as loud as whole numbers can be
-_PIECE = 2**18  # numbers that are read at once
-_SEARCHED = 15  # a cut is in the last fifteenth of a window, two seconds of thirty …
-_QUIET = 300  # … where a three hundredth of a window, a tenth of a second, is the quietest
+_LOUDEST = 1e4  # 1 is the loudest that integer samples can be
+_PIECE = 2**18  # samples of all channels, read at once
+_SEARCHED = 15  # a cut lies in the last fifteenth of a window, two seconds of thirty …
+_QUIET = 300  # … where a three hundredth of it, a tenth of a second, is the quietest
 
 Samples = NDArray[np.float32]
 
@@ -102,7 +102,7 @@ class AudioFile:
         except self._error as error:
             raise _bad(f"it breaks off: {error}") from None
         self._is_over = not len(read)
-        if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN is not, either
+        if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN fails this too
             raise _bad("it has samples that are no numbers, or far too loud")
         samples: Samples = read.mean(axis=1)
         if self._resampler is not None:

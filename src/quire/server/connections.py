@@ -34,7 +34,7 @@ _MOST_SIGNS: Mapping[str, tuple[bytes, int]] = MappingProxyType(
         "tabs": (b"\t", 1_000),
     }
 )
-_MOST_LINE_BYTES = 8_000  # of the line with the path; Source: RFC 9110, section 4.1
+_MOST_LINE_BYTES = 8_000  # the line with the path; Source: RFC 9110, section 4.1
 _MOST_BODY_BYTES = 64 * 1024  # in one part
 _MOST_CHUNKS = 16  # in one part
 _MOST_CHUNK_LINE = 64
@@ -147,8 +147,8 @@ class Parts:
 log = logging.getLogger(__name__)
 
 UNIX_PEER = "unix"  # the address of a client that came through a Unix socket, which has none
-STEP_BYTES = 64 * 1024  # that a client has to send or take, each time before its time is over
-_LOOKS = 4  # in one such time
+STEP_BYTES = 64 * 1024  # a client sends or takes so much within each timeout
+_LOOKS = 4  # checks within a timeout
 _SAYS_AGAIN_S = 60.0
 
 
@@ -167,9 +167,7 @@ class LoopErrors:
         if not str(context.get("message")).startswith("socket.accept() out of system resource"):
             what, error = str(context.get("message")), context.get("exception")
             place = place_of(error) if isinstance(error, BaseException) else "no exception"
-            log.error(
-                "%s: %s", what.partition("(")[0], place
-            )  # behind it may be a call's arguments
+            log.error("%s: %s", what.partition("(")[0], place)  # without a call's arguments
             return
         now_s = loop.time()
         if self._said_s is None or now_s - self._said_s >= _SAYS_AGAIN_S:
@@ -254,7 +252,7 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True  # its answer comes too late
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # in the midst of an answer
+        else:  # in the middle of an answer
             self.transport.abort()
 
     def resume_writing(self) -> None:

@@ -18,8 +18,8 @@ from quire.units import format_bytes
 
 T = TypeVar("T")
 
-_LONG_BYTES = 2**15  # texts that are apart from others; tokenizers read about 1 MB/s
-_NICENESS = 10  # a tenth of a processor, where the engine asks for all of it
+_LONG_BYTES = 2**15  # from here on a text is long; tokenizers read about 1 MB/s
+_NICENESS = 10  # a tenth of a processor while the engine uses all of it
 
 
 @final
@@ -99,7 +99,9 @@ class TextThreads:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(turn.release)
 
-        doing.add_done_callback(give_back)  # a caller that leaves keeps its turn until then
+        doing.add_done_callback(
+            give_back
+        )  # a caller that leaves keeps its turn until the text is done
         return await asyncio.wrap_future(doing)
 
     def close(self) -> None:

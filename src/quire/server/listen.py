@@ -136,7 +136,7 @@ def _unix_socket(path: str, mode: int) -> socket.socket:
     own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _make_way(path)
-        with suppress(OSError):  # Linux takes the name's mode from it, less the umask
+        with suppress(OSError):  # on Linux the path gets this mode, less the umask
             os.fchmod(own.fileno(), mode)
         own.bind(path)
         Path(path).chmod(mode)
@@ -171,7 +171,7 @@ def _check_certificate(config: ServerConfig) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An encrypted key would ask at the terminal, where there may be no user.
+        # Without a password OpenSSL would ask for an encrypted key's at the terminal.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -188,7 +188,7 @@ class StartUp:
     """What the server says of itself when it starts."""
 
     url: str
-    model: str  # as clients call it
+    model: str  # the name for clients
     strategy: str
     kv_bytes: int
     kv_tokens: int  # that these bytes hold

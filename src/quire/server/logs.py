@@ -32,7 +32,7 @@ class PlaceFormatter(logging.Formatter):
     """Writes the place of an exception and not its message, whoever logs it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        own = copy(record)  # another handler may have written it out, with its message
+        own = copy(record)  # another handler may have formatted it with its message
         own.exc_text = None
         return super().format(own)
 

@@ -81,8 +81,8 @@ class Progress:
 # -- the event loop --------------------------------------------------------------------------------
 
 
-_WATCH_S = 0.5  # between two looks at the engine
-_FLUSH_S = 5  # for what is on its way to clients after the last request has ended
+_WATCH_S = 0.5  # between two checks of the engine
+_FLUSH_S = 5  # for bytes that clients still take after the last request has ended
 
 
 async def serve_in_loop(
@@ -156,7 +156,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         ),
         ws="none",
         workers=1,
-        log_config=None,  # it is set up already
+        log_config=None,  # logging is set up already
         server_header=False,
         root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile,

@@ -89,7 +89,7 @@ def _schemas(
     for name in schemas.keys() - of_requests.keys():
         _require_what_is_always_sent(schemas[name])
     for kind in taken:
-        if issubclass(kind, Upload):  # JSON would have it in base64, and a form has it as it is
+        if issubclass(kind, Upload):  # base64 in JSON, raw bytes in a form
             schemas[kind.__name__]["properties"]["file"]["contentEncoding"] = "binary"
     return dict(zip(kinds, found, strict=True)), schemas
 

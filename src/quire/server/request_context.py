@@ -29,7 +29,7 @@ class RequestContext:
     caller: Caller
     until_answered: ExitStack
     until_queued: ExitStack
-    id: str  # our own, whatever the client calls it
+    id: str  # the server's own, whatever the client's is
     headers: dict[str, str]  # of the answer
     arrived_unix_s: float = field(default_factory=time.time)
     num_body_bytes: int = 0  # as read so far

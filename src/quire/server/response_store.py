@@ -19,7 +19,7 @@ from quire.server.wire.error_responses import Refused
 # -- stored responses ------------------------------------------------------------------------------
 
 
-_ENTRY_BYTES = 1024  # about what an entry takes besides its texts
+_ENTRY_BYTES = 1024  # about the size of an entry besides its texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class BackgroundRun:
     def start(self) -> None:
         """Run it in a task."""
         self._task = asyncio.create_task(self._go())
-        self._task.add_done_callback(self._over)  # also of a task that never came to its first line
+        self._task.add_done_callback(self._over)  # also called for a task that never ran
 
     def stop(self) -> None:
         """Cancel it and wait for nothing."""

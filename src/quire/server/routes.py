@@ -34,7 +34,7 @@ class Operation:
     access: Access = "key"
     media_type: str | None = None
     queries: tuple[str, ...] = ()  # names in the query
-    refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
+    refuses: tuple[int, ...] = ()  # statuses besides those that ``errors`` derives
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.server.listen import StartUp
 
-LAST_WORDS_S = 10.0  # that /health says 503 after the engine has failed, before the process ends
+LAST_WORDS_S = 10.0  # /health answers 503 between the engine's failure and the process's end
 
 
 def serve(

@@ -108,14 +108,14 @@ class Service:
 
         Raises: RequestError for a level that the model cannot have.
         """
-        self.llm.llm.check_sleep(level)  # before a request ends for it
+        self.llm.llm.check_sleep(level)  # before a request is ended
         self._num_aborting += aborts
         try:
             async with self._changing_sleep:
                 self.admission.sleeping = True
                 try:
                     yield
-                    while not await self.llm.sleep(level):  # what was left is about to end
+                    while not await self.llm.sleep(level):  # the last requests are about to end
                         await asyncio.sleep(_POLL_S)
                 finally:
                     self.admission.sleeping = self.llm.llm.is_sleeping

@@ -44,7 +44,7 @@ class StopSignals:
             self._last()
             if self.asked is None:
                 with suppress(OSError):
-                    os.write(2, _SAID)  # what is buffered may be held by what was interrupted
+                    os.write(2, _SAID)  # the interrupted code may hold the lock of sys.stderr
             os._exit(0)
         self.asked = signal.Signals(number)
         self._when_asked()

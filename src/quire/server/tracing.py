@@ -24,15 +24,15 @@ class RequestRecord:
     ``headers`` may have a W3C trace context (traceparent, tracestate), whose child the span is.
     """
 
-    request_id: str  # the server's own
-    model: str  # as it is served
+    request_id: str  # the server's own id
+    model: str  # the name under which it is served
     operation: str  # "chat", "text_completion", "transcribe" and the like
     arrived_unix_s: float  # wall clock
     latencies: Latencies
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_generation_tokens: int  # of all its continuations
-    finish_reasons: tuple[str, ...]  # one for each
+    num_generation_tokens: int  # by all continuations
+    finish_reasons: tuple[str, ...]  # one for each continuation
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None

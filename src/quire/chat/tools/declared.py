@@ -22,7 +22,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
     declaration: Mapping[str, Any]  # all of it, for the template
-    is_strict: bool = False  # its schema is closed within, as OpenAI's strict wants it
+    is_strict: bool = False  # OpenAI's strict: all objects within are closed
 
     def kinds(self, parameter: str) -> frozenset[str] | None:
         """Return the types that a parameter may have, by JSON's names; None if the schema is

@@ -42,7 +42,7 @@ def call_object(
                 arguments = yield from _arguments_text(lexer)
             else:
                 yield from _arguments(lexer, out)
-        else:  # an id, a type: of no use here
+        else:  # an id or a type, which is not needed
             yield from lexer.text_value()
         if not (yield from lexer.comes(",")):
             break
@@ -114,7 +114,7 @@ def call_list(lexer: IncrementalLexer, out: Events) -> Reading[None]:
     while True:
         yield from lexer.blanks()
         yield from call_object(lexer, out)
-        lexer.record()  # what breaks from here on is after a call, not in it
+        lexer.record()  # from here on a failure is behind the call, not in it
         if not (yield from lexer.comes(",")):
             yield from lexer.expect("]")
             return

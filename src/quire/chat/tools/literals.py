@@ -46,7 +46,7 @@ def pythonic(opens: str, closes: str, *, has_marks: bool) -> ToolFormat:
         while not is_over:
             yield from lexer.blanks()
             yield from _call(lexer, out, tools, must_know=not has_marks)
-            lexer.record()  # what breaks from here on is after a call, not in it
+            lexer.record()  # from here on a failure is behind the call, not in it
             is_over = yield from _ends(lexer, "]", is_first=False)
         yield from lexer.comes(closes)
 
@@ -79,7 +79,7 @@ def gemma(opens: str, closes: str, *, quote: str, stop: str) -> ToolFormat:
         yield from lexer.expect("call:")
         name = yield from lexer.name("{")
         yield from lexer.expect("{")
-        is_doubled = yield from lexer.skip("{")  # as models write that have seen JSON between them
+        is_doubled = yield from lexer.skip("{")  # some models write JSON's braces inside
         arguments = Arguments(out, name, tools)
         while not (yield from _ends(lexer, "}", is_first=not arguments.keys)):
             arguments.key((yield from literals.key(lexer)))
@@ -186,7 +186,7 @@ class _Python(_Literals):
             raise Broken
         if digits and set(digits) <= set(string.hexdigits) and int(digits, 16) <= sys.maxunicode:
             lexer.take(num_digits)
-            return json.dumps(chr(int(digits, 16)))[1:-1]  # half a pair too, which UTF-8 lacks
+            return json.dumps(chr(int(digits, 16)))[1:-1]  # may be half a surrogate pair
         return quoted(f"\\{sign}")  # as in paths and expressions
 
     def key(self, lexer: IncrementalLexer) -> Reading[str]:
@@ -212,7 +212,7 @@ class _Gemma(_Literals):
         self._quote = quote
 
     def text(self, lexer: IncrementalLexer, put: Put) -> Reading[bool]:
-        if (yield from lexer.peek()) == '"':  # which models write in spite of their marks
+        if (yield from lexer.peek()) == '"':  # some models write JSON's quotes
             yield from lexer.value(put)
             return True
         if not (yield from lexer.skip(self._quote)):

@@ -46,7 +46,7 @@ class ToolFormat:
                 else:
                     out.cut()
             if lexer.breaks_off and not is_text:
-                lexer.drop()  # the beginning of a mark, or of what belongs to a call
+                lexer.drop()  # the beginning of a mark or a call
             if not self.opens:
                 yield from lexer.upto(put=out.content)
                 break

@@ -39,7 +39,7 @@ class _Channel:
     num_viewers: int = 0
     number: int = 0  # of the newest frame
     newest: bytes = b""
-    content: bytes = b""  # of it, without when it was taken
+    content: bytes = b""  # the newest frame without its time
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, content: bytes) -> None:
@@ -61,7 +61,7 @@ class Feed:
         self, llm: AsyncLLM, *, chats: bool = True, interval_s: float = INTERVAL_S
     ) -> None:
         self._llm, self._chats, self._interval_s = llm, chats, interval_s
-        self.num_taken = 0  # times, changed or not
+        self.num_taken = 0  # frames, changed or not
         self._channels: dict[Tenant, _Channel] = {}
         self._taking: asyncio.Task[None] | None = None
 

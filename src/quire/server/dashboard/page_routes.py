@@ -39,7 +39,7 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "/memory/feed.js": ("feed.js", "text/javascript"),
         "/memory/words.js": ("words.js", "text/javascript"),
         "/memory/icon.svg": ("icon.svg", "image/svg+xml"),
-        "/favicon.ico": ("icon.svg", "image/svg+xml"),  # what browsers ask for beside JSON
+        "/favicon.ico": ("icon.svg", "image/svg+xml"),  # browsers ask for it when they show JSON
     }
 )
 

@@ -48,36 +48,36 @@ class Picture:
     Of ranges only the rows that a sequence holds are drawn, one below the other.
     """
 
-    census: Occupancy
-    rows: Ids | None  # those that are shown, in order; None: there are no rows
-    each: int  # cells of the census in one that is drawn
+    occupancy: Occupancy
+    rows: Ids | None  # the rows that are drawn, i64[rows], ascending; None: a pool without rows
+    each: int  # cells of the occupancy in one that is drawn
 
     @classmethod
-    def of(cls, census: Occupancy, most_cells: int) -> "Picture":
+    def of(cls, occupancy: Occupancy, most_cells: int) -> "Picture":
         """Return the picture of an occupancy in at most ``most_cells`` cells."""
-        if not census.row_cells:
-            return cls(census, None, max(1, ceil_div(census.num_cells, most_cells)))
-        rows = np.unique(census.ids // census.row_cells)[:most_cells]
+        if not occupancy.row_cells:
+            return cls(occupancy, None, max(1, ceil_div(occupancy.num_cells, most_cells)))
+        rows = np.unique(occupancy.ids // occupancy.row_cells)[:most_cells]
         in_row = max(1, most_cells // max(1, len(rows)))
-        return cls(census, rows, ceil_div(census.row_cells, in_row))
+        return cls(occupancy, rows, ceil_div(occupancy.row_cells, in_row))
 
     @property
     def row_cells(self) -> int:
         """Return the cells that are drawn for a row, or 0."""
-        return ceil_div(self.census.row_cells, self.each)
+        return ceil_div(self.occupancy.row_cells, self.each)
 
     @property
     def num_drawn(self) -> int:
         """Return how many cells are drawn."""
         if self.rows is None:
-            return ceil_div(self.census.num_cells, self.each)
+            return ceil_div(self.occupancy.num_cells, self.each)
         return len(self.rows) * self.row_cells
 
     def places(self, ids: Ids) -> Ids:
         """Return where cells are drawn, i64[cells], without those in rows that are not shown."""
         if self.rows is None:
             return ids // self.each
-        row, column = np.divmod(ids, self.census.row_cells)
+        row, column = np.divmod(ids, self.occupancy.row_cells)
         at = np.searchsorted(self.rows, row)
         shown = at < len(self.rows)
         shown[shown] = self.rows[at[shown]] == row[shown]
@@ -86,10 +86,10 @@ class Picture:
 
     def cells(self) -> Cells:
         """Return what is drawn: of several cells in one, what most of those with pages are."""
-        census, count = self.census, self.num_drawn
-        places = self.places(census.ids)  # none is left out, unless there are too many rows
+        occupancy, count = self.occupancy, self.num_drawn
+        places = self.places(occupancy.ids)  # all of them, unless there are too many rows
         listed = len(places)
-        states, holders = census.states[:listed], census.holders[:listed]
+        states, holders = occupancy.states[:listed], occupancy.holders[:listed]
         if self.each == 1:
             drawn = np.full(count, _KINDS, np.int64)
             drawn[places] = states
@@ -104,12 +104,14 @@ class Picture:
             owners = np.full(count, -1, np.int64)
             alike = states == drawn[places]
             owners[places[alike][::-1]] = holders[alike][::-1]
-        tokens = np.bincount(places, census.fills[:listed], minlength=count)
-        tenths = np.ceil(tokens * 9 / (self.each * census.cell_tokens)).astype(np.int64)
-        num_shown = census.num_cells if self.rows is None else len(self.rows) * census.row_cells
+        tokens = np.bincount(places, occupancy.fills[:listed], minlength=count)
+        tenths = np.ceil(tokens * 9 / (self.each * occupancy.cell_tokens)).astype(np.int64)
+        num_shown = (
+            occupancy.num_cells if self.rows is None else len(self.rows) * occupancy.row_cells
+        )
         counts = np.bincount(states, minlength=_KINDS).tolist()
         return Cells(
-            num_cells=census.num_cells,
+            num_cells=occupancy.num_cells,
             num_shown=num_shown,
             counts=(*counts, num_shown - listed),
             each=self.each,
@@ -156,37 +158,37 @@ class OwnCells:
     as if there were no others.
     """
 
-    census: Occupancy
+    occupancy: Occupancy
     old: Ids | None  # ascending; None: all cells, with the ids that they have
     new: Ids | None
 
     @classmethod
-    def all_of(cls, census: Occupancy) -> "OwnCells":
+    def all_of(cls, occupancy: Occupancy) -> "OwnCells":
         """Return all cells, with the ids that they have."""
-        return cls(census, None, None)
+        return cls(occupancy, None, None)
 
     @classmethod
-    def of(cls, census: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
+    def of(cls, occupancy: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
         """Return the cells of some sequences. ``tables``: readable cells i64[cells], by sequence
         id.
         """
         found = [np.zeros(0, np.int64)]
         for seq_id, table in tables.items():
-            found += (table[table >= 0], census.ids[census.holders == seq_id])
-        cells, in_row = np.concatenate(found), census.row_cells or 1
+            found += (table[table >= 0], occupancy.ids[occupancy.holders == seq_id])
+        cells, in_row = np.concatenate(found), occupancy.row_cells or 1
         _, firsts, rows = np.unique(cells // in_row, return_index=True, return_inverse=True)
         numbers = firsts.argsort().argsort()[rows] * in_row + cells % in_row
         old, index = np.unique(cells, return_index=True)
         new = numbers[index]
         order = new.argsort()
-        at = np.searchsorted(census.ids, old[order])
+        at = np.searchsorted(occupancy.ids, old[order])
         own = changed(
-            census,
+            occupancy,
             num_cells=len(firsts) * in_row,
             ids=new[order],
-            states=census.states[at],
-            holders=census.holders[at],
-            fills=census.fills[at],
+            states=occupancy.states[at],
+            holders=occupancy.holders[at],
+            fills=occupancy.fills[at],
         )
         return cls(own, old, new)
 
@@ -202,12 +204,14 @@ class OwnCells:
 
 MOST_CELLS = 4000  # in all pictures together
 _MOST_GROUPS = 4
-_MOST_SEQUENCES = 64  # that are listed, each with its table
+_MOST_SEQUENCES = 64  # listed, each with its table
 _MOST_RUNS = 4000  # in all their tables
 _OTHERS_STEP = 5  # per cent
 
 
-Shown: TypeAlias = Several[tuple[int, int]]  # a group, and how many layers are like its own
+Shown: TypeAlias = Several[
+    tuple[int, int]
+]  # a group's number, and how many layers are like its own
 
 
 def shown_groups(groups: Several[Group]) -> Shown:
@@ -227,13 +231,13 @@ def about(llm: LLM, *, chats: bool) -> About:
     accounting, ledger = llm.accounting, llm.ledger
     groups = []
     for number, num_layers in shown_groups(accounting.groups):
-        group, census = accounting.groups[number], accounting.census(number)
+        group, occupancy = accounting.groups[number], accounting.census(number)
         groups.append(
             GroupAbout(
                 label=_label(group, num_layers),
-                cell_tokens=census.cell_tokens,
-                cell_bytes=census.cell_bytes,
-                in_rows=census.row_cells > 0,
+                cell_tokens=occupancy.cell_tokens,
+                cell_bytes=occupancy.cell_bytes,
+                in_rows=occupancy.row_cells > 0,
             )
         )
     return About(
@@ -261,20 +265,20 @@ def frames(
     ``sequences``: all that have not ended, in the order in which they came.
     """
     shown = shown_groups(llm.accounting.groups)
-    censuses = [llm.accounting.census(number) for number, _ in shown]
+    occupancies = [llm.accounting.census(number) for number, _ in shown]
     return {
-        tenant: _all_of(llm, sequences, shown, censuses)
+        tenant: _all_of(llm, sequences, shown, occupancies)
         if tenant is None
-        else _own_of(llm, sequences, shown, censuses, tenant)
+        else _own_of(llm, sequences, shown, occupancies, tenant)
         for tenant in tenants
     }
 
 
 def _all_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy]
+    llm: LLM, sequences: Several[Sequence], shown: Shown, occupancies: Several[Occupancy]
 ) -> Frame:
     """Return the frame for those who see all."""
-    usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, censuses)
+    usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, occupancies)
     memory = Memory(
         reserved=usage.reserved_bytes,
         committed=usage.committed_bytes,
@@ -288,7 +292,11 @@ def _all_of(
 
 
 def _own_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy], tenant: str
+    llm: LLM,
+    sequences: Several[Sequence],
+    shown: Shown,
+    occupancies: Several[Occupancy],
+    tenant: str,
 ) -> Frame:
     """Return the frame of one tenant: it follows from its own sequences, but for one coarse number.
 
@@ -296,13 +304,13 @@ def _own_of(
     """
     capacity, parts, committed, used, others = llm.elastic.capacity_bytes, [], 0, 0, 0
     own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
-    for (number, num_layers), census in zip(shown, censuses, strict=True):
-        part = OwnCells.of(census, {each.seq_id: _cells(llm, number, each) for each in own})
+    for (number, num_layers), occupancy in zip(shown, occupancies, strict=True):
+        part = OwnCells.of(occupancy, {each.seq_id: _cells(llm, number, each) for each in own})
         alike = num_layers // llm.accounting.groups[number].num_layers
-        num_others = int((census.states >= CellState.SPARE).sum()) - len(part.census.ids)
-        committed += part.census.committed_bytes * alike
-        used += part.census.used_bytes * alike
-        others += num_others * census.cell_bytes * alike
+        num_others = int((occupancy.states >= CellState.SPARE).sum()) - len(part.occupancy.ids)
+        committed += part.occupancy.committed_bytes * alike
+        used += part.occupancy.used_bytes * alike
+        others += num_others * occupancy.cell_bytes * alike
         parts.append(part)
     memory = Memory(
         reserved=committed,
@@ -330,7 +338,7 @@ def _frame(
     parts: Several[OwnCells],
     memory: Memory,
 ) -> Frame:
-    pictures = [Picture.of(part.census, MOST_CELLS // len(parts)) for part in parts]
+    pictures = [Picture.of(part.occupancy, MOST_CELLS // len(parts)) for part in parts]
     running = [sequence for sequence in sequences if sequence.num_computed_tokens]
     waiting = [sequence for sequence in sequences if not sequence.num_computed_tokens]
     listed = sorted((running + waiting)[:_MOST_SEQUENCES], key=lambda s: s.seq_id)

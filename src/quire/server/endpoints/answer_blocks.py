@@ -29,8 +29,8 @@ class Block:
     kind: Kind
     call_id: str = ""
     name: str = ""  # of the tool
-    is_whole: bool = True  # False: the answer ended within it, or it was given up
-    given_up: bool = False  # a call that was none: the next block is its text
+    is_whole: bool = True  # False: the answer ended within it, or the call was none
+    given_up: bool = False  # a broken call: the next block has its text
     parts: list[str] = field(default_factory=list)
 
     @property
@@ -94,7 +94,7 @@ class Blocks:
                     changes += self._end()
                 case CallCut():
                     changes += self._end(is_whole=False)
-                case CallBroken(text=text):  # which is said as it was generated
+                case CallBroken(text=text):  # shown as the text that was generated
                     if self._open is not None:
                         self._open.given_up = True
                     changes += [*self._end(is_whole=False), *self._text("text", text)]

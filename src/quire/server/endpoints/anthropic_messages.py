@@ -128,7 +128,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     """Tokens. A prompt has ``input_tokens`` and ``cache_read_input_tokens`` together."""
 
     input_tokens: int
-    cache_creation_input_tokens: int | None = None  # no client asks or pays for that here
+    cache_creation_input_tokens: int | None = None  # no client pays for cache writes here
     cache_read_input_tokens: int
     output_tokens: int
 

@@ -96,7 +96,7 @@ class _Continuing:
         asked, texts = self._asked, self._service.texts
         prompt_ids = self._work.requests[number // self._work.num_choices].prompt_token_ids
         echoes = bool(asked.echo) and is_first
-        nothing_new = asked.max_tokens == 0  # the engine makes one all the same
+        nothing_new = asked.max_tokens == 0  # the engine generates one token all the same
         asks_ids = bool(asked.return_token_ids)
         asks_prompt = asked.prompt_logprobs is not None and is_first
         return CompletionChoice(

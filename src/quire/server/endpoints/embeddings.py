@@ -30,7 +30,7 @@ class EmbeddingRequest(Addressed, kw_only=True):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None  # float
     dimensions: Count | None = None
-    normalize: bool | None = None  # to the length 1: so it is if nothing is said
+    normalize: bool | None = None  # to the length 1; true by default
 
     def validate(self, names: Sequence[str]) -> None:
         super().validate(names)

@@ -330,7 +330,7 @@ def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
 
 def _num_logprobs(request: Request) -> int:
     params, number = request.params, 0
-    if request.beam is not None:  # a search gives those of the chosen tokens, at its end
+    if request.beam is not None:  # a search has logprobs of the chosen tokens alone
         return request.num_choices * params.max_tokens
     if params.logprobs is not None:
         number += params.n * params.max_tokens * (params.logprobs + 1)

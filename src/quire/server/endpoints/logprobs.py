@@ -8,7 +8,7 @@ from quire.server.schemas.chat_request import ChatLogprob, ChatLogprobs, LikelyT
 from quire.server.schemas.completion_request import CompletionLogprobs
 from quire.server.schemas.request_fields import PromptLogprob, PromptLogprobs
 
-_LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
+_LEAST = -9999.0  # stands for minus infinity, which JSON lacks, as at OpenAI
 
 
 def of_completion(

@@ -59,7 +59,7 @@ class Responding:
         self._blocks = Blocks()
         self._num_events = 0
         self._said: dict[int, list[ChatLogprob]] = {}  # by block
-        self._unsaid: list[TokenLogprobs] = []  # of tokens whose text is still held back
+        self._unsaid: list[TokenLogprobs] = []  # tokens whose text is still held back
 
     async def events(self) -> AsyncGenerator[ResponseEvent, None]:
         """Yield all events, of which an error is one. ``end`` is called before the last one."""
@@ -104,7 +104,7 @@ class Responding:
             yield from self._events(change)
         last = self._blocks.all[-1] if self._blocks.all else None
         if piece.events and last is not None and last.kind != "text":
-            self._unsaid.clear()  # they were of thoughts, or of a call
+            self._unsaid.clear()  # these were tokens of reasoning, or of a call
 
     def _of_end(self, last: OutputPiece) -> Iterator[ResponseEvent]:
         """Yield the last events. Raises: Refused for an answer that only the server has ended."""
@@ -235,7 +235,7 @@ class Responding:
         num_thought = await turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
             input_tokens=turn.prompt_tokens,
-            # No client asks for a prompt to be written into the cache, or pays for it.
+            # No client pays for cache writes here.
             input_tokens_details={"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
             output_tokens=turn.completion_tokens,
             output_tokens_details={"reasoning_tokens": num_thought},

@@ -86,7 +86,7 @@ class _Heard:
         self.token_ids += piece.token_ids
         self.sum_logprobs += sum(each.logprob for each in piece.logprobs)
         if piece.finish_reason == "stop":
-            self.token_ids.pop()  # what ended it, and is no text
+            self.token_ids.pop()  # the end token is no text
 
 
 @final

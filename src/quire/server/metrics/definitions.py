@@ -96,7 +96,7 @@ COUNTERS = (
         "vllm:request_success_total",
         "requests",
         "finished_reason",
-        "Requests that have ended, however that was: stop, length, abort, error; capacity: for "
+        "Requests that have ended, by reason: stop, length, abort, error; capacity: for "
         "lack of KV memory. Each of n continuations is one.",
         lambda r: r.statistics.num_finished,
     ),
@@ -109,19 +109,19 @@ COUNTERS = (
     counter(
         "vllm:spec_decode_num_drafts_total",
         "drafts",
-        "Times that guesses at next tokens were looked at.",
+        "Times that draft tokens were verified.",
         lambda r: r.statistics.num_drafts,
     ),
     counter(
         "vllm:spec_decode_num_draft_tokens_total",
         "tokens",
-        "Guessed tokens that were computed.",
+        "Draft tokens that were computed.",
         lambda r: r.statistics.num_draft_tokens,
     ),
     counter(
         "vllm:spec_decode_num_accepted_tokens_total",
         "tokens",
-        "Guessed tokens that came true.",
+        "Draft tokens that were accepted.",
         lambda r: r.statistics.num_accepted_tokens,
     ),
     counter(
@@ -235,7 +235,7 @@ GAUGES = (
         "bytes",
         "state",
         "KV memory: reserved are addresses, committed is backed with pages; of that, used can "
-        "still be read, cached is kept for who begins alike, wasted is neither.",
+        "still be read, cached is kept for prompts that begin alike, wasted is neither.",
         _kv_bytes,
     ),
     gauge(
@@ -255,7 +255,7 @@ GAUGES = (
         "bytes",
         "state",
         "Memory of the GPU where KV memory lies, or of the machine within its tightest limit: all "
-        "of it, and what is available to anybody.",
+        "of it, and what is available.",
         _memory_bytes,
     ),
     gauge(
@@ -268,7 +268,7 @@ GAUGES = (
         "vllm:engine_sleep_state",
         "1",
         "sleep_state",
-        "1 for what is so: awake; weights_offloaded, asleep without KV memory; discard_all, and "
+        "1 for the state: awake; weights_offloaded, asleep without KV memory; discard_all, and "
         "without the model.",
         lambda r: {name: r.sleep_level == level for level, name in enumerate(_SLEEP_STATES)},
     ),
@@ -312,7 +312,7 @@ HISTOGRAMS = (
     histogram(
         "vllm:request_queue_time_seconds",
         "seconds",
-        "From arrival to the first step, or to the end of who never came so far.",
+        "From arrival to the first step, or to the end of a request that never ran.",
         lambda r: r.statistics.queue_s,
     ),
     histogram(

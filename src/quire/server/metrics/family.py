@@ -163,7 +163,7 @@ class MetricFamily:
     unit: str
     meaning: str
     read: Callable[[MetricReading], Figures]
-    labels: tuple[str, ...] = ()  # besides those of where it is counted
+    labels: tuple[str, ...] = ()  # besides those in ``of``
     of: tuple[str, ...] = ENGINE
 
 

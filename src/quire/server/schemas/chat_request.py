@@ -51,7 +51,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     have arguments.
     """
 
-    index: int | UnsetType = UNSET  # in streams
+    index: int | UnsetType = UNSET  # only in streams
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionCall

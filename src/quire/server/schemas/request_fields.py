@@ -111,7 +111,7 @@ class Sampling(Addressed, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names for parts of it.
+    # vLLM's older names for parts of structured_outputs.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(max_length=1024)] | None = None

@@ -13,7 +13,7 @@ from quire.server.wire.error_responses import invalid
 class TranscriptionRequest(Upload, kw_only=True):
     """A recording, and what is known of it."""
 
-    language: Text | None = None  # that is spoken, by code or by name: else it is found
+    language: Text | None = None  # what is spoken, a code or a name; the model finds it by default
     prompt: Annotated[str, Meta(max_length=2**16)] | None = None  # what was said before
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None  # json
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # 0
@@ -39,7 +39,7 @@ class TranscriptionRequest(Upload, kw_only=True):
 
 class Duration(msgspec.Struct, kw_only=True):
     type: Literal["duration"] = "duration"
-    seconds: int  # begun ones
+    seconds: int  # rounded up
 
 
 class Transcription(msgspec.Struct, kw_only=True):
@@ -58,8 +58,8 @@ class Segment(msgspec.Struct, kw_only=True):
     tokens: list[int]
     temperature: float
     avg_logprob: float
-    compression_ratio: float  # a high one: the text repeats itself
-    no_speech_prob: float | None = None  # it is not computed
+    compression_ratio: float  # high where the text repeats itself
+    no_speech_prob: float | None = None  # never computed
 
 
 class VerboseTranscription(msgspec.Struct, kw_only=True):

@@ -78,7 +78,7 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
         )
     try:
         given = json.loads(
-            data.decode(),  # nothing but UTF-8: json itself would take five other encodings
+            data.decode(),  # UTF-8 only: json itself would accept five other encodings
             object_pairs_hook=_object,
             parse_constant=_refuse_constant,
             parse_float=_number,

@@ -103,7 +103,7 @@ class Refused(QuireError):
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of the answer."""
-        if self.status == 408:  # the rest of the body is not waited for
+        if self.status == 408:  # the rest of the body may still come
             return {"connection": "close"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 

@@ -52,7 +52,9 @@ def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
     if data.count(b"--" + boundary) > _MOST_PARTS + 1:
         raise _bad(f"it may have {_MOST_PARTS} parts")
     if any(b"--" + boundary + blank in data for blank in (b" ", b"\t")):
-        raise _bad("blanks stand behind a boundary")  # each is a step, and no client writes them
+        raise _bad(
+            "blanks stand behind a boundary"
+        )  # each costs the parser a step, and no client writes them
     reading = _Reading()
     try:
         MultipartParser(boundary, reading.callbacks()).write(data)
@@ -129,7 +131,7 @@ class _Reading:
                 value = data.decode()
             except UnicodeDecodeError as error:
                 raise _bad(f"{name[:40]!r} is no text in UTF-8: {error.reason}") from None
-        if name == "file" and not is_file:  # a text would be taken for base64
+        if name == "file" and not is_file:  # msgspec would read a text as base64
             raise _bad("'file' is a text: send it as a file, with a filename")
         if name.endswith("[]"):
             self.fields.setdefault(name, []).append(value)

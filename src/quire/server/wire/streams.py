@@ -83,7 +83,7 @@ class EventStream(Generic[T]):
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-store",
-            "x-accel-buffering": "no",  # nginx would collect events
+            "x-accel-buffering": "no",  # otherwise nginx buffers events
             **headers,
         }
 
@@ -136,8 +136,8 @@ class EventForm:
 
     dialect: Dialect
     named: bool
-    ping: bytes = b""  # what says that something may still come
-    end: bytes = b""  # what says that nothing comes any more, where no event does
+    ping: bytes = b""  # keeps a silent stream alive
+    end: bytes = b""  # sent last, where no event marks the end
 
     def event(self, chunk: Any) -> bytes:
         """Return one event as bytes."""
