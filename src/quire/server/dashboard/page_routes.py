@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import final
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -17,9 +16,6 @@ from quire.server.dashboard.feed import Feed
 from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint
 from quire.server.wire.streams import EventStream
-
-# -- files -----------------------------------------------------------------------------------------
-
 
 # A browser loads from this server alone, and runs nothing written into the page itself.
 CONTENT_SECURITY_POLICY = (
@@ -44,39 +40,24 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-@final
-class PageFile:
-    """One of the page's files, read once."""
-
-    def __init__(self, path: str) -> None:
-        name, self._media_type = FILES[path]
-        self._content = files("quire.server.dashboard").joinpath("static", name).read_bytes()
-        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
-
-    def answer(self, known_tag: str | None) -> Response:
-        """Return the file, or 304 where the browser has it under ``known_tag``."""
-        headers = {
-            "etag": self._tag,
-            "cache-control": "no-cache",
-            "content-security-policy": CONTENT_SECURITY_POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        }
-        if known_tag == self._tag:
-            return Response(status_code=304, headers=headers)
-        return Response(self._content, media_type=self._media_type, headers=headers)
-
-
-# -- routes ----------------------------------------------------------------------------------------
-
-
 def page_file(path: str) -> Endpoint:
-    """Return the endpoint of one of ``FILES``."""
-    own = PageFile(path)
+    """Return the endpoint of one of ``FILES``, which is read once."""
+    name, media_type = FILES[path]
+    content = files("quire.server.dashboard").joinpath("static", name).read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {
+        "etag": tag,
+        "cache-control": "no-cache",
+        "content-security-policy": CONTENT_SECURITY_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
 
     async def page(context: RequestContext) -> ASGIApp:
-        """Return a file of the memory page."""
-        return own.answer(context.http.headers.get("if-none-match"))
+        """Return a file of the memory page, or 304 where the browser has it."""
+        if context.http.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     return page
 

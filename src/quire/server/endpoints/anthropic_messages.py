@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.chat.api_inputs import from_anthropic
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
@@ -237,7 +237,7 @@ async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Js
     return as_json(context, CountedTokens(input_tokens=len(prompt.token_ids)))
 
 
-def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
+def _conversation(asked: MessagesRequest | CountTokensRequest) -> ChatInput:
     """Return what of a request concerns the prompt. Raises: RequestError."""
     chat = from_anthropic(
         asked.messages, system=asked.system, tools=asked.tools, tool_choice=asked.tool_choice

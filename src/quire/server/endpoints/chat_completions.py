@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.chat.output_events import (
     ArgumentsDelta,
     CallBroken,
@@ -49,7 +49,9 @@ async def chat_completions(
         context,
         conversation(asked),
         asked,
-        max_tokens=_max_tokens(asked),
+        max_tokens=asked.max_tokens
+        if asked.max_completion_tokens is None
+        else asked.max_completion_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
     answering = _Answering(turn, asked)
@@ -58,10 +60,10 @@ async def chat_completions(
     return as_json(context, await answering.whole())
 
 
-def conversation(asked: ChatRequest) -> Conversation:
+def conversation(asked: ChatRequest) -> ChatInput:
     """Return what of a request concerns the prompt."""
     kwargs = {**reasoning_kwargs(asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
-    return Conversation(
+    return ChatInput(
         messages=asked.messages,
         tools=asked.tools,
         tool_choice=asked.tool_choice,
@@ -205,8 +207,3 @@ class _Answering:
             choices=choices,
             usage=self._turn.usage() if with_usage else UNSET,
         )
-
-
-def _max_tokens(asked: ChatRequest) -> int | None:
-    given = asked.max_completion_tokens
-    return asked.max_tokens if given is None else given

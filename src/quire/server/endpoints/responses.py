@@ -9,8 +9,7 @@ from functools import partial
 import msgspec
 
 from quire.chat.api_inputs import from_responses
-from quire.chat.conversation import Chat
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import Chat, ChatInput
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, take_turn
@@ -181,7 +180,7 @@ def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes,
 
 def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
-) -> Conversation:
+) -> ChatInput:
     """Return what of a request concerns the prompt. It may take a while. Raises: RequestError."""
     chat = from_responses(
         readable(decoded(before)),
@@ -199,7 +198,7 @@ def _conversation(
     return chat
 
 
-def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversation:
+def _shortened(chat: Chat, asked: ChatInput, most_tokens: int) -> ChatInput:
     """Return as much of the conversation's end as fits, from a user's message on; instructions
     stay.
 
@@ -212,7 +211,7 @@ def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversatio
         return asked
     head = messages[: is_user[0]]
 
-    def of(start: int) -> Conversation:
+    def of(start: int) -> ChatInput:
         return replace(asked, messages=[*head, *messages[start:]])
 
     def fits(start: int) -> bool:

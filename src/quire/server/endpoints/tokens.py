@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
@@ -69,7 +69,7 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
     """Return the tokens of a text, or of a chat's prompt."""
     service = context.service
     if asked.messages is not None:
-        conversation = Conversation(
+        conversation = ChatInput(
             messages=asked.messages,
             tools=asked.tools,
             add_generation_prompt=asked.add_generation_prompt is not False,

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, final
 
 from starlette.responses import PlainTextResponse
 
-from quire.engine.outputs import TextDelta as Piece
+from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.sampling_params import SamplingParams
 from quire.server.audio import AudioFile, AudioWindow
@@ -78,7 +78,7 @@ class _Heard:
     token_ids: list[int] = field(default_factory=list)
     sum_logprobs: float = 0.0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextDelta) -> None:
         """Add what is new. Raises: Refused for a text that was ended from outside."""
         if piece.finish_reason == "abort":
             raise Refused(503, "the text was ended early", code="engine_unavailable")
