@@ -108,7 +108,7 @@ def test_leaving_in_any_way_and_at_any_point_leaves_nothing() -> None:
 
     async def ask() -> None:
         async with listening(max_num_seqs=2) as server:
-            gate = server.client.service.admission
+            admission = server.client.service.admission
             for leave in (close, half_close, Peer.reset):
                 for num_sent in (1, 30, len(body) - 1):
                     peer = await server.connect()
@@ -122,11 +122,11 @@ def test_leaving_in_any_way_and_at_any_point_leaves_nothing() -> None:
                     peers = [await server.connect() for _ in range(3)]
                     for peer in peers:
                         await peer.send(posting({**LONG, "stream": stream}))
-                    await until(lambda: gate.num_under_way == 3)
+                    await until(lambda: admission.num_under_way == 3)
                     await until_running(server, 2)
                     for peer in peers:
                         leave(peer)
-                    await until(lambda: not gate.num_under_way, f"{leave} ends it")
+                    await until(lambda: not admission.num_under_way, f"{leave} ends it")
                     # Asked between two steps, after those who left: no step later than the next.
                     assert await running(server) == 0
                     for peer in peers:

@@ -223,14 +223,14 @@ def test_a_long_one_is_cut_where_it_is_quiet(
     monkeypatch.setattr(recordings, "_PIECE", 3_000)  # a window has several
 
     async def test(client: Client) -> None:
-        gate, seen = client.service.admission, []
-        admit = gate.admit
+        admission, seen = client.service.admission, []
+        admit = admission.admit
 
         def admitted(caller: Any, sizes: Any) -> Any:
             seen.append(sizes)
             return admit(caller, sizes)
 
-        monkeypatch.setattr(gate, "admit", admitted)
+        monkeypatch.setattr(admission, "admit", admitted)
         file = packed(samples)
         whole = (await ask(client, file, response_format="verbose_json", prompt="so")).json
         segments = whole["segments"]
