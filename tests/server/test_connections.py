@@ -52,7 +52,7 @@ def test_a_reader_who_takes_nothing_loses_the_connection(
 
     with caplog.at_level(logging.WARNING):
         run(ask())
-    # One who does not read is no reason to alarm anybody.
+    # A client that does not read is no reason for an alarm.
     assert not list(filter(WithoutCutOffs().filter, caplog.records))
 
 

@@ -1,6 +1,6 @@
 """The server as an ASGI app: every route, and who may use it.
 
-What there is beyond a route is in ``route_handler.py``.
+``route_handler.py`` has what all routes have in common.
 """
 
 from collections.abc import AsyncIterator

@@ -29,7 +29,7 @@ def place_of(error: BaseException) -> str:
 
 @final
 class PlaceFormatter(logging.Formatter):
-    """Writes the place of an exception and not its message, whoever logs it."""
+    """Writes the place of an exception and not its message, whichever room logs it."""
 
     def format(self, record: logging.LogRecord) -> str:
         own = copy(record)  # another handler may have formatted it with its message
