@@ -226,13 +226,13 @@ def test_a_socket_that_nobody_listens_at_makes_way(tmp_path: Path) -> None:
         left.bind(str(path))
     listeners = open_listeners(ServerConfig(uds=str(path)))
     listeners.sockets[0].listen()
-    with pytest.raises(ConfigError, match="in use: something listens there already"):
+    with pytest.raises(ConfigError, match="in use: another process listens on it"):
         open_listeners(ServerConfig(uds=str(path)))
     assert path.is_socket()
     listeners.close()
     assert not path.exists()
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there, and no socket"):
+    with pytest.raises(ConfigError, match="exists and is no socket"):
         open_listeners(ServerConfig(uds=str(path)))
     assert path.read_text() == "mine"
 

@@ -67,13 +67,13 @@ class ServerLoad(msgspec.Struct, kw_only=True):
 
 
 async def models(context: RequestContext) -> Json[ModelList]:
-    """Return all names of the model that is served."""
+    """Return all names of the served model."""
     cards = [_card(context, name) for name in context.service.names]
     return as_json(context, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def model(context: RequestContext) -> Json[ModelCard]:
-    """Return one of them."""
+    """Return one name of the served model."""
     name: str = context.http.path_params["name"]
     refuse_unknown_model(name, context.service.names)
     return as_json(context, _card(context, name))
@@ -86,6 +86,7 @@ async def version(context: RequestContext) -> Json[Version]:
 
 async def health(context: RequestContext) -> Response:
     """Return 200 while requests are served; 503 once the engine has failed or the server stops.
+
     Raises: Refused.
     """
     service = context.service
@@ -137,8 +138,9 @@ def _card(context: RequestContext, name: str) -> ModelCard:
 
 
 async def reset_prefix_cache(context: RequestContext) -> Response:
-    """Forget cached prefixes; with reset_running_requests=true, while some requests run. Raises:
-    Refused (409) while sequences hold them.
+    """Forget cached prefixes; with reset_running_requests=true, while some requests run.
+
+    Raises: Refused (409) while sequences hold them.
     """
     running = context.one_of("reset_running_requests", ("false", "true")) == "true"
     if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):

@@ -72,7 +72,8 @@ _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 
 async def response(context: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
-    """Return it as it is now; with ``stream=true``, the events of one that runs in the background.
+    """Return a response as it is now; with stream=true, the events of one in the background.
+
     Raises: Refused.
     """
     run, kept = _found(context)
@@ -95,7 +96,7 @@ async def response(context: RequestContext) -> Json[Response] | EventStream[Resp
 
 
 async def delete(context: RequestContext) -> Json[DeletedResponse]:
-    """End it, if it still runs, and forget it."""
+    """End a response, if it still runs, and forget it."""
     run, _ = _found(context)
     if run is not None:
         await run.cancel()
@@ -104,7 +105,10 @@ async def delete(context: RequestContext) -> Json[DeletedResponse]:
 
 
 async def cancel(context: RequestContext) -> Json[Response]:
-    """End it now. A response that is over stays as it is. Raises: Refused."""
+    """End a response now. One that is over stays as it is.
+
+    Raises: Refused.
+    """
     run, kept = _found(context)
     if run is not None:
         await run.cancel()
@@ -119,8 +123,9 @@ async def cancel(context: RequestContext) -> Json[Response]:
 
 
 async def input_items(context: RequestContext) -> Json[ItemList]:
-    """Return all items that a response answers, earlier responses' too; the last ones first.
-    Raises: Refused.
+    """Return all items that a response answers, the last ones first.
+
+    Earlier responses' items are among them. Raises: Refused.
     """
     run, kept = _found(context)
     limit = context.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)

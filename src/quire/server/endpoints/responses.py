@@ -42,8 +42,9 @@ _LOGPROBS = "message.output_text.logprobs"
 async def responses(
     context: RequestContext, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Answer a conversation, whole, in pieces, or while no client is connected. Raises: what made a
-    response fail.
+    """Answer a conversation, whole, in pieces, or while no client is connected.
+
+    Raises: Refused, the error that made a response fail.
     """
     _say_what_is_ignored(context, asked)
     if asked.text is not None and asked.text.format is not None:

@@ -96,7 +96,10 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
 
 
 async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
-    """Return the text of tokens. Raises: Refused for ids beyond the vocabulary."""
+    """Return the text of tokens.
+
+    Raises: Refused for ids beyond the vocabulary.
+    """
     service = context.service
     known = service.llm.llm.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
@@ -109,7 +112,10 @@ async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[
 
 
 async def tokenizer_info(context: RequestContext) -> Json[TokenizerInfo]:
-    """Return what a client needs to know that has no tokenizer. Raises: Refused."""
+    """Return what a client needs to know that has no tokenizer.
+
+    Raises: Refused.
+    """
     service = context.service
     tokenizer = service.llm.llm.tokenizer
     if tokenizer is None:
