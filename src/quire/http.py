@@ -1,4 +1,4 @@
-"""How a terminal and a benchmark ask a server: httpx, with events taken apart, errors in words."""
+"""The HTTP client of all commands: httpx, with events taken apart and errors in words."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _CONNECT_S = 10.0
 _END_S = 1.0  # from a stream's [DONE] to its end
 _MOST_BYTES = 2**24  # of an answer that is no stream
-# A proxy elsewhere cannot reach this machine's own addresses.
+# A proxy on another machine cannot reach this machine's loopback.
 _OWN = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class RefusedByServer(ValueError):
-    """It answered, with another status than 200."""
+    """The server has answered with another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:300]}")
@@ -29,7 +29,7 @@ class RefusedByServer(ValueError):
 
     @property
     def reason(self) -> str:
-        """OpenAI's message, if it is in there; else the beginning of what came."""
+        """Return OpenAI's message if there is one; else the beginning of the answer."""
         try:
             said = str(json.loads(self.text)["error"]["message"])
         except (ValueError, KeyError, TypeError):
@@ -38,10 +38,10 @@ class RefusedByServer(ValueError):
 
 
 class Http:
-    """A server at ``http://host:port/prefix``, or https; or at a Unix socket, ``unix:/path``.
+    """A client of a server at ``http://host:port/prefix``, https, or a Unix socket, ``unix:/path``.
 
-    Inside ``async with`` requests share connections; outside each of them makes its own. An answer
-    of which nothing comes for ``timeout_s`` seconds has failed.
+    Inside ``async with`` requests share connections; outside each of them opens its own. An answer
+    that is silent for ``timeout_s`` seconds has failed.
 
     Raises: ConfigError for another kind of address.
     """
@@ -74,14 +74,14 @@ class Http:
             self._shared = None
 
     async def get(self, path: str) -> Any:
-        """A JSON answer. Raises: OSError, ValueError; of these RefusedByServer, as do all."""
+        """Return a JSON answer. Raises: OSError; ValueError, RefusedByServer among them."""
         async with self._answer("GET", path) as answer:
             return json.loads(await _whole(answer))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """The data of each server-sent event, up to [DONE]. Raises: OSError, ValueError.
+        """Yield the data of each server-sent event, up to [DONE].
 
-        If it is left early, close it: ``contextlib.aclosing``.
+        A caller that leaves early closes it (``contextlib.aclosing``). Raises: OSError, ValueError.
         """
         async with aclosing(self._events("POST", path, body)) as events:
             async for _, data in events:
@@ -97,9 +97,9 @@ class Http:
         raise ValueError("the stream ended before its [DONE]")
 
     def follow(self, path: str) -> AsyncGenerator[tuple[str, str], None]:
-        """Server-sent events of a GET, (name, data), until the server ends them.
+        """Yield name and data of a GET's server-sent events until the server ends them.
 
-        If it is left early, close it. Raises: OSError, ValueError.
+        A caller that leaves early closes it. Raises: OSError, ValueError.
         """
         return self._events("GET", path, None)
 
@@ -119,9 +119,8 @@ class Http:
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> "AsyncIterator[httpx.Response]":
-        """An answer of status 200, to be read inside the block.
-
-        Raises: OSError, also while it is read; RefusedByServer.
+        """Give an answer of status 200, to be read inside the block. Raises: OSError, also while it
+        is read; RefusedByServer.
         """
         import httpx  # takes 0.1 s, and most commands ask no server
 
@@ -152,7 +151,7 @@ class Http:
             transport=httpx.AsyncHTTPTransport(uds=self._uds, limits=limits) if self._uds else None,
             headers={
                 "Accept": "text/event-stream, application/json",
-                "Accept-Encoding": "identity",  # what is compressed comes late
+                "Accept-Encoding": "identity",  # a compressed stream comes late
                 **self.headers,
             },
             timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S, pool=None),
@@ -163,14 +162,16 @@ class Http:
 
 
 def _where(url: str) -> str:
-    """An address as ``urlsplit`` reads it; of a Unix socket that of the name it is asked by."""
+    """Return an address that ``urlsplit`` can read; for a Unix socket, the name by which it is
+    asked.
+    """
     if url.startswith("unix:"):
         return "http://localhost"
     return url if "//" in url else f"http://{url}"
 
 
 async def _lines(answer: "httpx.Response") -> AsyncGenerator[bytes, None]:
-    """Parts between newlines, as server-sent events have them."""
+    """Yield the parts between newlines, as server-sent events have them."""
     rest = b""
     async for part in answer.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -180,7 +181,7 @@ async def _lines(answer: "httpx.Response") -> AsyncGenerator[bytes, None]:
 
 
 async def _whole(answer: "httpx.Response") -> bytes:
-    """Raises: ValueError if it is too long to be what was asked for."""
+    """Return all bytes. Raises: ValueError if they are too many to be what was asked for."""
     parts, num_bytes = [], 0
     async for part in answer.aiter_bytes():
         parts.append(part)

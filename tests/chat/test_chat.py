@@ -336,8 +336,8 @@ def function(**changes: Any) -> dict[str, Any]:
         ([function(name="a b")], "the name 'a b' must be"),
         ([function(parameters=[])], "must be a JSON schema"),
         ([function(), function()], r"tools\[1\] has the name 'f' again"),
-        ([function(name=f"f{i}") for i in range(300)], "300 of them, and 256"),
-        ([function(description="x" * 2**20)], "1.00 MiB is the most"),
+        ([function(name=f"f{i}") for i in range(300)], "300 functions and may have 256"),
+        ([function(description="x" * 2**20)], "limit is 1.00 MiB"),
         ([function(parameters=json.loads('{"a":' * 80 + "1" + "}" * 80))], "64 deep"),
     ],
 )

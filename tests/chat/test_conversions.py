@@ -21,7 +21,7 @@ def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def test_a_conversation_of_anthropics() -> None:
     found = from_anthropic(
-        {
+        **{
             "system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}],
             "messages": [
                 {"role": "user", "content": "Weather?"},
@@ -77,8 +77,8 @@ def test_a_conversation_of_anthropics() -> None:
 
 
 def test_an_assistants_message_at_the_end_is_continued() -> None:
-    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It"}]}
-    found = from_anthropic(body)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It"}]
+    found = from_anthropic(messages)
     assert found.continue_final_message
     assert Chat(tokenizer(CHATML)).prompt(found).text.endswith("assistant\nIt")
 
@@ -94,14 +94,12 @@ def test_an_assistants_message_at_the_end_is_continued() -> None:
 )
 def test_choices_of_anthropics(given: Any, found: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
-    assert from_anthropic({"messages": messages, "tool_choice": given}).tool_choice == found
+    assert from_anthropic(messages, tool_choice=given).tool_choice == found
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "at least one message"),
-        ({"messages": [3]}, r"messages\[0\] must be an object"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the role 'tool' must be"),
         ({"messages": [{"role": "user", "content": 3}]}, "a string or a list of blocks"),
         (
@@ -121,12 +119,13 @@ def test_choices_of_anthropics(given: Any, found: Any) -> None:
     ],
 )
 def test_what_anthropics_messages_cannot_be(body: dict[str, Any], message: str) -> None:
+    messages, others = body["messages"], {k: v for k, v in body.items() if k != "messages"}
     with pytest.raises(RequestError, match=message):
-        from_anthropic(body)
+        from_anthropic(messages, **others)
 
 
-def test_a_text_alone_is_input() -> None:
-    found = from_responses({"input": "Hello", "instructions": "Be brief."})
+def test_instructions_come_first() -> None:
+    found = from_responses([{"role": "user", "content": "Hello"}], instructions="Be brief.")
     assert found.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -135,8 +134,8 @@ def test_a_text_alone_is_input() -> None:
 
 def test_a_conversation_of_items() -> None:
     found = from_responses(
-        {
-            "input": [
+        **{
+            "items": [
                 {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
                 {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
                 {
@@ -178,19 +177,15 @@ def test_a_conversation_of_items() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("items", "message"),
     [
-        ({}, "input must be a string"),
-        ({"input": []}, "at least one item"),
-        ({"input": [3]}, r"input\[0\] must be an object"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference', which cannot"),
-        ({"input": [{"role": "user"}]}, "no content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text"),
-        ({"input": [{"type": "function_call"}]}, "a call_id and a name"),
-        ({"input": [{"type": "function_call_output"}]}, "no call_id"),
-        ({"input": "x", "instructions": []}, "instructions must be a string"),
+        ([{"type": "item_reference", "id": "x"}], "'item_reference', which cannot"),
+        ([{"role": "user"}], "no content"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "reads text"),
+        ([{"type": "function_call"}], "a call_id and a name"),
+        ([{"type": "function_call_output"}], "no call_id"),
     ],
 )
-def test_what_items_cannot_be(body: dict[str, Any], message: str) -> None:
+def test_what_items_cannot_be(items: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        from_responses(body)
+        from_responses(items)

@@ -207,12 +207,15 @@ async def leave_while_it_runs(client: Client, path: str, body: Any, *, events: i
     call.leave()
     await call.task
     assert (await client.service.llm.usage()).num_sequences == 0
-    assert client.service.gate.num_under_way == 0
+    assert client.service.admission.num_under_way == 0
     return call.answer
 
 
 async def nothing_runs(client: Client) -> None:
     """Until the engine has ended what it is to end. Raises: TimeoutError."""
     async with asyncio.timeout(30):
-        while client.service.gate.num_under_way or (await client.service.llm.usage()).num_sequences:
+        while (
+            client.service.admission.num_under_way
+            or (await client.service.llm.usage()).num_sequences
+        ):
             await asyncio.sleep(0.005)

@@ -120,7 +120,7 @@ class Watched:
 
     def hold_s(self, data: bytes, *, pieces: int = 1, draining: bool = False) -> float:
         """The longest that its loop is held by a connection that sends this."""
-        self.service.gate.draining = draining
+        self.service.admission.draining = draining
         self._settle()
         self.holds.longest_s = 0.0
         with socket.create_connection(("127.0.0.1", self.port)) as own, suppress(OSError):

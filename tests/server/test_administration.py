@@ -89,7 +89,7 @@ def test_what_runs_ends_first_and_nothing_comes_in_meanwhile() -> None:
             await running.until(2)
             assert (await client.get("/load")).json == {"server_load": 1}
             sleeping = client.call("/sleep")
-            while not client.service.gate.sleeping:
+            while not client.service.admission.sleeping:
                 await asyncio.sleep(0)
             assert (await client.post("/v1/completions", body())).status == 503
             assert not await is_sleeping(client)
@@ -132,7 +132,7 @@ def test_one_that_aborts_does_not_wait_for_one_that_waits() -> None:
             running = client.call("/v1/completions", body(max_tokens=900, stream=True))
             await running.until(2)
             waiting = client.call("/sleep")
-            while not client.service.gate.sleeping:
+            while not client.service.admission.sleeping:
                 await asyncio.sleep(0)
             assert (await asked(client, "/sleep", "mode=abort")).status == 200
             assert (await waiting.whole()).status == 200
@@ -149,11 +149,11 @@ def test_an_operator_who_leaves_before_it_sleeps_has_changed_nothing() -> None:
             running = client.call("/v1/completions", body(max_tokens=180, stream=True))
             await running.until(2)
             sleeping = client.call("/sleep")
-            while not client.service.gate.sleeping:
+            while not client.service.admission.sleeping:
                 await asyncio.sleep(0)
             sleeping.leave()
             await sleeping.task
-            assert not client.service.gate.sleeping
+            assert not client.service.admission.sleeping
             assert (await client.post("/v1/completions", body())).status == 200
             running.leave()
             await nothing_runs(client)
@@ -190,7 +190,7 @@ def test_what_it_cannot_do_is_refused_and_nothing_is_done() -> None:
                 refused = await asked(client, "/sleep", query)
                 assert refused.status == 400, query
                 assert query.partition("=")[0] in refused.error["message"]
-                assert not client.service.gate.sleeping
+                assert not client.service.admission.sleeping
             assert (await client.post("/v1/completions", body())).status == 200
             running = client.call("/v1/completions", body(stream=True, max_tokens=60))
             await running.until(2)
@@ -216,7 +216,7 @@ def test_what_is_prepared_while_it_falls_asleep_is_told_so(monkeypatch: pytest.M
 
             monkeypatch.setattr(texts, "encode", encode)
             preparing = client.call("/v1/completions", body(prompt="def"))
-            while not client.service.gate._num_at_door:
+            while not client.service.admission._num_prepared:
                 await asyncio.sleep(0)
             assert (await asked(client, "/sleep")).status == 200
             asleep.set()

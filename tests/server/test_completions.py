@@ -363,7 +363,10 @@ def test_beams_are_the_engines_own() -> None:
             assert (refused.status, refused.json["type"]) == (400, "error")
             call = client.call("/v1/completions", {**body, "max_tokens": 200, "ignore_eos": True})
             async with asyncio.timeout(20):  # all of its beams have begun
-                while not client.service.gate.num_under_way or client.service.gate.num_queued:
+                while (
+                    not client.service.admission.num_under_way
+                    or client.service.admission.num_queued
+                ):
                     await asyncio.sleep(0.001)
             call.leave()
             await call.task

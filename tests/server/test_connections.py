@@ -52,7 +52,7 @@ def test_a_reader_who_takes_nothing_loses_the_connection(
 
     with caplog.at_level(logging.WARNING):
         run(ask())
-    # One who does not read is no reason to alarm anybody.
+    # A client that does not read is no reason for an alarm.
     assert not list(filter(WithoutCutOffs().filter, caplog.records))
 
 
@@ -108,7 +108,7 @@ def test_leaving_in_any_way_and_at_any_point_leaves_nothing() -> None:
 
     async def ask() -> None:
         async with listening(max_num_seqs=2) as server:
-            gate = server.client.service.gate
+            admission = server.client.service.admission
             for leave in (close, half_close, Peer.reset):
                 for num_sent in (1, 30, len(body) - 1):
                     peer = await server.connect()
@@ -122,11 +122,11 @@ def test_leaving_in_any_way_and_at_any_point_leaves_nothing() -> None:
                     peers = [await server.connect() for _ in range(3)]
                     for peer in peers:
                         await peer.send(posting({**LONG, "stream": stream}))
-                    await until(lambda: gate.num_under_way == 3)
+                    await until(lambda: admission.num_under_way == 3)
                     await until_running(server, 2)
                     for peer in peers:
                         leave(peer)
-                    await until(lambda: not gate.num_under_way, f"{leave} ends it")
+                    await until(lambda: not admission.num_under_way, f"{leave} ends it")
                     # Asked between two steps, after those who left: no step later than the next.
                     assert await running(server) == 0
                     for peer in peers:
@@ -250,7 +250,7 @@ def test_slow_readers_are_sent_fewer_pieces_and_all_of_the_text() -> None:
             for peer in peers:
                 await peer.send(posting(body))
             # No client reads, and all of it is computed.
-            await until(lambda: server.client.service.gate.num_under_way == 6)
+            await until(lambda: server.client.service.admission.num_under_way == 6)
             await until_running(server)
             async with asyncio.timeout(60):
                 while await running(server):
@@ -296,7 +296,7 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
                 for peer in late:
                     peer.socket.setblocking(False)
                     await loop.sock_connect(peer.socket, ("127.0.0.1", server.port))
-                await until(lambda: "no client is let in" in caplog.text)
+                await until(lambda: "no client can connect" in caplog.text)
                 for peer in late:
                     await peer.send(HEALTH)
                 for peer in late:
@@ -309,6 +309,6 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
 
     with caplog.at_level(logging.WARNING):
         run(ask())
-    assert caplog.text.count("no client is let in") == 1
+    assert caplog.text.count("no client can connect") == 1
     assert "Exception in callback say: OSError" in caplog.text
     assert "secret" not in caplog.text

@@ -47,7 +47,7 @@ def test_answers_and_rejections_are_counted_by_route_and_reason() -> None:
             await running.until(1)
             waiting = client.call("/v1/completions", body)
             async with asyncio.timeout(20):
-                while not client.service.gate.num_queued:
+                while not client.service.admission.num_queued:
                     await asyncio.sleep(0.001)
             refused = await client.post("/v1/completions", body)
             assert (refused.status, refused.error["code"]) == (503, "max_num_queued_reqs")

@@ -201,15 +201,15 @@ def test_a_tenants_cells_are_numbered_as_if_there_were_no_others() -> None:
     pool = census(100, [3, 4, 7, 8, 9, 20], [3, 3, 4, 3, 3, 2])
     tables = {7: np.array([-1, 9, 7]), 8: np.array([7, 3])}
     own = OwnCells.of(replace_holders(pool, [8, 1, 7, 1, 7, 7]), tables)
-    assert own.census.num_cells == len(own.census.ids) == 4
-    assert own.census.states.tolist() == [3, 4, 2, 3]  # 9, 7, 20, which is spare, and 3
-    assert own.census.holders.tolist() == [7, 7, 7, 8]
+    assert own.occupancy.num_cells == len(own.occupancy.ids) == 4
+    assert own.occupancy.states.tolist() == [3, 4, 2, 3]  # 9, 7, 20, which is spare, and 3
+    assert own.occupancy.holders.tolist() == [7, 7, 7, 8]
     assert [own.numbered(table).tolist() for table in tables.values()] == [[0, 1], [1, 3]]
     rows = census(80, [9, 10, 33, 41], [3, 3, 3, 2], row_cells=8)
     own = OwnCells.of(replace_holders(rows, [1, 1, 7, 8]), {7: np.array([33]), 8: np.array([])})
-    assert (own.census.num_cells, own.census.ids.tolist()) == (16, [1, 9])
+    assert (own.occupancy.num_cells, own.occupancy.ids.tolist()) == (16, [1, 9])
     nothing = OwnCells.of(pool, {})
-    assert (nothing.census.num_cells, len(nothing.census.ids)) == (0, 0)
+    assert (nothing.occupancy.num_cells, len(nothing.occupancy.ids)) == (0, 0)
 
 
 def replace_holders(own: Occupancy, holders: list[int]) -> Occupancy:

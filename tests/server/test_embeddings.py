@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_and_nothing_runs(monkeypatch: pytest.MonkeyPa
                 refused = await client.post(path, body)
                 assert refused.status == 400
                 assert "demo has no embeddings: it is an enc" in refused.error["message"]
-            assert client.service.gate.num_under_way == 0
+            assert client.service.admission.num_under_way == 0
             assert (await client.service.llm.usage()).num_sequences == 0
 
     run(ask())
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_ends_it_and_keys_share_nothing() -> None:
                 answer = await client.post(AT, {"input": [9] * 48, "cache_salt": "mine"})
                 assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
             asleep = keyless.service
-            asleep.gate.sleeping = True
+            asleep.admission.sleeping = True
             assert (await alice.post(AT, {"input": "a"})).status == 503
 
     run(ask())

@@ -57,7 +57,9 @@ def test_an_engine_that_dies_is_seen_at_once_by_all(
                 assert streamed.events[-1] == "[DONE]"
             late = await client.post(AT, {"prompt": PROMPTS[0]})
             assert (late.status, late.error["code"]) == (503, "engine_dead")
-            assert client.service.gate.num_under_way == client.service.gate.num_queued == 0
+            assert (
+                client.service.admission.num_under_way == client.service.admission.num_queued == 0
+            )
 
     run(ask())
 

@@ -14,8 +14,8 @@ import pytest
 
 from quire import AsyncLLM
 from quire.config import ServerConfig
-from quire.server.admission_control import Bodies, TextThreads
 from quire.server.api_keys import Caller
+from quire.server.fair_shares import Bodies, TextThreads
 from quire.server.wire import body as body_module
 from quire.server.wire.body import parse
 from quire.server.wire.error_responses import Refused
@@ -36,7 +36,7 @@ def form(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: list[Any] = [
-    # More values than anybody means.
+    # More values than any client means.
     b'{"prompt":[' + b"[]," * 300_000 + b"1]}",
     b"{" + b",".join(b'"%d":1' % number for number in range(300_000)) + b"}",
     {"prompt": [7] * 300_000},
@@ -93,7 +93,7 @@ ANSWERED: list[Any] = [
     form(json={"type": "string", "minLength": 10**9}),
     form(grammar='start: start start | "a"'),
     {**BRIEF, "stop": ["é" * 1024] * 64},
-    # A stop that is no token never comes; it must not be forbidden in anybody's logits either.
+    # A stop that is no token never comes; it must not be forbidden in any logits either.
     {**BRIEF, "stop_token_ids": [4096, 2**31 - 1], "min_tokens": 1},
     {**BRIEF, "use_beam_search": True, "best_of": 128, "length_penalty": -10},
     {**BRIEF, "allowed_token_ids": [0] * 100_000},

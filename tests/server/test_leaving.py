@@ -45,12 +45,12 @@ def test_leaving_the_queue_is_leaving() -> None:
             await first.until(1)
             waiting = [client.call("/v1/completions", {**LONG, "stream": s}) for s in (True, False)]
             async with asyncio.timeout(20):
-                while client.service.gate.num_queued < 2:
+                while client.service.admission.num_queued < 2:
                     await asyncio.sleep(0.001)
             for call in waiting:
                 call.leave()
                 await call.task
-            assert client.service.gate.num_queued == 0
+            assert client.service.admission.num_queued == 0
             assert (await first.whole()).events[-1] == "[DONE]"
             await nothing_runs(client)
 

@@ -291,25 +291,29 @@ def test_a_dead_engine_is_scraped() -> None:
 
 
 def test_refusals_and_answers_are_counted(llm: LLM) -> None:
-    metrics = Metrics(llm, "tiny", routes=ROUTES)
+    metrics = Metrics(llm, "tiny")
+    for route in ROUTES:
+        metrics.counts.know(route)
     for reason in REJECTIONS:
         assert Scrape(metrics)("vllm:admission_rejections_total", reason=reason) == 0
-    metrics.note_rejection("max_num_queued_reqs")
-    metrics.note_rejection("max_num_queued_reqs")
-    metrics.note_answer("POST", ROUTES[1], 503)
+    metrics.counts.note_rejection("max_num_queued_reqs")
+    metrics.counts.note_rejection("max_num_queued_reqs")
+    metrics.counts.note_answer("POST", ROUTES[1], 503)
     scrape = Scrape(metrics)
     queued = dict(model_name="tiny", reason="max_num_queued_reqs")
     assert scrape("vllm:admission_rejections_total", **queued) == 2
     assert scrape("http_requests_total", handler=ROUTES[1], method="POST", status="503") == 1
     with pytest.raises(ValueError, match="max_num_queued_reqs"):
-        metrics.note_rejection("because")  # type: ignore[arg-type]
+        metrics.counts.note_rejection("because")  # type: ignore[arg-type]
 
 
 def test_nothing_that_a_client_sends_becomes_a_label(llm: LLM) -> None:
-    metrics = Metrics(llm, "tiny", routes=ROUTES)
+    metrics = Metrics(llm, "tiny")
+    for route in ROUTES:
+        metrics.counts.know(route)
     empty = len(Scrape(metrics).samples)
     for number in range(1000):
-        metrics.note_answer(f"GET{number}", f"/v1/\r\n{number}", 600 + number)
+        metrics.counts.note_answer(f"GET{number}", f"/v1/\r\n{number}", 600 + number)
     scrape = Scrape(metrics)
     assert len(scrape.samples) == empty + 1
     assert scrape("http_requests_total", handler="other", method="other", status="other") == 1000
@@ -331,8 +335,10 @@ def test_a_name_of_several_lines_is_one(llm: LLM) -> None:
 
 
 def test_every_metric_of_the_board_is_exported(llm: LLM) -> None:
-    metrics = Metrics(llm, "tiny", routes=ROUTES)
-    metrics.note_answer("GET", ROUTES[0], 200)
+    metrics = Metrics(llm, "tiny")
+    for route in ROUTES:
+        metrics.counts.know(route)
+    metrics.counts.note_answer("GET", ROUTES[0], 200)
     exported = Scrape(metrics).names
     board = json.loads(files("quire.server.metrics").joinpath("grafana.json").read_text("utf-8"))
     expressions = [t["expr"] for panel in board["panels"] for t in panel["targets"]]

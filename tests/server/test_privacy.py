@@ -12,9 +12,9 @@ import pytest
 from quire.config import ServerConfig
 from quire.engine.core import Engine
 from quire.engine.llm import LLM
+from quire.server.endpoints import completions
+from quire.server.endpoints.generation import Generation
 from quire.server.logs import PlaceFormatter
-from quire.server.request_context import RequestContext
-from quire.server.service import Service
 from server.asking import Client, nothing_runs, run
 from server.sockets import Listening, listening, posting
 
@@ -138,8 +138,8 @@ def test_what_fails_is_logged_without_what_was_sent(monkeypatch: pytest.MonkeyPa
                     await fails()
                     yield
 
-                monkeypatch.setattr(RequestContext, "prompt_ids", fails)
-                monkeypatch.setattr(Service, "run", fails_later)
+                monkeypatch.setattr(completions, "prompt_ids", fails)
+                monkeypatch.setattr(Generation, "deltas", fails_later)
                 client = server.client.with_key(KEY)
                 for body in (BRIEF, {**BRIEF, "prompt": [5]}):
                     answer = await client.post("/v1/completions", body)

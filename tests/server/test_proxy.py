@@ -23,7 +23,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.server.listen import open_doors
+from quire.server.listen import open_listeners
 from server.process import Process, body, events, running
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
@@ -47,12 +47,12 @@ def test_a_socket_has_its_mode_from_the_start(
     monkeypatch.setattr(Path, "chmod", chmod)
     before = os.umask(mask)
     try:
-        doors = open_doors(ServerConfig(uds=str(path), uds_mode=mode))
+        listeners = open_listeners(ServerConfig(uds=str(path), uds_mode=mode))
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == int(mode, 8)
     assert at_bind == [int(mode, 8) & ~mask], "it was open to others for a moment"
-    doors.close()
+    listeners.close()
 
 
 @pytest.mark.parametrize("mode", ["", "66", "0o660", "999", "1777"])

@@ -507,7 +507,7 @@ def test_what_is_wrong_is_said(llm: AsyncLLM, fields: dict[str, Any], said: str)
             answer = await anonymous.with_key("alice-key").post("/v1/responses", {**BODY, **fields})
             assert answer.status == 400, answer.body
             assert said in answer.error["message"]
-            assert anonymous.service.gate.num_under_way == 0
+            assert anonymous.service.admission.num_under_way == 0
 
     run(ask())
 
@@ -543,7 +543,7 @@ def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
             whole = await client.post("/v1/responses", BODY)
             assert whole.status == 500
             assert b"secret" not in answer.body + whole.body
-            assert client.service.gate.num_under_way == 0
+            assert client.service.admission.num_under_way == 0
 
     run(ask())
 
@@ -578,7 +578,7 @@ def test_it_goes_on_without_a_connection() -> None:
             assert over["status"] == "incomplete"
             assert over["output"][0]["content"][0]["text"] == expected
             assert over["background"] is True
-            assert client.service.gate.num_under_way == len(client.service.background) == 0
+            assert client.service.admission.num_under_way == len(client.service.background) == 0
             stays = await client.post(f"/v1/responses/{begun['id']}/cancel")
             assert stays.json == over
 
@@ -609,7 +609,7 @@ def test_cancelling_frees_its_memory_at_once() -> None:
                         await asking.responses.delete(name)
                 # What is asked for between two steps comes after the end of what was cancelled.
                 assert (await client.service.llm.usage()).num_sequences == 0
-                assert client.service.gate.num_under_way == len(client.service.background) == 0
+                assert client.service.admission.num_under_way == len(client.service.background) == 0
                 status = (await client.get(f"/v1/responses/{name}")).status
                 assert status == (200 if what == "cancel" else 404)
 
@@ -628,7 +628,7 @@ def test_so_many_and_no_more() -> None:
             refused = await client.post("/v1/responses", {**LONG, "background": True})
             assert (refused.status, refused.error["code"]) == (429, "background_limit")
             assert "retry-after" in refused.headers
-            assert client.service.gate.num_under_way == 2
+            assert client.service.admission.num_under_way == 2
             for each in begun:  # the second perhaps before its first step
                 await client.post(f"/v1/responses/{each['id']}/cancel")
             again = await client.post("/v1/responses", BEHIND)

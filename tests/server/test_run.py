@@ -17,7 +17,7 @@ import pytest
 from quire.cli import main
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.server.listen import open_doors
+from quire.server.listen import open_listeners
 from quire.server.stop import StopSignals
 from server.process import body, events, running
 
@@ -183,20 +183,20 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(
             main()
     assert end.value.code == 1
     err = " ".join(capsys.readouterr().err.split())
-    assert f"port={port} cannot be listened at: something listens there already" in err
+    assert f"port={port} cannot be listened on: another process listens there" in err
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a..b"])
 def test_a_host_that_is_none_names_the_option(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^host="):
-        open_doors(ServerConfig(host=host, port=0))
+        open_listeners(ServerConfig(host=host, port=0))
 
 
 def test_a_name_of_two_addresses_has_one_port() -> None:
-    doors = open_doors(ServerConfig(host="localhost", port=0))
-    assert len({each.getsockname()[1] for each in doors.sockets}) == 1
-    doors.close()
-    assert doors.sockets == []
+    listeners = open_listeners(ServerConfig(host="localhost", port=0))
+    assert len({each.getsockname()[1] for each in listeners.sockets}) == 1
+    listeners.close()
+    assert listeners.sockets == []
 
 
 def test_pieces_of_an_answer_are_not_held_back() -> None:
@@ -208,9 +208,9 @@ def test_pieces_of_an_answer_are_not_held_back() -> None:
             told.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        doors = open_doors(ServerConfig(port=0))
-        async with await asyncio.start_server(met, sock=doors.sockets[0]):
-            host, port = doors.sockets[0].getsockname()
+        listeners = open_listeners(ServerConfig(port=0))
+        async with await asyncio.start_server(met, sock=listeners.sockets[0]):
+            host, port = listeners.sockets[0].getsockname()
             _, writer = await asyncio.open_connection(host, port)
             try:
                 return await told
@@ -224,16 +224,16 @@ def test_a_socket_that_nobody_listens_at_makes_way(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    doors = open_doors(ServerConfig(uds=str(path)))
-    doors.sockets[0].listen()
-    with pytest.raises(ConfigError, match="in use: something listens there already"):
-        open_doors(ServerConfig(uds=str(path)))
+    listeners = open_listeners(ServerConfig(uds=str(path)))
+    listeners.sockets[0].listen()
+    with pytest.raises(ConfigError, match="in use: another process listens on it"):
+        open_listeners(ServerConfig(uds=str(path)))
     assert path.is_socket()
-    doors.close()
+    listeners.close()
     assert not path.exists()
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there, and no socket"):
-        open_doors(ServerConfig(uds=str(path)))
+    with pytest.raises(ConfigError, match="exists and is no socket"):
+        open_listeners(ServerConfig(uds=str(path)))
     assert path.read_text() == "mine"
 
 
@@ -241,7 +241,7 @@ def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cert.pem"
     path.write_text("nothing")
     with pytest.raises(ConfigError, match=r"ssl_certfile=.* is no certificate with its key"):
-        open_doors(ServerConfig(ssl_certfile=str(path), port=0))
+        open_listeners(ServerConfig(ssl_certfile=str(path), port=0))
 
 
 def test_handlers_are_put_back_and_a_first_signal_only_asks() -> None:

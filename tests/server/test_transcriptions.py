@@ -142,7 +142,7 @@ def hearing(
     async def go() -> None:
         async with serving(config, model, max_model_len=None) as client:
             await test(client)
-            assert not client.service.gate.num_under_way
+            assert not client.service.admission.num_under_way
             assert not client.service.bodies.num_bytes
 
     run(go())
@@ -223,14 +223,14 @@ def test_a_long_one_is_cut_where_it_is_quiet(
     monkeypatch.setattr(recordings, "_PIECE", 3_000)  # a window has several
 
     async def test(client: Client) -> None:
-        gate, seen = client.service.gate, []
-        admit = gate.admit
+        admission, seen = client.service.admission, []
+        admit = admission.admit
 
         def admitted(caller: Any, sizes: Any) -> Any:
             seen.append(sizes)
             return admit(caller, sizes)
 
-        monkeypatch.setattr(gate, "admit", admitted)
+        monkeypatch.setattr(admission, "admit", admitted)
         file = packed(samples)
         whole = (await ask(client, file, response_format="verbose_json", prompt="so")).json
         segments = whole["segments"]
@@ -329,7 +329,7 @@ def test_who_leaves_ends_it(folder: Path) -> None:
         for stream in ("false", "true"):
             body, kind = form(packed(sound(1, 20 * WINDOW), "FLAC"), stream=stream)
             call = client.call(AT, body, content_type=kind)
-            while not client.service.gate.num_under_way:
+            while not client.service.admission.num_under_way:
                 await asyncio.sleep(0.001)
             assert client.service.bodies.num_bytes == len(body), "of which it reads on"
             call.leave()

@@ -1,6 +1,7 @@
-"""Anthropic's messages, and the Responses interface's items, as messages that templates know."""
+"""Anthropic's messages and the Responses interface's items, as messages that templates know."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from quire.chat.conversation import ChatInput
@@ -13,26 +14,28 @@ from quire.errors import RequestError
 _CHOICES = (("auto", "auto"), ("any", "required"), ("none", "none"))
 
 
-def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
-    """Of a request to ``/v1/messages`` what concerns the conversation.
+def from_anthropic(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    system: Any = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+) -> ChatInput:
+    """Return the conversation of a request to ``/v1/messages``.
 
     An assistant's message at the end is continued. Raises: RequestError.
     """
-    given = body.get("messages")
-    if not isinstance(given, list | tuple) or not given:
-        raise RequestError("messages must be a list with at least one message")
-    messages: list[Message] = []
-    system = text_of(body.get("system"), "system")
-    if system:
-        messages.append({"role": "system", "content": system})
+    found: list[Message] = []
+    if instructions := text_of(system, "system"):
+        found.append({"role": "system", "content": instructions})
     names: dict[str, str] = {}
-    for index, message in enumerate(given):
-        messages += _messages(message, f"messages[{index}]", names)
-    choice, parallel = _choice(body.get("tool_choice"))
-    continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    for index, message in enumerate(messages):
+        found += _messages(message, f"messages[{index}]", names)
+    choice, parallel = _choice(tool_choice)
+    continues = found[-1]["role"] == "assistant" and not found[-1].get("tool_calls")
     return ChatInput(
-        messages=messages,
-        tools=_tools(body.get("tools")),
+        messages=found,
+        tools=None if tools is None else [*map(_tool, count(), tools)],
         tool_choice=choice,
         parallel_tool_calls=parallel,
         add_generation_prompt=not continues,
@@ -40,10 +43,8 @@ def from_anthropic(body: Mapping[str, Any]) -> ChatInput:
     )
 
 
-def _messages(given: Any, where: str, names: dict[str, str]) -> list[Message]:
-    """``names`` are of the tools called so far, by the call's id."""
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{where} must be an object with a role")
+def _messages(given: Mapping[str, Any], where: str, names: dict[str, str]) -> list[Message]:
+    """Translate one message. ``names``: the tools called so far, by the call's id."""
     role = given.get("role")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}: the role {str(role)[:40]!r} must be user or assistant")
@@ -85,7 +86,7 @@ def _assistant(blocks: Any, where: str, names: dict[str, str]) -> Message:
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
-        elif kind != "redacted_thinking":  # which says nothing to any other model
+        elif kind != "redacted_thinking":  # other models cannot read it
             texts.append(block)
     message: Message = {"role": "assistant", "content": text_of(texts, where) or ""}
     if thoughts:
@@ -102,25 +103,18 @@ def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> Mess
     return tool_message(identity, block.get("content"), f"{where}.content", names)
 
 
-def _tools(given: Any) -> list[dict[str, Any]] | None:
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise RequestError("tools must be a list")
-    tools = []
-    for index, tool in enumerate(given):
-        if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
-            raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        function |= {
-            key: tool[key] for key in ("description", "strict") if tool.get(key) is not None
-        }
-        tools.append({"type": "function", "function": function})
-    return tools
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(f"tools[{index}] must be a tool with a name and an input_schema")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
 
 
 def _choice(given: Any) -> tuple[Any, bool | None]:
-    """``tool_choice`` in OpenAI's words, and whether several calls may come, if it says that."""
+    """Return ``tool_choice`` in OpenAI's words, and whether several calls may come,
+    if it says so.
+    """
     if given is None:
         return None, None
     kind = given.get("type") if isinstance(given, Mapping) else None
@@ -136,39 +130,38 @@ def _choice(given: Any) -> tuple[Any, bool | None]:
 
 # -- items of the Responses interface --------------------------------------------------------------
 
-# Items of the Responses interface as the plain messages that templates know.
-#
-# What is one message here may be several items there: reasoning, calls and text of an assistant.
 
+def from_responses(
+    items: Sequence[Mapping[str, Any]],
+    *,
+    instructions: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool | None = None,
+) -> ChatInput:
+    """Return the conversation of a request to ``/v1/responses``.
 
-def from_responses(body: Mapping[str, Any]) -> ChatInput:
-    """Of a request to ``/v1/responses`` what concerns the conversation. Raises: RequestError."""
+    One message here may be several items there: an assistant's reasoning, calls and text.
+
+    Raises: RequestError.
+    """
     messages: list[Message] = []
-    instructions = body.get("instructions")
     if instructions is not None:
-        if not isinstance(instructions, str):
-            raise RequestError("instructions must be a string")
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, list | tuple) and given:
-        names: dict[str, str] = {}
-        for index, item in enumerate(given):
-            _add(messages, item, f"input[{index}]", names)
-    else:
-        raise RequestError("input must be a string, or a list with at least one item")
+    names: dict[str, str] = {}
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]", names)
     return ChatInput(
         messages=messages,
-        tools=_function_tools(body.get("tools")),
-        tool_choice=body.get("tool_choice"),
-        parallel_tool_calls=body.get("parallel_tool_calls"),
+        tools=None if tools is None else [*map(_function_tool, tools)],
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
     )
 
 
-def _add(messages: list[Message], item: Any, where: str, names: dict[str, str]) -> None:
-    if not isinstance(item, Mapping):
-        raise RequestError(f"{where} must be an object")
+def _add(
+    messages: list[Message], item: Mapping[str, Any], where: str, names: dict[str, str]
+) -> None:
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -195,7 +188,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -
         raise RequestError(f"{where} has no content")
     last = messages[-1] if messages else {}
     is_rest = last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last
-    if role == "assistant" and is_rest:  # of a message whose reasoning was an item of its own
+    if role == "assistant" and is_rest:  # its reasoning was an item of its own
         last["content"] = content
     else:
         messages.append({"role": role, "content": content})
@@ -216,7 +209,7 @@ def _add_call(
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> Message:
-    """The text of it, or its summary."""
+    """Return the reasoning's text, or its summary."""
     for field in ("content", "summary"):
         parts = item.get(field)
         if isinstance(parts, list | tuple) and parts:
@@ -227,17 +220,8 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Message:
     return {}
 
 
-def _function_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Theirs have the function's fields beside the type; other types are refused further on."""
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise RequestError("tools must be a list")
-    tools = []
-    for tool in given:
-        if isinstance(tool, Mapping) and tool.get("type") == "function" and "function" not in tool:
-            fields = {key: value for key, value in tool.items() if key != "type"}
-            tools.append({"type": "function", "function": fields})
-        else:
-            tools.append(tool)
-    return tools
+def _function_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put a function's fields into an object of their own. Other types are refused later."""
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}

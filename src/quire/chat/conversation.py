@@ -1,6 +1,6 @@
 """One model's conversations: requests become prompts, and generated text becomes an answer.
 
-What all three interfaces (chat completions, responses, messages) need of this room.
+All three interfaces (chat completions, responses, messages) use this module.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,12 +26,14 @@ from quire.sampling_params import Reasoning, StructuredOutputsParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """What a client asks for, in OpenAI's words; nothing of it has been checked yet."""
+    """A client's request in OpenAI's words. Nothing of it has been checked yet."""
 
     messages: Iterable[Any]
     tools: Iterable[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None  # one where a call is required, any number elsewhere
+    parallel_tool_calls: bool | None = (
+        None  # None: one call where a call is required, else any number
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -40,14 +42,13 @@ class ChatInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A request as the engine takes it, and what is needed to read the answer.
+    """A prompt for the engine, and what is needed to read the answer.
 
-    ``structured_outputs`` is the form that ``tool_choice`` asks for; None where it asks for none.
-    ``reasoning`` may come before a text of any form, that one or another; None where none may.
-    ``skip_special_tokens`` is for the sampling parameters: False where marks of tool calls or
-    reasoning are special tokens, which a text would otherwise lack. ``stop`` ends an answer besides
-    what the client asks for: models without a token for that name strings, as
-    ``chat_stop_strings`` in tokenizer_config.json.
+    ``structured_outputs`` is the form that ``tool_choice`` prescribes, or None. ``reasoning`` may
+    come before a text of any form; None where none may. ``skip_special_tokens`` is for the sampling
+    parameters: False where marks of tool calls or reasoning are special tokens, which the text
+    would otherwise lack. ``stop`` ends an answer besides the client's own stop strings: models
+    without an end token name some, as ``chat_stop_strings`` in tokenizer_config.json.
     """
 
     text: str
@@ -64,11 +65,12 @@ class ChatPrompt:
 
 @final
 class Chat:
-    """Any thread may use it. ``texts`` are the tokenizer's, with a bound where there is one.
+    """The conversations of one model. Any thread may use it.
 
-    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": as the template's
-    text tells; calls, which are read without a name too, also as the model's type does.
-    Raises: ConfigError for a template or a name that cannot be.
+    ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": the template's
+    text decides. Without a name calls are read all the same, by the template or the model's type.
+
+    Raises: ConfigError for a template that cannot be compiled, or a name that no parser has.
     """
 
     def __init__(
@@ -95,9 +97,8 @@ class Chat:
             self._stop += self._tools.stop
 
     def prompt(self, request: ChatInput) -> ChatPrompt:
-        """The request, checked and written down. It may take as long as a template may.
-
-        Raises: RequestError naming what is wrong.
+        """Check a request and write its prompt. It may take as long as a template may. Raises:
+        RequestError naming what is wrong.
         """
         given, tools = allowed(request.tool_choice, checked_tools(request.tools))
         choice = checked_choice(given, tools)
@@ -109,7 +110,7 @@ class Chat:
             )
         parallel = request.parallel_tool_calls
         if parallel is None:
-            # A grammar for any number of calls lets a small model go on until its tokens end.
+            # A grammar for any number of calls lets a small model call until its tokens end.
             parallel = choice.kind != "required"
         form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
@@ -124,7 +125,7 @@ class Chat:
         marks, continues = self._reasoning, request.continue_final_message
         return ChatPrompt(
             text=text,
-            # No second beginning of sequence: where one is wanted, the template wrote it.
+            # Where the model wants a beginning of sequence, the template wrote it.
             token_ids=tuple(
                 self._texts.encode(text, add_special_tokens=request.add_special_tokens)
             ),
@@ -141,7 +142,7 @@ class Chat:
         )
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
-        """For one continuation of a prompt; each of several has a reader of its own."""
+        """Return a reader for one continuation of a prompt."""
         tools = self._tools
         reads_all = tools is not None and tools.is_all and not prompt.choice.is_forced
         return Reader(
@@ -155,7 +156,7 @@ class Chat:
         marks = (*self._tools.opens, *self._tools.marks) if self._tools else ()
         marks += self._reasoning.marks if self._reasoning else ()
         special = set(getattr(self._tokenizer, "all_special_tokens", None) or ())
-        # Most tokenizers have more than they give a role to, and leave all of them out.
+        # Most tokenizers have special tokens without a role, and skip all of them.
         added = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
         special |= {str(token) for token in added.values() if token.special}
         return any(mark in special for mark in marks)
@@ -164,7 +165,9 @@ class Chat:
 def _formats(
     tool_call_parser: str | None, reasoning_parser: str | None, template: str, model_type: str
 ) -> tuple[ToolFormat | None, ReasoningFormat | None]:
-    """Those of the names, or found. Of Harmony's two names one is enough. Raises: ConfigError."""
+    """Return the formats of the names, or those found. One of Harmony's two names is enough.
+    Raises: ConfigError.
+    """
     tools = tool_format(tool_call_parser, template, model_type)
     reasoning = reasoning_format(reasoning_parser, template)
     harmony = TOOL_FORMATS["openai"], REASONING["openai_gptoss"]
@@ -182,9 +185,9 @@ def _formats(
 
 @final
 class Reader:
-    """Reads one answer as it is generated.
+    """Reads one answer while it is generated.
 
-    What it finds does not depend on how the text was cut into pieces, but for where a piece of
+    The result does not depend on how the text was cut into pieces, except where a piece of
     reasoning, content or arguments ends.
     """
 
@@ -197,48 +200,49 @@ class Reader:
         make_id: Callable[[], str],
     ) -> None:
         self._prompt, self._tools, self._reasoning = prompt, tools, reasoning
-        self._tape, self._out = IncrementalLexer(), Events(make_id)
-        self._tape.add(prompt.begun)
+        self._lexer, self._out = IncrementalLexer(), Events(make_id)
+        self._lexer.add(prompt.begun)
         self._num_calls, self._is_full = 0, False
         self._reading: Reading[None] | None = self._read()
         self._go_on()
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether it tells reasoning from the rest."""
+        """Return whether it tells reasoning from the rest."""
         return self._reasoning is not None or (self._tools is not None and self._tools.is_all)
 
     @property
     def is_full(self) -> bool:
-        """The one call that ``parallel_tool_calls=False`` allows has come: generation may end."""
+        """Return whether the one call that ``parallel_tool_calls=False`` allows has come."""
         return self._is_full
 
     @property
     def num_calls(self) -> int:
-        """Complete ones; the reason to finish is "tool_calls" where there is one."""
+        """Return the number of complete calls. With one, the finish reason is "tool_calls"."""
         return self._num_calls
 
     def feed(self, text: str) -> list[Event]:
-        """What more text turns out to be. Some of it may be held until it is clear."""
-        self._tape.add(text)
+        """Return the events of more text. Text whose meaning is not clear yet is held back."""
+        self._lexer.add(text)
         self._go_on()
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """What is left when no more text comes. ``cut``: though the model had not come to an end.
+        """Return the last events. ``cut``: the model had not come to an end.
 
-        Of a call that is cut its beginning stays; of one that the model left as it is, the text.
+        Of a call that is cut its beginning stays; of a call that the model left unfinished, the
+        text.
         """
-        self._tape.end(cut=cut)
+        self._lexer.end(cut=cut)
         self._go_on()
         return self._taken()
 
     def read(self, text: str, *, cut: bool = False) -> Reply:
-        """All of an answer at once."""
+        """Read a whole answer at once."""
         return reply([*self.feed(text), *self.finish(cut=cut)])
 
     def _taken(self) -> list[Event]:
-        """What has been found; after the only call that there may be, nothing more."""
+        """Return what has been found; after the only call that is allowed, nothing more."""
         taken: list[Event] = []
         for event in self._out.take():
             if self._is_full:
@@ -257,15 +261,15 @@ class Reader:
                 self._reading = None
 
     def _read(self) -> Reading[None]:
-        prompt, tape, out = self._prompt, self._tape, self._out
+        prompt, lexer, out = self._prompt, self._lexer, self._out
         if self._reasoning is not None:
-            yield from self._reasoning.read(tape, out)
+            yield from self._reasoning.read(lexer, out)
         if prompt.choice.kind == "named":
-            yield from arguments_of(prompt.choice.name, tape, out)
+            yield from arguments_of(prompt.choice.name, lexer, out)
         elif prompt.choice.kind == "required":
-            yield from required(tape, out)
+            yield from required(lexer, out)
         elif self._tools is not None:
-            yield from self._tools.read(tape, out, prompt.tools)
+            yield from self._tools.read(lexer, out, prompt.tools)
         else:
-            yield from tape.upto(put=out.content)
+            yield from lexer.upto(put=out.content)
         out.end_of_content()

@@ -1,8 +1,8 @@
-"""Harmony, the format of gpt-oss: messages with a channel, of which calls are some.
+"""Harmony, the format of gpt-oss: messages with a channel, some of which are calls.
 
 ``<|start|>assistant<|channel|>analysis<|message|>…<|end|>`` is reasoning, the channel ``final`` has
-the answer, and ``commentary`` what is said before calls, and they: ``to=functions.NAME``, whichever
-part of the header that is in. The prompt has begun the first header.
+the answer, and ``commentary`` has text before calls, and the calls themselves:
+``to=functions.NAME``, in whichever part of the header. The prompt has begun the first header.
 Source: the format's description in openai/harmony, and gpt-oss' template.
 """
 
@@ -24,84 +24,84 @@ _MOST_OF_A_HEADER = 512  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What stands before a message: empty where the header does not say."""
+    """What precedes a message: empty where the header says nothing."""
 
     channel: str = ""
     recipient: str = ""
 
     @property
     def is_answer(self) -> bool:
-        """Otherwise it is for the model itself, or for a tool of its own such as a browser."""
+        """Return whether the message is for the user, not for the model or one of its tools."""
         return not self.recipient and self.channel in ("", "final", "commentary")
 
     def function(self, tools: Mapping[str, Tool]) -> str:
-        """The tool of the request that it calls; empty if it calls none."""
+        """Return the request's tool that the message calls; empty if it calls none."""
         is_function = self.recipient.startswith(_FUNCTIONS) and bool(tools)
         name = self.recipient.removeprefix(_FUNCTIONS)
         return name if is_function or name in tools else ""
 
 
-def read(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """All of a text. Messages of one kind are put together with line ends between them."""
-    messages = _Messages(tape, out)
-    while (yield from tape.peek()):
-        header = yield from _header(tape)
+def read(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Read all of a text. Messages of one kind are joined with line ends."""
+    messages = _Messages(lexer, out)
+    while (yield from lexer.peek()):
+        header = yield from _header(lexer)
         if isinstance(header, str):
             yield from messages.read(is_answer=True, begun=header)
         elif name := header.function(tools):
-            yield from _call(tape, out, name)
+            yield from _call(lexer, out, name)
         else:
             yield from messages.read(is_answer=header.is_answer)
 
 
-def read_thoughts(tape: IncrementalLexer, out: Events) -> Reading[None]:
-    """The messages of reasoning, and the header of the one behind them."""
-    messages = _Messages(tape, out)
-    while (yield from tape.peek()):
-        header = yield from _header(tape)
+def read_thoughts(lexer: IncrementalLexer, out: Events) -> Reading[None]:
+    """Read the messages of reasoning, and the header of the next message."""
+    messages = _Messages(lexer, out)
+    while (yield from lexer.peek()):
+        header = yield from _header(lexer)
         if isinstance(header, str) or header.is_answer or header.recipient:
             return
         yield from messages.read(is_answer=False)
 
 
 class _Messages:
-    def __init__(self, tape: IncrementalLexer, out: Events) -> None:
-        self._tape, self._out = tape, out
+    def __init__(self, lexer: IncrementalLexer, out: Events) -> None:
+        self._lexer, self._out = lexer, out
         self._have_come: set[bool] = set()
 
     def read(self, *, is_answer: bool, begun: str = "") -> Reading[None]:
         """A message's text, up to a mark."""
-        is_mark = yield from self._tape.starts(*_MARKS)
-        if not begun and (is_mark or not (yield from self._tape.peek())):
+        is_mark = yield from self._lexer.starts(*_MARKS)
+        if not begun and (is_mark or not (yield from self._lexer.peek())):
             return
         put = self._out.content if is_answer else self._out.reasoning
         put(("\n" if is_answer in self._have_come else "") + begun)
         self._have_come.add(is_answer)
-        yield from self._tape.upto(*_MARKS, put=put)
+        yield from self._lexer.upto(*_MARKS, put=put)
         (self._out.end_of_content if is_answer else self._out.end_of_reasoning)()
 
 
-def _header(tape: IncrementalLexer) -> Reading[Header | str]:
-    """That of the next message, with its marks; or where there is none, what is of a text.
+def _header(lexer: IncrementalLexer) -> Reading[Header | str]:
+    """Read the next message's header with its marks; or return the text where there is none.
 
-    A header that ends without a message is left out, and what is too long for one is a text.
+    A header that ends without a message is dropped. One that is too long is text.
     """
     parts: dict[str, str] = {}
     part, length, is_begun = "", 0, False
     while True:
         if not is_begun:
-            yield from tape.blanks()
-        mark = yield from tape.starts(*_MARKS)
+            yield from lexer.blanks()
+        mark = yield from lexer.starts(*_MARKS)
         if mark is None:
-            is_text = not is_begun and not (yield from tape.starts("to="))
-            if is_text or not (yield from tape.peek()):
+            is_text = not is_begun and not (yield from lexer.starts("to="))
+            if is_text or not (yield from lexer.peek()):
                 return ""
             if length == _MOST_OF_A_HEADER:
                 return parts.get(part, "")
-            parts[part] = parts.get(part, "") + tape.take(1)
+            parts[part] = parts.get(part, "") + lexer.take(1)
             length, is_begun = length + 1, True
             continue
-        tape.take(len(mark))
+        lexer.take(len(mark))
         if mark == MESSAGE:
             words = f"{parts.get('', '')} {parts.get(CHANNEL, '')}".split()
             to = (word.removeprefix("to=") for word in words if word.startswith("to="))
@@ -109,12 +109,12 @@ def _header(tape: IncrementalLexer) -> Reading[Header | str]:
             return Header(channel=channel[0] if channel else "", recipient=next(to, ""))
         if mark in (CHANNEL, CONSTRAIN):
             part, is_begun = mark, True
-        else:  # another one begins, or can begin
+        else:  # another message begins, or can begin
             parts, part, length, is_begun = {}, "", 0, mark == START
 
 
-def _call(tape: IncrementalLexer, out: Events, name: str) -> Reading[None]:
-    """A message with arguments: JSON, or nothing. A mark ends it, even within a string."""
+def _call(lexer: IncrementalLexer, out: Events, name: str) -> Reading[None]:
+    """Read a message with arguments: JSON, or nothing. A mark ends it, even within a string."""
     body = IncrementalLexer()
     body.record()
     reading = _arguments(body, out, name)
@@ -127,8 +127,8 @@ def _call(tape: IncrementalLexer, out: Events, name: str) -> Reading[None]:
             is_over = next(reading, True) is True
 
     try:
-        mark = yield from tape.upto(*_MARKS, put=more, must_come=True)
-        body.end(cut=mark is None and tape.breaks_off)
+        mark = yield from lexer.upto(*_MARKS, put=more, must_come=True)
+        body.end(cut=mark is None and lexer.breaks_off)
         more("")
     except Broken:
         if body.breaks_off:
@@ -136,9 +136,9 @@ def _call(tape: IncrementalLexer, out: Events, name: str) -> Reading[None]:
         else:
             body.rest()
             out.give_up(body.recorded())
-    if tape.breaks_off:
-        tape.drop()
-    yield from tape.upto(*_MARKS, put=out.content)
+    if lexer.breaks_off:
+        lexer.drop()
+    yield from lexer.upto(*_MARKS, put=out.content)
 
 
 def _arguments(body: IncrementalLexer, out: Events, name: str) -> Reading[None]:

@@ -1,7 +1,7 @@
-"""Reading a text that comes in pieces as though all of it were there.
+"""An incremental lexer: it reads a text that comes in pieces as if all of it were there.
 
-A reader is a generator that yields where it needs more text. What it makes of a text cannot depend
-on how that was cut, as long as it decides by what it asked for and never by what has come so far.
+A reader is a generator that yields where it needs more text. Its result cannot depend on how the
+text was cut, as long as it decides by what it asked for and never by what has come so far.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar, final
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-Put: TypeAlias = Callable[[str], None]  # what becomes of text that is read
+Put: TypeAlias = Callable[[str], None]  # receives the text that is read
 
 BLANKS = " \t\r\n"
 MAX_DEPTH = 64
@@ -23,7 +23,7 @@ _WORDS = ("true", "false", "null")
 
 
 class Broken(Exception):
-    """The text is not of the form that its beginning promised, or ends within it."""
+    """The text breaks the form that its beginning promised, or ends within it."""
 
 
 @final
@@ -39,33 +39,34 @@ class IncrementalLexer:
         self._taken: list[str] | None = None
 
     def add(self, text: str) -> None:
+        """Append text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def end(self, *, cut: bool = False) -> None:
-        """No more comes. ``cut``: though its writer had not come to an end."""
+        """Note that no more text comes. ``cut``: its writer had not come to an end."""
         self._ended, self._was_cut = True, cut
 
     @property
     def breaks_off(self) -> bool:
-        """Whether it was cut, and a reader has asked for more: what is Broken is so by that."""
+        """Return whether a reader has asked for more of a text that was cut."""
         return self._was_cut and self._ran_out
 
     def drop(self) -> None:
-        """Forget all that has not been taken."""
+        """Forget all text that has not been taken."""
         self._at = len(self._text)
 
     def record(self) -> None:
-        """Remember what is taken from now on."""
+        """Remember the text that is taken from now on."""
         self._taken = []
 
     def recorded(self) -> str:
-        """What was taken since; it is forgotten with that."""
+        """Return the text that was taken since ``record``, and forget it."""
         taken, self._taken = "".join(self._taken or ()), None
         return taken
 
     def take(self, count: int) -> str:
-        """The next characters, which must have been seen."""
+        """Take the next characters, which must have been seen."""
         taken = self._text[self._at : self._at + count]
         self._at += len(taken)
         if self._taken is not None:
@@ -73,11 +74,11 @@ class IncrementalLexer:
         return taken
 
     def rest(self) -> str:
-        """All that has come and has not been taken."""
+        """Take all text that has come."""
         return self.take(len(self._text) - self._at)
 
     def peek(self, count: int = 1) -> Reading[str]:
-        """The next characters, fewer at the end."""
+        """Return the next characters, fewer at the end."""
         while len(self._text) - self._at < count:
             if self._ended:
                 self._ran_out = True
@@ -86,7 +87,7 @@ class IncrementalLexer:
         return self._text[self._at : self._at + count]
 
     def starts(self, *marks: str) -> Reading[str | None]:
-        """Which of these comes next, none of which may begin with another."""
+        """Return which of the marks comes next. No mark may begin with another."""
         while True:
             for mark in marks:
                 if self._text.startswith(mark, self._at):
@@ -100,19 +101,19 @@ class IncrementalLexer:
             yield
 
     def skip(self, mark: str) -> Reading[bool]:
-        """Take it if it comes next."""
+        """Take a mark if it comes next; return whether it did."""
         if (yield from self.starts(mark)) is None:
             return False
         self.take(len(mark))
         return True
 
     def comes(self, mark: str) -> Reading[bool]:
-        """Take blanks, and this behind them if it comes."""
+        """Take blanks, and the mark behind them if it comes; return whether it did."""
         yield from self.blanks()
         return (yield from self.skip(mark))
 
     def expect(self, mark: str) -> Reading[None]:
-        """Raises: Broken."""
+        """Take a mark that must come next. Raises: Broken."""
         if not (yield from self.skip(mark)):
             raise Broken
 
@@ -124,14 +125,14 @@ class IncrementalLexer:
         return "".join(taken)
 
     def upto(self, *marks: str, put: Put, must_come: bool = False) -> Reading[str | None]:
-        """Put all that comes before the first of these, which is left; None at the end.
+        """Put all text before the first of the marks; return the mark, which is left, or None.
 
         ``must_come``: at the end of a text that was cut, what may begin a mark is not put.
         """
         while True:
             start = self._at
             place, found = self._first(marks)
-            # Of two marks the earlier one counts, and that may only just have begun to come.
+            # The earlier of two marks counts, and it may only have begun to come.
             may_begin = not self._ended or (must_come and self._was_cut)
             sure = len(self._text) - (self._overhang(marks) if may_begin else 0)
             if found is not None and (place <= sure):
@@ -146,9 +147,9 @@ class IncrementalLexer:
             yield
 
     def _first(self, marks: tuple[str, ...]) -> tuple[int, str | None]:
-        """Where the first of these is, and which; -1 and None if none has come.
+        """Find the first of the marks; return -1 and None if none has come.
 
-        One that is far behind, or nowhere, is not sought to the end for every other that is near.
+        It doubles its range, so that a mark far away is not searched for at each one nearby.
         """
         begin, size, longest = self._at, 256, max(map(len, marks), default=0)
         while begin < len(self._text):
@@ -161,7 +162,7 @@ class IncrementalLexer:
         return -1, None
 
     def _overhang(self, marks: tuple[str, ...]) -> int:
-        """Characters at the end that one of the marks may begin with."""
+        """Return how many characters at the end may begin a mark."""
         longest = 0
         for mark in marks:
             for length in range(min(len(mark) - 1, len(self._text) - self._at), longest, -1):
@@ -171,14 +172,14 @@ class IncrementalLexer:
         return longest
 
     def text_upto(self, *marks: str) -> Reading[str]:
-        """All that comes before the first of these. Raises: Broken if none comes."""
+        """Return all text before the first of the marks. Raises: Broken if none comes."""
         pieces: list[str] = []
         if (yield from self.upto(*marks, put=pieces.append)) is None:
             raise Broken
         return "".join(pieces)
 
     def name(self, *marks: str) -> Reading[str]:
-        """What comes before the first of these, in one line. Raises: Broken if that is no name."""
+        """Return a name before the first of the marks, in one line. Raises: Broken."""
         name = ""
         while not (yield from self.starts(*marks)):
             if len(name) == _MAX_NAME or not (yield from self.peek()):
@@ -192,7 +193,7 @@ class IncrementalLexer:
     # -- JSON --------------------------------------------------------------------------------------
 
     def value(self, put: Put, depth: int = MAX_DEPTH) -> Reading[None]:
-        """Put a JSON value as it is written, as it comes. Raises: Broken."""
+        """Put a JSON value as it is written, while it comes. Raises: Broken."""
         first = yield from self.peek()
         if first == "{":
             yield from self._several("}", put, depth, keys=True)
@@ -209,19 +210,19 @@ class IncrementalLexer:
             put(self.take(len(word)))
 
     def text_value(self) -> Reading[str]:
-        """A JSON value as it is written. Raises: Broken."""
+        """Return a JSON value as it is written. Raises: Broken."""
         pieces: list[str] = []
         yield from self.value(pieces.append)
         return "".join(pieces)
 
     def string(self) -> Reading[str]:
-        """What a JSON string says. Raises: Broken."""
+        """Return the content of a JSON string. Raises: Broken."""
         if (yield from self.peek()) != '"':
             raise Broken
         return str(json.loads((yield from self.text_value())))
 
     def _several(self, closing: str, put: Put, depth: int, *, keys: bool) -> Reading[None]:
-        """The members of an object or an array, with both brackets."""
+        """Put the members of an object or an array, with both brackets."""
         if depth == 0:
             raise Broken
         put(self.take(1))
@@ -249,7 +250,9 @@ class IncrementalLexer:
             put((yield from self.blanks()))
 
     def _string(self, put: Put) -> Reading[None]:
-        """With both quotes. A line end in it, which models write and JSON forbids, is mended."""
+        """Put a string with its quotes. Line ends, which models write and JSON forbids, are
+        escaped.
+        """
         put(self.take(1))
         while True:
             first = yield from self.peek()
@@ -273,7 +276,7 @@ class IncrementalLexer:
                 put(json.dumps(self.take(1))[1:-1])
 
     def _number(self, put: Put) -> Reading[None]:
-        """It is put when it is complete."""
+        """Put a number when it is complete."""
         length = 0
         while True:
             seen = yield from self.peek(length + 1)

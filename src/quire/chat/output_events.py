@@ -1,4 +1,4 @@
-"""What generated text turns out to be, piece by piece: reasoning, content, tool calls."""
+"""The events of generated text, piece by piece: reasoning, content, tool calls."""
 
 import secrets
 import string
@@ -12,21 +12,21 @@ from quire.chat.lexer import BLANKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
-    """More of what the model thinks."""
+    """More of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentDelta:
-    """More of what it says."""
+    """More of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted:
-    """It calls a tool; the arguments follow."""
+    """A tool call begins; its arguments follow."""
 
     index: int  # among the calls of one answer
     id: str
@@ -43,21 +43,21 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnded:
-    """Its arguments are complete: a JSON object."""
+    """A call's arguments are complete: a JSON object."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCut:
-    """The answer ends within its arguments, which are the beginning of a JSON object."""
+    """The answer ends within a call's arguments, which are the beginning of a JSON object."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBroken:
-    """It was none: its arguments are no JSON. ``text`` is all of it, as content."""
+    """The call was none: its arguments are no JSON. ``text`` is all of it, as content."""
 
     index: int
     text: str
@@ -70,7 +70,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCall:
-    """A tool call. Of the last one the arguments may break off, where the answer does."""
+    """A tool call. The last one's arguments may break off where the answer does."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ class Reply:
 
 
 def reply(events: Iterable[Event]) -> Reply:
-    """All events of one answer together. Of a broken call the text remains, as content."""
+    """Collect all events of one answer. A broken call's text becomes content."""
     reasoning: list[str] = []
     content: list[str] = []
     started: dict[int, CallStarted] = {}
@@ -116,18 +116,18 @@ def reply(events: Iterable[Event]) -> Reply:
 
 
 def call_id() -> str:
-    """As OpenAI's look."""
+    """Return an id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """Nine letters and digits, which Mistral's templates insist on."""
+    """Return nine letters and digits, which Mistral's templates insist on."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @final
 class Events:
-    """Where readers put what they find; neighbours of one kind become one event.
+    """Collects what readers find; neighbours of one kind become one event.
 
     Blanks beside a tool call, or around reasoning, belong to the form and not to the text.
     """
@@ -135,14 +135,14 @@ class Events:
     def __init__(self, make_id: Callable[[], str] = call_id) -> None:
         self._make_id = make_id
         self._found: list[Event] = []
-        self._held: list[str] = []  # blanks, until it is known what comes after them
-        self._dropped = ""  # the last that were left out, should the call turn out to be none
-        self._at_edge = False  # blanks that come now are left out
+        self._held: list[str] = []  # blanks whose meaning depends on what follows
+        self._dropped = ""  # the last blanks left out, in case the call is none
+        self._at_edge = False  # the next blanks are left out
         self._open: int | None = None
         self._num_started = 0
 
     def take(self) -> list[Event]:
-        """What has been found since the last time."""
+        """Return the events since the last time."""
         found, self._found = self._found, []
         taken: list[Event] = []
         for _, several in groupby(found, type):
@@ -155,29 +155,32 @@ class Events:
         return taken
 
     def reasoning(self, text: str) -> None:
+        """Add reasoning."""
         if text := self._without_edges(text):
             self._found.append(ReasoningDelta(text=text))
 
     def content(self, text: str) -> None:
+        """Add content."""
         if text := self._without_edges(text):
             self._found.append(ContentDelta(text=text))
 
     def edge(self) -> None:
-        """A mark is here: blanks before and after it are no text."""
+        """Note a mark: blanks before and after it are no text."""
         self._held.clear()
         self._at_edge = True
 
     def end_of_reasoning(self) -> None:
-        """The text ends without a mark: its last blanks count."""
+        """End reasoning without a mark: its last blanks count."""
         if blanks := self._blanks():
             self._found.append(ReasoningDelta(text=blanks))
 
     def end_of_content(self) -> None:
+        """End content without a mark: its last blanks count."""
         if blanks := self._blanks():
             self._found.append(ContentDelta(text=blanks))
 
     def start(self, name: str, given_id: str | None = None) -> None:
-        """A call; its arguments and ``end`` or ``give_up`` follow."""
+        """Begin a call; its arguments and ``end`` or ``give_up`` follow."""
         self._dropped = self._blanks()
         self._open = self._num_started
         self._num_started += 1
@@ -186,27 +189,29 @@ class Events:
 
     @property
     def in_call(self) -> bool:
-        """Whether one has been started, and not ended."""
+        """Return whether a call has begun and not ended."""
         return self._open is not None
 
     def arguments(self, text: str) -> None:
+        """Add to the arguments of the open call."""
         assert self._open is not None, "arguments belong to a call"
         if text:
             self._found.append(ArgumentsDelta(index=self._open, text=text))
 
     def end(self) -> None:
+        """End the open call."""
         assert self._open is not None, "a call has been started"
         self._found.append(CallEnded(index=self._open))
         self._open, self._dropped, self._at_edge = None, "", True
 
     def cut(self) -> None:
-        """The answer ends here. Of a call whose name has not come nothing is left."""
+        """End the answer here. A call whose name has not come leaves nothing."""
         if self._open is not None:
             self._found.append(CallCut(index=self._open))
         self._open, self._dropped, self._at_edge = None, "", True
 
     def give_up(self, source: str) -> None:
-        """What was read is no call: it is content, from where it began."""
+        """Turn what was read back into content, from where the call began."""
         if self._open is None:
             self.content(source)
             return
@@ -225,7 +230,7 @@ class Events:
         return lead + sure
 
     def _blanks(self) -> str:
-        """Those held, which are held no longer."""
+        """Return the blanks that are held, and hold them no longer."""
         blanks = "".join(self._held)
         self._held.clear()
         return blanks

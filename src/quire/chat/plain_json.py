@@ -1,4 +1,4 @@
-"""JSON's own types and nothing else: what a template, a schema or an error message may be given."""
+"""JSON's own types: the only ones that a template, a schema or an error message is given."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ MAX_DEPTH = 64
 
 
 def plain(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """A copy in dicts, lists, strings, numbers, booleans and None.
+    """Return a copy in dicts, lists, strings, numbers, booleans and None.
 
-    A tuple becomes a list. ``where`` is what a message calls the value.
+    A tuple becomes a list. Messages call the value ``where``.
+
     Raises: RequestError for another type, and for what is nested more than ``depth`` deep.
     """
     if value is None or type(value) in (str, int, float, bool):
@@ -32,18 +33,17 @@ def plain(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
 
 
 def check_size(value: Any, where: str, max_bytes: int) -> None:
-    """Raises: RequestError if a plain value is longer than that as JSON."""
+    """Bound the JSON of a plain value. Raises: RequestError above ``max_bytes`` bytes."""
     num_bytes = len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if num_bytes > max_bytes:
         raise RequestError(
-            f"{where}: {format_bytes(num_bytes)} as JSON, and {format_bytes(max_bytes)} is the most"
+            f"{where}: {format_bytes(num_bytes)} as JSON; the limit is {format_bytes(max_bytes)}"
         )
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """A message's content as one text; its parts are joined with line ends, as vLLM does.
-
-    Raises: RequestError naming the part that is no text.
+    """Return a message's content as one text; parts are joined with line ends, as in vLLM. Raises:
+    RequestError naming the part that is no text.
     """
     if content is None or isinstance(content, str):
         return content
@@ -55,9 +55,8 @@ def text_of(content: Any, where: str) -> str | None:
 
 
 def tool_message(identity: str, content: Any, where: str, names: Mapping[str, str]) -> Message:
-    """What a tool gave for a call; ``names``: of the tools, by the calls that are known.
-
-    Raises: RequestError for content that is no text.
+    """Return a tool's result as a message; ``names``: the tools of known calls, by id. Raises:
+    RequestError for content that is no text.
     """
     message: Message = {
         "role": "tool",

@@ -1,7 +1,7 @@
 """Where a model's reasoning ends and its answer begins. The names are vLLM's.
 
-A template may have opened the reasoning in the prompt, or closed it at once; so the prompt's end is
-looked at too. Reasoning that the text ends in is reasoning to the end.
+A template may have opened the reasoning in the prompt, or closed it at once, so the prompt's end
+counts too. Reasoning that does not end is reasoning to the end of the text.
 """
 
 import logging
@@ -34,20 +34,20 @@ class ReasoningFormat:
 
     opens: str
     closes: str
-    assumed: bool = False  # the model reasons though neither it nor the template opens anything
+    assumed: bool = False  # an answer begins with reasoning that no mark opens
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tokens that have to be seen."""
+        """Return the tokens that a reader needs to see."""
         return (self.opens, self.closes)
 
     def begun(self, prompt: str, *, continues: bool = False) -> str:
-        """What of these marks the prompt ends with, as though the model had written it.
+        """Return the mark that the prompt has opened, as if the model had written it.
 
         ``continues``: the prompt ends in the middle of an answer, and maybe of reasoning.
         """
         opened, closed = prompt.rfind(self.opens), prompt.rfind(self.closes)
-        # Of an earlier message both may be there; what counts is what the prompt ends with.
+        # Earlier messages may have both marks; the end of the prompt counts.
         if opened > closed:
             is_open = continues or prompt[opened + len(self.opens) :].strip(BLANKS) == ""
         elif continues and closed >= 0:
@@ -59,45 +59,46 @@ class ReasoningFormat:
     def before_a_form(
         self, prompt: str, *, continues: bool = False, function: str = ""
     ) -> Reasoning | None:
-        """What may come before a text that must have a form; None where the prompt has ended it.
+        """Return what may precede a text that must have a form; None where the prompt has ended it.
 
-        ``function``: the form is that of its arguments.
+        ``function``: the form is that of the arguments of this function.
         """
         is_open = bool(self.begun(prompt, continues=continues))
         if not is_open and (continues or prompt.rstrip(BLANKS).endswith(self.closes)):
             return None
         return Reasoning(opens=self.opens, closes=self.closes, is_open=is_open)
 
-    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
-        """The reasoning, if there is any; what comes after it is left."""
-        blanks = yield from tape.blanks()
-        if not (yield from tape.skip(self.opens)):
+    def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
+        """Read the reasoning, if there is any; leave what follows it."""
+        blanks = yield from lexer.blanks()
+        if not (yield from lexer.skip(self.opens)):
             out.content(blanks)
             return
-        # Some models open it once more where the prompt has done so.
-        yield from tape.blanks()
-        yield from tape.skip(self.opens)
+        # Some models repeat the mark that the prompt ends with.
+        yield from lexer.blanks()
+        yield from lexer.skip(self.opens)
         out.edge()
-        if (yield from tape.upto(self.closes, put=out.reasoning)) is None:
+        if (yield from lexer.upto(self.closes, put=out.reasoning)) is None:
             out.end_of_reasoning()
             return
-        yield from tape.expect(self.closes)
+        yield from lexer.expect(self.closes)
         out.edge()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels(ReasoningFormat):
-    """Harmony's: a message of its own, before one that has a header too."""
+    """Harmony's reasoning: a message of its own, before one that has a header too."""
 
     opens: str = f"{CHANNEL}analysis{MESSAGE}"
     closes: str = f"{END}{START}assistant"
 
     @property
     def marks(self) -> tuple[str, ...]:
+        """Return all marks of the format."""
         return HARMONY.marks
 
     def begun(self, prompt: str, *, continues: bool = False) -> str:
-        """The header that the prompt ends with, or ends behind; empty where it only says who."""
+        """Return the header that the prompt ends with; empty where it only says who speaks."""
         _, start, message = prompt.rpartition(START)
         header, mark, body = message.partition(MESSAGE)
         is_whole = any(end in body for end in (END, CALL, RETURN))
@@ -107,7 +108,7 @@ class Channels(ReasoningFormat):
     def before_a_form(
         self, prompt: str, *, continues: bool = False, function: str = ""
     ) -> Reasoning | None:
-        """With the header that the form stands behind, which a call's arguments have too."""
+        """Return the reasoning, with the header of the form or of a call's arguments behind it."""
         begun = self.begun(prompt)
         is_open = begun.endswith(self.opens)
         if begun and not is_open:
@@ -120,9 +121,9 @@ class Channels(ReasoningFormat):
             lead=f"{CHANNEL}{lead}{MESSAGE}",
         )
 
-    def read(self, tape: IncrementalLexer, out: Events) -> Reading[None]:
-        """The reasoning, and the header of the form behind it."""
-        yield from read_thoughts(tape, out)
+    def read(self, lexer: IncrementalLexer, out: Events) -> Reading[None]:
+        """Read the reasoning, and the header of the form behind it."""
+        yield from read_thoughts(lexer, out)
 
 
 _THINK = ReasoningFormat(opens="<think>", closes="</think>")
@@ -144,7 +145,7 @@ REASONING: Mapping[str, ReasoningFormat] = MappingProxyType(
         ),
     }
 )
-# Of what a template must have in it, for its format to be found there.
+# A mark in the template, and the format that it tells; the first one counts.
 _FOUND_BY = (
     ("<|channel|>analysis", "openai_gptoss"),
     ("<|channel>", "gemma4"),
@@ -155,9 +156,8 @@ _FOUND_BY = (
 
 
 def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
-    """That of a name, or "auto": as the template's text tells. Without a name there is none.
-
-    Raises: ConfigError naming those there are.
+    """Return the format of a name; for "auto", the one that the template's text tells. Raises:
+    ConfigError listing the known names.
     """
     if name is None:
         return None

@@ -1,10 +1,9 @@
-"""Chat templates as Transformers renders them, but for a limited time and to a limited length.
+"""Chat templates as Transformers renders them, but with limits on time and length.
 
-Jinja makes Python of a template, and nothing stops Python from outside. So every loop and macro
-gets a call in front of its body that looks at the clock, as every filter and call does; whatever
-makes much of little, operators, filters and methods of texts, looks at the size first; and all
-that a template writes is counted, into variables too. A template comes with a model's files, which
-others have made.
+Jinja compiles a template to Python, and nothing stops Python from outside. So every loop and macro
+gets a call in front of its body that looks at the clock, as every filter and call does; operators,
+filters and methods that make much of little check the size first; and all that a template writes is
+counted, into variables too. A template comes with a model's files, which others have made.
 """
 
 import json
@@ -30,8 +29,8 @@ from jinja2.visitor import NodeTransformer
 from quire.errors import RequestError
 from quire.units import format_count
 
-_WRITTEN = 64  # times max_chars that all texts on the way to a prompt may have together
-# No chat is written with these, and each makes much of little.
+_WRITTEN = 64  # times max_chars: the limit for all texts on the way to a prompt
+# No chat template needs these, and each makes much of little.
 _NO_FILTERS = ("pprint", "slice", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = frozenset(("expandtabs", "format_map", "to_bytes", "translate"))
 _DIGITS = re.compile(r"[0-9]+")
@@ -40,20 +39,20 @@ _STAR = re.compile(r"%[^%a-zA-Z*]*\*")  # a width that is given beside the value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateLimits:
-    """Of one rendering."""
+    """The limits of one rendering."""
 
     seconds: float = 1.0
     max_chars: int = 8 * 1024 * 1024  # of the prompt, and of any text or list on the way to it
 
 
 class Exhausted(Exception):
-    """A template came to a limit; the message says which."""
+    """A template has reached a limit; the message says which."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja with the names, filters and manners that Transformers gives to templates.
+    """Jinja with the names, filters and conventions that Transformers gives to templates.
 
-    Raises, as a template is made: TemplateSyntaxError.
+    Compiling a template raises: TemplateSyntaxError.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -78,7 +77,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Names
 
     def render(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """Raises: RequestError: a limit, or what the template says against the messages."""
+        """Render a template. Raises: RequestError for a limit, or messages that it rejects."""
         self._spent.deadline, self._spent.num_chars = monotonic() + self.limits.seconds, 0
         pieces, length = [], 0
         try:
@@ -99,18 +98,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def tick(self, num_chars: int) -> None:
-        """Called in front of each body of a loop or macro, of so much text. Raises: Exhausted."""
+        """Count a loop's or macro's body of so many characters. Raises: Exhausted."""
         self._make(num_chars)
 
     def joined(self, *values: Any) -> str:
-        """What ``~`` gives. Raises: Exhausted."""
+        """Return what ``~`` gives. Raises: Exhausted."""
         self._make(sum(map(self._size, values)))
         return "".join(map(str, values))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may read an attribute."""
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or method, after a look at what it would make."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja has a guard around str.format
         name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(text, str | bytes):
@@ -120,6 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, after a look at what it would make. Raises: Exhausted."""
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             self._make(len(left) + len(right))
         elif operator == "*":
@@ -152,8 +154,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # -- limits ------------------------------------------------------------------------------------
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that looks at what it is given first."""
-        place = int(hasattr(function, "jinja_pass_arg"))  # of the value, behind what Jinja passes
+        """Wrap a filter so that it looks at its input first."""
+        place = int(
+            hasattr(function, "jinja_pass_arg")
+        )  # the value's place, behind what Jinja passes
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +173,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _look_at(
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """At what a filter or a method of a text is given. Raises: Exhausted."""
+        """Look at what a filter or a method of a text is given. Raises: Exhausted."""
         self._check(0)
         given = (*args, *kwargs.values())
         most = max((each for each in given if isinstance(each, int)), default=0)
@@ -189,7 +193,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._make(self._size(value) * (1 + most))
 
     def _formatted(self, name: str, text: Any, given: tuple[Any, ...]) -> int:
-        """Characters that a text with places to fill in may become."""
+        """Return how many characters a format string may become."""
         text = text.decode("latin-1") if isinstance(text, bytes) else str(text)
         if name == "format" and "%" not in text:
             specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
@@ -212,7 +216,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._make(length)
 
     def _size(self, value: Any) -> int:
-        """Characters of a value as a text, about. Raises: Exhausted for too many."""
+        """Return about how many characters a value has as text. Raises: Exhausted for too many."""
         if isinstance(value, str | bytes):
             return len(value)
         length, left = 0, [value]
@@ -229,12 +233,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return length
 
     def _written(self, value: Any) -> Any:
-        """What stands in double braces, wherever it is written to."""
+        """Count what stands in double braces, wherever it is written to."""
         self._make(self._size(value))
         return value
 
     def _make(self, length: int) -> None:
-        """So long a text, or list, is to be made now. Raises: Exhausted."""
+        """Count a text or list of this length that is made now. Raises: Exhausted."""
         self._check(length)
         self._spent.num_chars += length
         if self._spent.num_chars > _WRITTEN * self.limits.max_chars:
@@ -244,7 +248,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             )
 
     def _check(self, length: int) -> None:
-        """Raises: Exhausted, by the clock or by the length of one text."""
+        """Check the clock and the length of one text. Raises: Exhausted."""
         if monotonic() > self._spent.deadline:
             raise Exhausted(f"it took longer than {self.limits.seconds:g} s")
         if length > self.limits.max_chars:
@@ -252,14 +256,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Spent(local):
-    """What the rendering of this thread has had."""
+    """What this thread's rendering has used."""
 
     deadline = float("inf")
     num_chars = 0
 
 
 class _Joins(NodeTransformer):
-    """``~`` as a call, so that it can be counted."""
+    """Replaces ``~`` by a call, so that it can be counted."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -268,11 +272,12 @@ class _Joins(NodeTransformer):
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant said, for training. Here it is only text."""
+    """``{% generation %}`` marks an assistant's text for training. Here it is only text."""
 
     tags = frozenset(("generation",))  # type: ignore[assignment]
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return the node for the tag and its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_said")
@@ -293,9 +298,9 @@ class _Dict:
 
 
 class _Names(Namespace):
-    """``namespace`` without names that begin with an underscore, as Transformers has it.
+    """``namespace`` without names that begin with an underscore, as in Transformers.
 
-    ``self`` is among the positional arguments, so that a template may have that name too.
+    ``self`` is among the positional arguments, so that a template may use that name too.
     """
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -322,7 +327,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own writes HTML."""
+    """Write JSON. Jinja's own filter writes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -337,5 +342,5 @@ def _raise_exception(message: Any) -> NoReturn:
 
 
 def syntax_error(error: TemplateSyntaxError) -> str:
-    """Where a template is wrong, in a line."""
+    """Return in one line where a template is wrong."""
     return f"line {error.lineno}: {error.message}"

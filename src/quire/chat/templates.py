@@ -1,7 +1,7 @@
-"""From messages to the text of a prompt, by the operator's template, or else the model's.
+"""From messages to the text of a prompt, by the operator's template or the model's.
 
-It runs for a limited time (``template_sandbox.py``); a client brings none. The text has its
-beginning-of-sequence token where the template writes one, so it is to be tokenized without any.
+A template runs under the limits of ``template_sandbox.py``; a client sends none. The text has its
+beginning-of-sequence token where the template writes one, so the tokenizer adds none.
 """
 
 import json
@@ -19,21 +19,19 @@ from quire.errors import ConfigError, RequestError
 
 # -- messages --------------------------------------------------------------------------------------
 
-# OpenAI's messages as templates want them: plain, their content one text, arguments as objects.
-#
-# Which roles there are, and in what order they may come, is for the template to say.
 
-
-# What a message's reasoning has been called, the name that templates read first.
+# Names of a message's reasoning; templates read the first one first.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def checked_messages(messages: Iterable[Any]) -> list[Message]:
-    """Copies that a template may be given.
+    """Check messages and return copies for a template.
 
-    Content is text or absent, a tool call's arguments are an object, what is null is left out, and
-    reasoning has the names that templates know it by. Other fields stay as they are.
-    Raises: RequestError naming the message and what is wrong with it.
+    Content is text or absent, a tool call's arguments are an object, null fields are left out, and
+    reasoning has the names that templates read. Other fields stay as they are. The template decides
+    which roles there are, and in what order.
+
+    Raises: RequestError naming the message and what is wrong.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestError("messages must be a list of objects with a role")
@@ -63,7 +61,7 @@ def _message(given: Any, where: str) -> Message:
         message["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
-        # Templates that ask for the content of every message are given one.
+        # Some templates ask for the content of every message.
         message.setdefault("content", "")
     elif content is None and role != "assistant":
         raise RequestError(f"{where} has no content")
@@ -76,7 +74,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """A tool call whose arguments, which clients write as text, are an object."""
+    """Return a tool call with its arguments, which clients write as text, as an object."""
     call: Any = plain(given, where)
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -96,7 +94,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
-    """For templates that put a call's arguments into the prompt as they are."""
+    """Turn arguments into text, for templates that write them as they are."""
     return [
         {
             **message,
@@ -118,7 +116,9 @@ def with_arguments_as_text(messages: list[Message]) -> list[Message]:
 
 
 def with_texts_apart(messages: list[Message]) -> list[Message]:
-    """For templates that take no text beside reasoning in a message with calls, as gpt-oss'."""
+    """Split text from calls, for templates that want no text beside reasoning and calls, as
+    gpt-oss'.
+    """
     found: list[Message] = []
     for message in messages:
         if "tool_calls" in message and message.get("content") and "reasoning_content" in message:
@@ -129,7 +129,7 @@ def with_texts_apart(messages: list[Message]) -> list[Message]:
 
 
 def with_parts(messages: list[Message]) -> list[Message]:
-    """For templates that take no text as content, only a list of parts."""
+    """Turn content into a list of parts, for templates that read nothing else."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         for message in messages
@@ -142,7 +142,7 @@ def with_parts(messages: list[Message]) -> list[Message]:
 log = logging.getLogger(__name__)
 
 _MAX_KWARGS_BYTES = 64 * 1024
-# What a request says by other fields, or not at all.
+# Variables that a request sets by other fields, or not at all.
 _RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "conversation", "chat_template", "tokenize", "self"),
@@ -153,7 +153,7 @@ _RESERVED = frozenset(
     )
 )
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
-_CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which are in no text
+_CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which no text has
 _TRIAL = "needle"
 
 
@@ -161,9 +161,10 @@ _TRIAL = "needle"
 class ChatTemplate:
     """A model's way to write a conversation down. Any thread may render.
 
-    ``template`` is the operator's, a file or the text itself; without one it is the tokenizer's,
-    and where that has none either every rendering is refused.
-    Raises: ConfigError: the operator's file cannot be read, or a template is no Jinja.
+    ``template`` is the operator's, a file or the text itself; without one the tokenizer's is used,
+    and where that has none every rendering is refused.
+
+    Raises: ConfigError where the file cannot be read, or a template is no Jinja.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """All the text there is, to look for marks in it; empty without a template."""
+        """Return the text of all templates, to look for marks in it; empty without any."""
         return "\n".join(self._sources.values())
 
     def render(
@@ -197,12 +198,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> str:
-        """The prompt.
+        """Return the prompt.
 
-        It may take as long as the limit says: not for the thread of an event loop. ``kwargs`` are
-        further names for the template.
-        Raises: RequestError: messages or names that cannot be, a template that is missing or
-        stopped, or what the template says against the messages.
+        It may take as long as the limit says, so no event loop may call it. ``kwargs`` are further
+        variables of the template.
+
+        Raises: RequestError for messages or variables that cannot be, a template that is missing or
+        was stopped, and messages that the template rejects.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -237,7 +239,7 @@ class ChatTemplate:
         return text[:end]
 
     def _names(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A client's names beside the special tokens'. Raises: RequestError."""
+        """Return a client's variables and the special tokens. Raises: RequestError."""
         given = plain(kwargs or {}, "chat_template_kwargs")
         if not isinstance(given, dict):
             raise RequestError("chat_template_kwargs must be an object")
@@ -258,7 +260,7 @@ class ChatTemplate:
                 f"the chat template ({name}) is not a Jinja template: {syntax_error(error)}; "
                 "--chat-template takes another one"
             ) from error
-        except Exception as error:  # of Jinja's compiler: too deep, too large a number
+        except Exception as error:  # from Jinja's compiler: nested too deep, too large a number
             raise ConfigError(
                 f"the chat template ({name}) cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -271,7 +273,9 @@ class ChatTemplate:
         return with_parts(messages) if self._wants_parts else messages
 
     def _try_out(self) -> None:
-        """See in which form this template takes content, a call's arguments, and text beside it."""
+        """Find in which form this template takes content, a call's arguments, and text beside a
+        call.
+        """
         message = {"role": "user", "content": _TRIAL}
         self._wants_parts = not self._shows([message]) and self._shows(with_parts([message]))
         function = {"name": "f", "arguments": {"a": _TRIAL}}
@@ -293,7 +297,7 @@ class ChatTemplate:
         )
 
     def _shows(self, messages: list[Message]) -> bool:
-        """Whether the needle is in the prompt."""
+        """Return whether the trial text is in the prompt."""
         variables = {
             **self._special_tokens,
             "messages": messages,
@@ -309,13 +313,13 @@ class ChatTemplate:
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str]:
-    """``bos_token`` and the like, which templates write."""
+    """Return ``bos_token`` and the like, which templates write."""
     given = getattr(tokenizer, "special_tokens_map", None) or {}
     return {name: str(token) for name, token in given.items() if not isinstance(token, list)}
 
 
 def _sources(tokenizer: Any, template: str | Path | None) -> dict[str, str]:
-    """Templates by name; a model may have one for tools beside its default. Raises: ConfigError."""
+    """Return templates by name; a model may have one for tools. Raises: ConfigError."""
     if template is not None:
         return {"default": _read(template)}
     own = getattr(tokenizer, "chat_template", None)
@@ -331,7 +335,7 @@ def _sources(tokenizer: Any, template: str | Path | None) -> dict[str, str]:
 
 
 def _read(template: str | Path) -> str:
-    """A template is told from a file's name by its braces or line ends, as in vLLM."""
+    """Read a template. Braces or line ends tell a text from a file's name, as in vLLM."""
     if isinstance(template, str) and any(sign in template for sign in "{}\n"):
         return template
     try:
@@ -341,7 +345,7 @@ def _read(template: str | Path) -> str:
 
 
 def _open_ended(message: Message) -> Message:
-    """The last message with a mark where the model is to go on."""
+    """Return the last message with a mark where the model is to continue."""
     content = message.get("content")
     if not isinstance(content, str) or message.get("tool_calls"):
         raise RequestError("continue_final_message: the last message has no text to continue")

@@ -1,4 +1,4 @@
-"""Texts as tokens, and tokens as people and programs read them."""
+"""Texts as tokens, and tokens as text and bytes."""
 
 from functools import lru_cache
 from typing import Any, final
@@ -11,18 +11,20 @@ _REPLACEMENT = "\ufffd"
 
 @final
 class TokenTexts:
-    """Of one tokenizer; without one, ids stand for themselves. ``max_model_len`` bounds texts."""
+    """One tokenizer's texts; without a tokenizer, ids stand for themselves.
+
+    ``max_model_len`` bounds the texts that are tokenized.
+    """
 
     def __init__(self, tokenizer: Any, max_model_len: int | None = None) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._byte_of = _bytes_of_characters()
-        self._longest = _longest(tokenizer)  # characters that a token may stand for, with room
+        self._longest = _longest(tokenizer)  # the most characters of a token, with a margin
         self.of = lru_cache(maxsize=65_536)(self._of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Its tokens. It may take a second for each million characters.
-
-        Raises: RequestError; RequestTooLong for what cannot fit, which is not tokenized first.
+        """Return the token ids of a text. It may take a second for each million characters. Raises:
+        RequestError; RequestTooLong for a text that cannot fit, before it is tokenized.
         """
         if self._tokenizer is None:
             raise RequestError(
@@ -45,14 +47,14 @@ class TokenTexts:
         return token_ids
 
     def text_of(self, token_ids: list[int] | tuple[int, ...]) -> str:
-        """Of several, together."""
+        """Return the text of several tokens together."""
         if self._tokenizer is None:
             return " ".join(map(str, token_ids))
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def _of(self, token_id: int) -> tuple[str, bytes]:
-        """Its text, and its bytes: of a part of a character only these say what it is."""
+        """Return a token's text and its bytes: part of a character has no text of its own."""
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
         text = self.text_of([token_id])
@@ -64,7 +66,7 @@ class TokenTexts:
         return text, text.encode(errors="replace")
 
     def _bytes_of(self, piece: str) -> bytes | None:
-        """None for a vocabulary that is written otherwise."""
+        """Return a token's bytes; None for a vocabulary that is written otherwise."""
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
             try:
                 return bytes([int(piece[3:5], 16)])
@@ -76,12 +78,15 @@ class TokenTexts:
 
 
 def _longest(tokenizer: Any) -> int:
-    """Four times what a piece is written with: some vocabularies leave characters out."""
+    """Return four times the longest token's characters: some vocabularies leave characters out."""
     return 4 * max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """What byte-level vocabularies write for each byte (Source: GPT-2's ``bytes_to_unicode``)."""
+    """Return the byte for each character of byte-level vocabularies.
+
+    Source: GPT-2's ``bytes_to_unicode``.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     written = {chr(byte): byte for byte in printable}

@@ -1,5 +1,7 @@
 """The engine over HTTP: OpenAI's and Anthropic's routes, on any ASGI server.
 
-Begin with ``app.py``. A request's way: ``guard`` (who asks, and is there room in the queue),
-``wire`` (what is asked, checked), an endpoint, ``Service.run`` (the engine), and ``wire`` again.
+Begin with ``app.py``, which lists the routes. A request's way: ``connections.py`` cuts the bytes,
+``route_handler.py`` decides who may come in and reads the body, ``wire/body.py`` checks its fields,
+an endpoint asks ``endpoints/generation.py`` for what the engine generates, and ``wire/streams.py``
+sends it.
 """

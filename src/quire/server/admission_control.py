@@ -1,43 +1,36 @@
-"""The queue's bounds: who may join it, and when it is worth asking again.
+"""Admission control: which requests may join the queue, and when it is worth asking again.
 
     429  this key has as many requests under way as one may have
-    503  as many sequences wait as may, or as many tokens, or the server is going down, or sleeps
+    503  the queue is full, or the server is going down, or sleeps
 
-The engine never refuses for want of memory, it lets requests wait; so a wait that is longer than a
-client would sit out is refused here at once, with the time that it would take as ``Retry-After``.
+The engine never refuses a request for lack of memory; it lets requests wait. So a wait that is
+longer than a client would accept is refused here at once, with that time as ``Retry-After``.
 """
 
-import asyncio
 import math
-import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar, final
+from typing import TypeAlias, final
 
 from quire.server.api_keys import Caller
 from quire.server.metrics.family import Rejection
 from quire.server.wire.error_responses import Refused
-from quire.units import format_bytes, format_count
-
-# -- admission control -----------------------------------------------------------------------------
-
+from quire.units import format_count
 
 Clock: TypeAlias = Callable[[], float]
 Size: TypeAlias = tuple[int, int]  # (sequences, tokens) of a prompt
 
 _MOST_WAIT_S = 600
-_NUM_REMEMBERED = 256  # sequences that began, from whose times the pace is taken
+_NUM_REMEMBERED = 256  # the pace is that of the last sequences that began or ended
 _MEMORY_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """None: no bound."""
+    """The bounds of the queue. None is no bound."""
 
     num_queued_reqs: int | None  # continuations that wait: n=4 is four of them
     num_queued_tokens: int | None  # of their prompts
@@ -46,39 +39,40 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """One prompt of a request between the gate and its end."""
+    """One prompt of a request between its admission and its end."""
 
     num_sequences: int
     num_tokens: int
-    begun: set[int] = field(default_factory=set)  # choices that have given a piece
+    begun: set[int] = field(default_factory=set)  # choices that have generated something
 
 
 @final
 class AdmissionControl:
-    """Counts what has been let in. One event loop's own; ``clock`` gives seconds."""
+    """Counts the requests that were let in. It belongs to one event loop; ``clock``
+    gives seconds.
+    """
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
         self.draining = self.sleeping = False
         self.num_under_way = 0  # requests
         self._bounds, self._clock = bounds, clock
-        self._num_at_door = 0  # requests that are prepared, and have been read
+        self._num_prepared = 0  # requests that have been read and are being prepared
         self._num_queued = 0  # sequences
         self._num_queued_tokens = 0
-        self._by_key: Counter[int] = Counter()  # at the door, or under way
+        self._by_key: Counter[int] = Counter()  # being read or prepared, or under way
         self._begun_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._ended_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
 
     @property
     def num_queued(self) -> int:
-        """Sequences of which nothing has come yet."""
+        """Return how many sequences have generated nothing yet."""
         return self._num_queued
 
     @contextmanager
     def arrive(self, caller: Caller) -> Iterator[None]:
-        """Inside the block a request is read and prepared. It counts for its key alone: what has
-        not come yet takes no place of another key.
+        """Count a request for its key while it is read and prepared.
 
-        Raises: Refused.
+        It takes no place of another key, since its body has not come. Raises: Refused.
         """
         self._check(caller)
         self._by_key[caller.number] += 1
@@ -89,22 +83,20 @@ class AdmissionControl:
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Inside the block a request that has been read is prepared, for a place in the queue.
-
-        Raises: Refused.
+        """Count a request that has been read and is being prepared among those that wait. Raises:
+        Refused.
         """
         self._check(None)
-        self._num_at_door += 1
+        self._num_prepared += 1
         try:
             yield
         finally:
-            self._num_at_door -= 1
+            self._num_prepared -= 1
 
     @contextmanager
     def admit(self, caller: Caller, prompts: Sequence[Size]) -> Iterator[list[Permit]]:
-        """A request is under way inside the block, with all of its prompts or not at all.
-
-        Raises: Refused.
+        """Admit a request with all of its prompts, or none, until the block is left. Raises:
+        Refused.
         """
         num_sequences, num_tokens = (sum(sizes) for sizes in zip(*prompts, strict=True))
         reason = self._refuse(caller, self._num_queued) or self._no_room(num_sequences, num_tokens)
@@ -126,13 +118,13 @@ class AdmissionControl:
             self._leave(caller)
 
     def note_piece(self, own: Permit, choice: int) -> None:
-        """Something of a continuation has come: it waits no longer."""
+        """Note that the engine has begun a continuation: it waits no longer."""
         if choice not in own.begun:
             self._begun_s.append(self._clock())
             self._leave_queue(own, choice)
 
     def refused(self, reason: Rejection) -> Refused:
-        """What the client is told."""
+        """Return what the client is told for a reason."""
         bounds, wait_s = self._bounds, self.drain_s()
         if reason == "draining":
             return Refused(503, "the server is going down", code=reason, retry_after_s=5)
@@ -152,10 +144,11 @@ class AdmissionControl:
                 retry_after_s=_whole(self._pace_s(self._ended_s)),
             )
         if reason == "max_num_queued_reqs":
-            what = f"{format_count(self._num_queued + self._num_at_door)} requests wait"
+            what = f"{format_count(self._num_queued + self._num_prepared)} requests wait"
             limit = f"max_num_queued_reqs={bounds.num_queued_reqs}"
         else:
-            what = "as many tokens of prompts wait as may"  # how many is of other keys
+            # How many they are would tell of other keys.
+            what = "as many prompt tokens wait as may wait"
             limit = f"max_num_queued_tokens={bounds.num_queued_tokens}"
         return Refused(
             503,
@@ -165,19 +158,19 @@ class AdmissionControl:
         )
 
     def drain_s(self) -> int:
-        """Seconds until all that wait now have begun, as fast as others lately have."""
-        return _whole((self._num_queued + self._num_at_door) * self._pace_s(self._begun_s))
+        """Return the seconds until all that wait now have begun, at the pace of the last ones."""
+        return _whole((self._num_queued + self._num_prepared) * self._pace_s(self._begun_s))
 
     def _pace_s(self, times: deque[float]) -> float:
-        """Seconds from one to the next, up to now, so that a standstill makes them longer."""
+        """Return the seconds from one to the next, up to now: a standstill makes them longer."""
         now_s = self._clock()
         while times and times[0] < now_s - _MEMORY_S and len(times) > 1:
             times.popleft()
         return (now_s - times[0]) / max(1, len(times) - 1) if times else 1.0
 
     def _check(self, caller: Caller | None) -> None:
-        """Raises: Refused if no request could join the queue now, or none of this key."""
-        reason = self._refuse(caller, self._num_queued + self._num_at_door)
+        """Refuse if no request could join the queue now, or none of this key. Raises: Refused."""
+        reason = self._refuse(caller, self._num_queued + self._num_prepared)
         if reason is not None:
             raise self.refused(reason)
 
@@ -196,7 +189,7 @@ class AdmissionControl:
         return None
 
     def _no_room(self, num_sequences: int, num_tokens: int) -> Rejection | None:
-        """An empty queue takes anything: what is longer than its bounds is not refused for ever."""
+        """Return which bound is passed. An empty queue takes a request of any size."""
         bounds = self._bounds
         if not self._num_queued:
             return None
@@ -230,100 +223,3 @@ def _over(number: int, bound: int | None) -> bool:
 
 def _whole(seconds: float) -> int:
     return min(max(1, math.floor(seconds + 0.5)), _MOST_WAIT_S)
-
-
-# -- fair shares -----------------------------------------------------------------------------------
-
-# What keys share in front of the queue, memory and threads, so that none takes all of it.
-
-
-T = TypeVar("T")
-
-_LONG_BYTES = 2**15  # texts that are apart from others; tokenizers read about 1 MB/s
-_NICENESS = 10  # a tenth of a processor, where the engine asks for all of it
-
-
-@final
-class Bodies:
-    """Counts bytes of bodies, from when they are read until their requests join the queue, or of
-    files until their requests end.
-
-    Of each key there may be as much as is left besides: half of all while it is alone, a third each
-    while there are two, so that none takes what another asks for.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._by_key: Counter[int] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._by_key.total()
-
-    @contextmanager
-    def one(self, caller: Caller) -> Iterator[Callable[[int], None]]:
-        """A body inside the block grows by what is given to this. It raises: Refused (503)."""
-        own = 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal own
-            of_key = self._by_key[caller.number]
-            if of_key + num_bytes > self._most_bytes - self.num_bytes - num_bytes:
-                raise Refused(
-                    503,
-                    f"the requests of this key that are being read have {format_bytes(of_key)} "
-                    f"together: of {format_bytes(self._most_bytes)} (16 times max_request_bytes) a "
-                    "key may have as much as it leaves: try again",
-                    code="bodies_full",
-                    retry_after_s=1,
-                )
-            own += num_bytes
-            self._by_key[caller.number] += num_bytes
-
-        try:
-            yield take
-        finally:
-            self._by_key[caller.number] -= own
-            if not self._by_key[caller.number]:
-                del self._by_key[caller.number]
-
-
-@final
-class TextThreads:
-    """Threads that make prompts of texts and templates: some for long texts, others for the rest.
-
-    A key has half of either at once, and its other texts wait. What has begun is not stopped. Long
-    texts give way to the engine where processors are few: one key's would take its steps' time.
-    Short ones do not, for they would wait longer than they take.
-    """
-
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(4, thread_name_prefix="quire-text")
-        self._long = ThreadPoolExecutor(
-            2, thread_name_prefix="quire-long-text", initializer=_give_way
-        )
-        self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
-
-    async def run(self, work: Callable[[], T], caller: Caller, *, num_bytes: int) -> T:
-        """What ``work`` gives, of about so many bytes of text."""
-        is_long, loop = num_bytes > _LONG_BYTES, asyncio.get_running_loop()
-        half = asyncio.Semaphore(1 if is_long else 2)
-        turn = self._turns.setdefault((caller.number, is_long), half)
-        await turn.acquire()
-        doing = (self._long if is_long else self._short).submit(work)
-
-        def give_back(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(turn.release)
-
-        doing.add_done_callback(give_back)  # a caller that leaves keeps its turn until then
-        return await asyncio.wrap_future(doing)
-
-    def close(self) -> None:
-        self._short.shutdown(wait=False)
-        self._long.shutdown(wait=False)
-
-
-def _give_way() -> None:
-    """On Linux a niceness is a thread's own, and needs no right to become higher."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,7 +1,8 @@
-"""API keys. Each one is a tenant, with a prefix cache of its own; an admin key is more than that.
+"""API keys and web pages: who asks, and what the caller may reach.
 
-Keys are compared by their digests, all of them whatever the first ones say, in time that depends on
-none: neither where two keys differ, nor which one it is, can be read off a clock.
+Each key is a tenant with a prefix cache of its own; an admin key is more than that. A caller's key
+is compared with the digests of all keys, in time that depends on none of them: a clock tells
+neither where two keys differ, nor which one it is.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from quire.server.wire.error_responses import Refused
 # -- keys and tenants ------------------------------------------------------------------------------
 
 
-# What a caller needs: nothing; a key, where the server has any; one that sees what all keys do; an
+# What a route needs: nothing; a key, if the server has any; a key that sees what all keys do; an
 # admin key.
 Access: TypeAlias = Literal["open", "key", "all", "admin"]
 
@@ -27,15 +28,15 @@ _SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: a key's number, from 1; 0 without a key."""
+    """The owner of a key: its number from 1, or 0 without a key."""
 
     number: int
     salt: str
     is_admin: bool = False
-    sees_all: bool = False  # what is of other keys, too; or there are none
+    sees_all: bool = False  # what concerns other keys too
 
     def keys(self, cache_salt: str | None) -> PrefixKeys:
-        """With whom its prefixes may be shared: with none but itself, and less with a salt.
+        """Return with whom its prefixes may be shared: with itself, and less with a salt.
 
         A salt is the caller's secret within its own cache; it cannot reach into another's.
         """
@@ -45,7 +46,7 @@ class Caller:
 
 
 def tenant_of(keys: PrefixKeys) -> str:
-    """The salt of the caller that they are of."""
+    """Return the salt of the caller that owns these prefixes."""
     return keys.salt.partition(":")[0]
 
 
@@ -54,8 +55,8 @@ UNKNOWN = Caller(number=0, salt="")
 
 @final
 class Keys:
-    """The keys that a server knows. An admin key does all that another key does, and it may be one
-    of ``keys`` too.
+    """The keys that a server knows. An admin key does all that another key does, and may be one of
+    ``keys`` too.
 
     Without ``keys`` a caller needs none; without admin keys besides, each caller is administrator.
     """
@@ -78,13 +79,15 @@ class Keys:
         self._without = Caller(number=0, salt="", is_admin=is_open, sees_all=is_open)
 
     def need(self, access: Access) -> bool:
-        """Whether a caller without a key is refused."""
+        """Return whether a caller without a key is refused."""
         if access == "open":
             return False
         return self._has_clients or (access != "key" and self._has_admins)
 
     def caller(self, headers: Mapping[str, str], access: Access = "key") -> Caller:
-        """Raises: Refused (401 without a key that is known, 403 if it does not reach so far)."""
+        """Find the caller of a request. Raises: Refused (401 without a known key, 403 if the key
+        does not reach so far).
+        """
         digest = _digest(_presented(headers).encode(errors="surrogateescape"))
         matches = [compare_digest(digest, known) for known in self._digests]
         found = [caller for caller, matched in zip(self._callers, matches, strict=True) if matched]
@@ -111,7 +114,7 @@ class Keys:
 
 
 def _presented(headers: Mapping[str, str]) -> str:
-    """As OpenAI's clients send a key, or as Anthropic's do."""
+    """Return the key as OpenAI's clients send it, or as Anthropic's do."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -124,17 +127,17 @@ def _digest(data: bytes) -> bytes:
 
 # -- web pages -------------------------------------------------------------------------------------
 
-# Which web pages may ask: a browser carries any page's requests to a server on this machine.
-#
-# A page of another origin is refused, unless ``allowed_origins`` names it: its answer would not be
-# shown to it, but the work would be done. And a server that listens at loopback without keys is
-# only asked by loopback's names: a page whose name was made to point here (DNS rebinding) says
-# another.
-
 
 @final
 class Origins:
-    """``is_private``: there are no keys, and no client is meant to come from elsewhere."""
+    """The web pages that may ask: a browser carries any page's requests to a server on this
+    machine.
+
+    A page of another origin is refused unless ``allowed`` names it: its answer would not be shown
+    to it, but the work would be done. A private server, which has no key and serves this machine
+    alone, only answers to loopback's names: a page whose name was made to point here (DNS
+    rebinding) says another.
+    """
 
     def __init__(self, allowed: Iterable[str], *, is_private: bool) -> None:
         self._allowed = {origin.rstrip("/").lower() for origin in allowed}
@@ -142,13 +145,15 @@ class Origins:
         self._is_private = is_private
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raises: Refused (403) naming the option."""
+        """Refuse a page or a host name that may not ask. Raises: Refused (403)
+        naming the option.
+        """
         host = headers.get("host", "").lower()
         if self._is_private and host not in self._hosts and not _is_loopback(host):
             raise Refused(
                 403,
-                f"this server listens at loopback without a key, and is not asked as "
-                f"{host[:100]!r}: set api_key, or name the origin in allowed_origins",
+                f"this server listens on loopback without a key, and does not answer to the host "
+                f"name {host[:100]!r}: set api_key, or name the origin in allowed_origins",
                 code="unknown_host",
             )
         origin = headers.get("origin", "").lower()
@@ -157,18 +162,18 @@ class Origins:
         if _host(origin) != host:
             raise Refused(
                 403,
-                f"pages of {origin[:100]!r} may not ask: name it in allowed_origins",
+                f"pages of {origin[:100]!r} may not use this server: name it in allowed_origins",
                 code="unknown_origin",
             )
 
 
 def _host(origin: str) -> str:
-    """With the port, if one is said; nothing of what is no origin."""
+    """Return host and port of an origin; nothing if it is no origin."""
     return origin.partition("://")[2]
 
 
 def _is_loopback(host: str) -> bool:
-    """Of a Host header, with or without a port. None at all is HTTP/1.0's way: no browser's."""
+    """Return whether a Host header, with or without a port, is loopback's. HTTP/1.0 has none."""
     try:
         return not host or is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:

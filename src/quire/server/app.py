@@ -1,6 +1,6 @@
 """The server as an ASGI app: every route, and who may use it.
 
-What there is beyond a route is in ``route_handler.py``.
+``route_handler.py`` has what all routes have in common.
 """
 
 from collections.abc import AsyncIterator
@@ -50,7 +50,10 @@ _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
-    """All routes over one engine, which stays its owner's; they share ``app.state.service``."""
+    """Return an app with all routes over one engine, which its owner closes.
+
+    All routes share ``app.state.service``.
+    """
     service = Service(llm, config)
 
     @asynccontextmanager
@@ -155,5 +158,5 @@ async def _not_found(request: Request, _: Exception) -> Response:
 async def _not_allowed(request: Request, error: Exception) -> Response:
     method, path = request.method[:20], request.url.path[:200]
     headers = error.headers if isinstance(error, HTTPException) else None  # what is allowed
-    refused = Refused(405, f"{method!r} does nothing at {path!r}")
+    refused = Refused(405, f"{method!r} is not allowed at {path!r}")
     return as_answer(refused, "openai", dict(headers or {}))

@@ -1,7 +1,7 @@
-"""A file of sound, read window by window: one channel, at the rate that a model hears.
+"""A sound file, read window by window: one channel, at the rate that the model hears.
 
-The file stays as it came, packed: an hour of it is a few megabytes, and a few hundred as samples.
-libsndfile reads it, and soxr changes its rate, a piece at a time.
+The file stays compressed: an hour is a few megabytes, and a few hundred as samples. libsndfile
+reads it, and soxr changes its rate, a piece at a time.
 """
 
 import io
@@ -19,10 +19,10 @@ MOST_SECONDS = 4 * 3600
 _MOST_CHANNELS = 8
 _LEAST_RATE, _MOST_RATE = 4_000, 192_000  # samples a second
 _UNKNOWN = 2**62  # frames
-_LOUDEST = 1e4  # where 1 is as loud as whole numbers can be
-_PIECE = 2**18  # numbers that are read at once
-_SEARCHED = 15  # a cut is in the last fifteenth of a window, two seconds of thirty …
-_QUIET = 300  # … where a three hundredth of a window, a tenth of a second, is the quietest
+_LOUDEST = 1e4  # 1 is the loudest that integer samples can be
+_PIECE = 2**18  # samples of all channels, read at once
+_SEARCHED = 15  # a cut lies in the last fifteenth of a window, two seconds of thirty …
+_QUIET = 300  # … where a three hundredth of it, a tenth of a second, is the quietest
 
 Samples = NDArray[np.float32]
 
@@ -38,9 +38,9 @@ class AudioWindow:
 
 @final
 class AudioFile:
-    """``rate``: samples a second of its windows, which have up to ``window_samples``.
+    """Reads windows of up to ``window_samples`` samples, at ``rate`` samples a second.
 
-    Raises: Refused for what is no sound, too long, or not read here (400), and where a package of
+    Raises: Refused for what is no sound, too long, or of another kind (400), and where a package of
     the extra is missing (501).
     """
 
@@ -79,11 +79,11 @@ class AudioFile:
 
     @property
     def seconds(self) -> float:
-        """As far as it has been given."""
+        """Return the seconds that its windows have so far."""
         return self._num_given / self._rate
 
     def next(self) -> AudioWindow | None:
-        """The next window; None at the end. Raises: Refused (400)."""
+        """Return the next window; None at the end. Raises: Refused (400)."""
         while len(self._held) <= self._most and not self._is_over:
             self._held = np.concatenate((self._held, self._piece()))
         if not len(self._held):
@@ -102,7 +102,7 @@ class AudioFile:
         except self._error as error:
             raise _bad(f"it breaks off: {error}") from None
         self._is_over = not len(read)
-        if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN is not, either
+        if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN fails this too
             raise _bad("it has samples that are no numbers, or far too loud")
         samples: Samples = read.mean(axis=1)
         if self._resampler is not None:
@@ -110,7 +110,7 @@ class AudioFile:
         return samples
 
     def _quietest(self) -> int:
-        """Where a window ends: in the middle of the quietest moment near its end."""
+        """Return where a window ends: in the middle of the quietest moment near its end."""
         quiet = max(1, self._most // _QUIET)
         first = self._most - max(quiet, self._most // _SEARCHED)
         energy = np.cumsum(np.square(self._held[first : self._most], dtype=np.float64))
@@ -119,8 +119,7 @@ class AudioFile:
 
 
 def _refuse_other_kinds(data: bytes) -> None:
-    """libsndfile knows twenty more kinds, which are seldom met and seldom tested.
-
+    """Refuse the twenty more kinds that libsndfile reads: few clients send them.
     Raises: Refused.
     """
     is_wave = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"

@@ -1,6 +1,6 @@
-"""Where the server listens, by sockets bound before a model is loaded; what it says of itself.
+"""Where the server listens: sockets that are bound before a model is loaded.
 
-A port in use, or a certificate that is none, is said at once and not after minutes of loading.
+So a port in use, or a bad certificate, is reported at once and not after minutes of loading.
 """
 
 import errno
@@ -25,14 +25,14 @@ _OPEN_FILES = 65_536
 
 @dataclass(slots=True)
 class Listeners:
-    """Bound sockets. No client is let in before the server listens at them."""
+    """Bound sockets. They let no client in before the server listens on them."""
 
     config: ServerConfig
     sockets: list[socket.socket] = field(default_factory=list)
 
     @property
     def url(self) -> str:
-        """Where to ask; for a Unix socket its path."""
+        """Return where to ask; for a Unix socket its path."""
         if self.config.uds is not None:
             return f"unix:{self.config.uds}"
         scheme = "http" if self.config.ssl_certfile is None else "https"
@@ -41,7 +41,7 @@ class Listeners:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def close(self) -> None:
-        """Close the sockets, and take a Unix socket's name away."""
+        """Close the sockets and remove a Unix socket's name."""
         for each in self.sockets:
             each.close()
         if self.sockets and self.config.uds is not None:
@@ -50,8 +50,8 @@ class Listeners:
         self.sockets = []
 
 
-def open_doors(config: ServerConfig) -> Listeners:
-    """Sockets for a config. Raises: ConfigError naming the option to change."""
+def open_listeners(config: ServerConfig) -> Listeners:
+    """Bind the sockets of a config. Raises: ConfigError naming the option to change."""
     _check_certificate(config)
     if config.uds is not None:
         return Listeners(config, [_unix_socket(config.uds, int(config.uds_mode, 8))])
@@ -59,9 +59,9 @@ def open_doors(config: ServerConfig) -> Listeners:
 
 
 def allow_open_files() -> None:
-    """As many as the system lets this process have; many shells begin with 1,024 of them.
+    """Raise the limit of open files as far as the system lets; many shells begin with 1,024.
 
-    Each client is one. With none left no client is let in until another leaves or is cut off.
+    Each client is a file. With none left no client is let in until another leaves.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -71,7 +71,7 @@ def allow_open_files() -> None:
 
 
 def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
-    """One for each address that a name stands for, all at the same port."""
+    """Bind one socket for each address of a host name, all on one port."""
     try:
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
@@ -79,7 +79,7 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host={host!r} is no address of this machine ({error}): 127.0.0.1 is for programs on "
-            "it, 0.0.0.0 for all who reach it"
+            "it, 0.0.0.0 for all clients that reach it"
         ) from error
     sockets: list[socket.socket] = []
     try:
@@ -89,7 +89,7 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
                 sockets.append(own)
                 port = port or own.getsockname()[1]
         if not sockets:
-            raise ConfigError(f"host={host!r} has no address that could be listened at")
+            raise ConfigError(f"host={host!r} has no address to listen on")
     except BaseException:
         for each in sockets:
             each.close()
@@ -98,10 +98,10 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:
-    """None for an address of a family that this machine does not have."""
+    """Bind one socket; return None for an address family that this machine lacks."""
     try:
-        # With its protocol said: asyncio tells only such sockets not to hold small pieces back
-        # until the one before is acknowledged (TCP_NODELAY), 40 ms for each token of a stream.
+        # asyncio sets TCP_NODELAY only where the protocol is given; without it each token of a
+        # stream waits 40 ms for the acknowledgement of the one before.
         own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError:
         return None
@@ -119,31 +119,31 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
 
 
 def refused(where: str, error: OSError) -> ConfigError:
-    """Why an address cannot be listened at, as an error to raise."""
+    """Return the error for an address that cannot be bound, with the reason."""
     advice = {
-        errno.EADDRINUSE: "something listens there already: stop it, or choose another --port "
+        errno.EADDRINUSE: "another process listens there: stop it, or choose another --port "
         "(0 takes a free one)",
         errno.EACCES: "ports below 1024 are for root: choose another --port",
         errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is for programs on it, "
-        "0.0.0.0 for all who reach it",
+        "0.0.0.0 for all clients that reach it",
     }
     reason = advice.get(error.errno or 0, error.strerror or str(error))
-    return ConfigError(f"{where} cannot be listened at: {reason}")
+    return ConfigError(f"{where} cannot be listened on: {reason}")
 
 
 def _unix_socket(path: str, mode: int) -> socket.socket:
-    """At a path where nothing is, or what a server has left that is gone."""
+    """Bind a path where nothing is, or where a server that has ended left its socket."""
     own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _make_way(path)
-        with suppress(OSError):  # Linux takes the name's mode from it, less the umask
+        with suppress(OSError):  # on Linux the path gets this mode, less the umask
             os.fchmod(own.fileno(), mode)
         own.bind(path)
         Path(path).chmod(mode)
         return own
     except OSError as error:
         own.close()
-        raise ConfigError(f"uds={path!r} cannot be listened at: {error.strerror}") from error
+        raise ConfigError(f"uds={path!r} cannot be listened on: {error.strerror}") from error
     except ConfigError:
         own.close()
         raise
@@ -155,7 +155,7 @@ def _make_way(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"uds={path!r} is there, and no socket: remove it, or choose another")
+        raise ConfigError(f"uds={path!r} exists and is no socket: remove it, or choose another")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
@@ -163,7 +163,7 @@ def _make_way(path: str) -> None:
         except OSError:
             Path(path).unlink()
             return
-    raise ConfigError(f"uds={path!r} is in use: something listens there already")
+    raise ConfigError(f"uds={path!r} is in use: another process listens on it")
 
 
 def _check_certificate(config: ServerConfig) -> None:
@@ -171,7 +171,7 @@ def _check_certificate(config: ServerConfig) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An encrypted key would ask at the terminal, where there may be no user.
+        # Without a password OpenSSL would ask for an encrypted key's at the terminal.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -185,14 +185,14 @@ def _check_certificate(config: ServerConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """Facts, to be shown once."""
+    """What the server says of itself when it starts."""
 
     url: str
-    model: str  # as clients call it
+    model: str  # the name for clients
     strategy: str
     kv_bytes: int
-    kv_tokens: int  # that these hold, while nothing is forgotten
-    kv_bound: str  # what decided that they are so many
+    kv_tokens: int  # that these bytes hold
+    kv_bound: str  # the limit that decided kv_bytes
     max_model_len: int
     num_longest: float  # sequences of that length that fit
     max_num_seqs: int
@@ -202,12 +202,12 @@ class StartUp:
 
     @property
     def is_open(self) -> bool:
-        """Whether clients of other machines may ask, and need no key."""
+        """Return whether clients of other machines may ask without a key."""
         return not self.is_local and not self.num_keys
 
 
 def start_up(llm: "AsyncLLM", config: ServerConfig, url: str) -> StartUp:
-    """Of an engine and how it is served."""
+    """Return the facts of an engine and how it is served."""
     own = llm.llm
     kv_bytes = own.ledger.kv_bytes
     return StartUp(

@@ -1,4 +1,4 @@
-"""What the server writes to its log: one line a request without its query, and no prompt ever."""
+"""What the server writes: log lines without queries and prompts, and the request log."""
 
 import logging
 import logging.config
@@ -17,7 +17,7 @@ from quire.traces import RequestLog
 
 
 def place_of(error: BaseException) -> str:
-    """What has failed and where, without its message, which may quote what a client has sent."""
+    """Return where an error was raised, without its message, which may quote a client."""
     frames = [
         f"{frame.filename}:{frame.lineno} in {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -29,18 +29,19 @@ def place_of(error: BaseException) -> str:
 
 @final
 class PlaceFormatter(logging.Formatter):
-    """Writes of an exception where it has come from, whichever library or room logs it."""
+    """Writes the place of an exception and not its message, whichever room logs it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        own = copy(record)  # another handler may have written it out, with its message
+        own = copy(record)  # another handler may have formatted it with its message
         own.exc_text = None
         return super().format(own)
 
     def formatException(self, ei: Any) -> str:
+        """Return the place of the exception."""
         return place_of(ei[1]) if ei[1] is not None else ""
 
 
-# Requests by the hundred that say nothing: probes of orchestrators and monitors.
+# Frequent requests of orchestrators and monitors.
 _PROBES = frozenset({"health", "ping", "metrics"})
 
 
@@ -57,20 +58,20 @@ class WithoutQuery(logging.Filter):
 
 
 class WithoutCutOffs(logging.Filter):
-    """Drops what uvicorn says of an answer without an end: its reader was cut off, or has left."""
+    """Drops uvicorn's line about an unfinished answer: its reader was cut off, or has left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.msg != "ASGI callable returned without completing response."
 
 
 def log_to_stderr(level: str) -> None:
-    """Let Quire and uvicorn write to standard error, from a level of uvicorn's on."""
+    """Let Quire and uvicorn write to standard error, from one of uvicorn's levels on."""
     logging.addLevelName(5, "TRACE")
     logging.config.dictConfig(log_config(level))
 
 
 def log_config(level: str) -> dict[str, Any]:
-    """For ``logging.config.dictConfig``."""
+    """Return the configuration for ``logging.config.dictConfig``."""
     own = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
     return {
         "version": 1,
@@ -104,9 +105,9 @@ def log_config(level: str) -> dict[str, Any]:
         "loggers": {
             "quire": own,
             "asyncio": {**own, "level": max(level_number(level), logging.WARNING)},
-            # Its own start and end are said by run.py, in one block.
+            # The command line prints start and end.
             "uvicorn": {**own, "level": max(level_number(level), logging.WARNING)},
-            "python_multipart": {**own, "level": "ERROR"},  # of a bad form its client is told
+            "python_multipart": {**own, "level": "ERROR"},  # the client is told of a bad form
             "uvicorn.error": {"filters": ["without_cut_offs"]},
             "uvicorn.access": {**own, "handlers": ["access"]},
         },
@@ -114,23 +115,23 @@ def log_config(level: str) -> dict[str, Any]:
 
 
 def level_number(level: str) -> int:
-    """Of a level by uvicorn's name."""
+    """Return the number of a level by uvicorn's name for it."""
     number: int = {"trace": 5}.get(level) or getattr(logging, level.upper())
     return number
 
 
 # -- request log -----------------------------------------------------------------------------------
 
-# Requests as a trace to plan with: when they came, how long they were, which began alike.
-#
-# Each continuation is a line. Nothing of what was asked or answered is in the file, and callers
-# who share no blocks have no ids in common there. The file is in the form of
-# ``traces.request_log``.
-
 
 @final
 class RequestWriter:
-    """One new file, open until ``close``. Raises: ConfigError where it cannot be made."""
+    """Writes requests as a trace to plan with: when each came, how long it was, which began alike.
+
+    Each continuation is a line, in the form of ``traces.request_log``. The file has nothing of what
+    was asked or answered, and callers who share no blocks have no ids in common there.
+
+    Raises: ConfigError where the file exists or cannot be made.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -147,7 +148,7 @@ class RequestWriter:
         self._begun_s = time.monotonic()
 
     def begin(self, request: Request) -> "Noted":
-        """It goes to the engine now."""
+        """Note a request that goes to the engine now."""
         at_s = time.monotonic() - self._begun_s
         numbers = [
             self._log.begin(at_s, request.prompt_token_ids, apart=repr(request.keys))
@@ -156,21 +157,23 @@ class RequestWriter:
         return Noted(self._log, numbers)
 
     def close(self) -> None:
-        """What has not ended is not written."""
+        """Close the file. Requests that have not ended are not written."""
         self._file.close()
 
 
 @final
 class Noted:
-    """One request's lines, until it ends."""
+    """The lines of one request, until it ends."""
 
     def __init__(self, log: RequestLog, numbers: list[int]) -> None:
         self._log, self._numbers = log, numbers
         self._num_tokens: Counter[int] = Counter()
 
     def add(self, delta: TextDelta) -> None:
+        """Count what is new of a choice."""
         self._num_tokens[delta.choice] += len(delta.token_ids)
 
     def end(self) -> None:
+        """Write the lines."""
         for choice, number in enumerate(self._numbers):
             self._log.end(number, self._num_tokens[choice])

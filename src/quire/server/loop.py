@@ -1,6 +1,6 @@
 """The server's event loop: uvicorn around the app, until a signal or the engine's failure ends it.
 
-The process around it, its sockets and signals, are ``run``'s.
+``run.py`` has the process around it, its sockets and signals.
 """
 
 import asyncio
@@ -25,8 +25,6 @@ from quire.units import format_bytes
 
 # -- the line of statistics ------------------------------------------------------------------------
 
-# A line in the log now and then of how the engine is doing: while it does something, and after.
-
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ INTERVAL_S = 10.0
 
 
 async def log_stats(llm: AsyncLLM) -> None:
-    """Until it is cancelled."""
+    """Log a line of statistics every ten seconds in which something happens, until cancelled."""
     progress = Progress(llm)
     while True:
         await asyncio.sleep(INTERVAL_S)
@@ -44,7 +42,7 @@ async def log_stats(llm: AsyncLLM) -> None:
 
 @final
 class Progress:
-    """What has happened from one call of ``line`` to the next."""
+    """What the engine has done from one call of ``line`` to the next."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm.llm
@@ -52,7 +50,7 @@ class Progress:
         self._was_quiet = True
 
     def line(self, now_s: float) -> str | None:
-        """None where nothing has happened, but for the first time."""
+        """Return the line; None where nothing has happened twice in a row. ``now_s`` in seconds."""
         counted = self._counted()
         is_quiet, was_quiet = counted == self._before, self._was_quiet
         rates = [
@@ -83,30 +81,33 @@ class Progress:
 # -- the event loop --------------------------------------------------------------------------------
 
 
-_WATCH_S = 0.5  # between two looks at the engine
-_FLUSH_S = 5  # for what is on its way to clients after the last request has ended
+_WATCH_S = 0.5  # between two checks of the engine
+_FLUSH_S = 5  # for bytes that clients still take after the last request has ended
 
 
 async def serve_in_loop(
     config: ServerConfig,
     llm: AsyncLLM,
-    doors: Listeners,
+    listeners: Listeners,
     signals: StopSignals,
     announce: Callable[[StartUp], None],
     last_words_s: float,
 ) -> int:
-    """Serve until ``signals`` or the engine's failure end it. Returns: the exit code."""
+    """Serve until ``signals`` or the engine's failure end it. Return the exit code.
+
+    After a failure the server still answers for ``last_words_s`` seconds.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(LoopErrors())
     signals.when_asked(partial(loop.call_soon_threadsafe, stop.set))
     app = make_app(llm, config)
     server = _Server(uvicorn_config(app, config))
-    serving = asyncio.create_task(server.serve(_listening(doors)))
+    serving = asyncio.create_task(server.serve(_listening(listeners)))
     asked, failed = asyncio.create_task(stop.wait()), asyncio.create_task(_failure(llm))
     others = [] if config.disable_log_stats else [asyncio.create_task(log_stats(llm))]
     try:
         await _until_open(server, serving)
-        announce(start_up(llm, config, doors.url))
+        announce(start_up(llm, config, listeners.url))
         await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
             await _drain(app.state.service, config.shutdown_timeout)
@@ -128,22 +129,23 @@ async def serve_in_loop(
 
 
 async def _drain(service: Service, timeout_s: float) -> None:
-    """Let no request in, and let what runs finish, for so long."""
+    """Let no request in, and let those inside finish within ``timeout_s``."""
     log.info("told to stop: what runs has %g s to finish; a second signal ends at once", timeout_s)
     if not await service.drain(timeout_s):
         log.warning("after %g s (shutdown_timeout) what still runs is aborted", timeout_s)
 
 
 async def _failure(llm: AsyncLLM) -> Exception:
-    """What has ended the engine, as soon as something has."""
+    """Return what has ended the engine, as soon as something has."""
     while (failure := llm.failure) is None:
         await asyncio.sleep(_WATCH_S)
     return failure
 
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
-    """For the event loop that is running, which is asyncio's own: uvloop lets in a third cheaper,
-    and without files left it drops each client that comes and says nothing.
+    """Return uvicorn's options for the event loop that runs, which is asyncio's own.
+
+    uvloop would be a third cheaper, but without files left it drops each client and says nothing.
     """
     own = uvicorn.Config(
         app,
@@ -154,7 +156,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         ),
         ws="none",
         workers=1,
-        log_config=None,  # it is set up already
+        log_config=None,  # logging is set up already
         server_header=False,
         root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile,
@@ -162,25 +164,27 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.timeout_keep_alive,
         timeout_graceful_shutdown=_FLUSH_S,
     )
-    # The file system has let in a peer at a Unix socket, so it is trusted as a proxy, as gunicorn
-    # does; with "*" each peer is.
+    # The file system decides who reaches a Unix socket, so its peers are trusted as proxies, as in
+    # gunicorn; with "*" all peers are.
     if config.uds is not None and own.forwarded_allow_ips != "*":
         own.forwarded_allow_ips = f"{own.forwarded_allow_ips},{UNIX_PEER}"
     return own
 
 
-def _listening(doors: Listeners) -> list[Any]:
-    """The sockets, with clients waiting at them. Raises: ConfigError."""
-    for each in doors.sockets:
+def _listening(listeners: Listeners) -> list[Any]:
+    """Let the sockets take clients. Raises: ConfigError."""
+    for each in listeners.sockets:
         try:
             each.listen(2048)
         except OSError as error:
-            raise refused(f"host={doors.config.host} port={doors.config.port}", error) from error
-    return list(doors.sockets)
+            raise refused(
+                f"host={listeners.config.host} port={listeners.config.port}", error
+            ) from error
+    return list(listeners.sockets)
 
 
 async def _until_open(server: "_Server", serving: "asyncio.Task[None]") -> None:
-    """Raises: what keeps it from opening."""
+    """Wait until the server is open. Raises: what keeps it from opening."""
     while not server.started:
         if serving.done():
             serving.result()

@@ -45,8 +45,11 @@ _HEADERS: Mapping[str, Json] = MappingProxyType(
 def document(
     operations: Sequence[Operation], *, needs_key: Callable[[Access], bool], root_path: str
 ) -> Json:
-    """``needs_key``: whether what is guarded so is refused without one. Paths of the document
-    stand behind ``root_path``."""
+    """Return the OpenAPI document.
+
+    ``needs_key``: whether a caller without a key is refused where that access is needed.
+    ``root_path`` precedes all paths.
+    """
     taken = _unique(each.takes for each in operations if each.takes is not None)
     given = _unique(kind for each in operations for kind in (*each.gives, *each.streams))
     kinds = _unique((*taken, *given, *(_ERRORS[each.dialect] for each in operations)))
@@ -79,20 +82,20 @@ def document(
 def _schemas(
     kinds: Sequence[type[msgspec.Struct]], taken: Sequence[type[msgspec.Struct]]
 ) -> tuple[dict[Any, Json], Json]:
-    """A reference to each kind, and what is referred to, by name."""
+    """Return a reference to each kind, and the schemas by name."""
     template = "#/components/schemas/{name}"
     found, schemas = msgspec.json.schema_components(kinds, ref_template=template)
     _, of_requests = msgspec.json.schema_components(taken, ref_template=template)
     for name in schemas.keys() - of_requests.keys():
         _require_what_is_always_sent(schemas[name])
     for kind in taken:
-        if issubclass(kind, Upload):  # JSON would have it in base64, and a form has it as it is
+        if issubclass(kind, Upload):  # base64 in JSON, raw bytes in a form
             schemas[kind.__name__]["properties"]["file"]["contentEncoding"] = "binary"
     return dict(zip(kinds, found, strict=True)), schemas
 
 
 def _require_what_is_always_sent(schema: Json) -> None:
-    """In answers a field with a default is sent, too; one that may be left out has none here."""
+    """Mark fields with a default as required: answers have them. Optional ones have no default."""
     fields = schema.get("properties", {})
     required = set(schema.get("required", ()))
     schema["required"] = [
@@ -131,7 +134,7 @@ def _parameter(name: str, place: str) -> Json:
 
 
 def _id(each: Operation, method: str) -> str:
-    """Unlike all others, as the path is: what a program calls it that is made from the document."""
+    """Return a unique name, which programs made from the document give the operation."""
     words = re.findall(r"\w+", _PARAMETER.sub(r"by \1", each.path))
     return "_".join((method.lower(), *(words or ["root"])))
 
@@ -153,7 +156,7 @@ def _answer(each: Operation, refs: Mapping[Any, Json]) -> Json:
 
 
 def _event(kinds: list[Json], *, named: bool) -> Json:
-    """One event of a stream. Its data is JSON, but for the last one of those without names."""
+    """Return the schema of one event of a stream. Its data is JSON, except a last [DONE]."""
     data = {
         "type": "string",
         "contentMediaType": "application/json",

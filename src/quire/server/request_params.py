@@ -1,4 +1,4 @@
-"""From a request's fields to ``SamplingParams``: defaults, the server's own bounds, forms."""
+"""A request's fields as ``SamplingParams``, with defaults and the server's own bounds."""
 
 import json
 from collections.abc import Mapping
@@ -20,23 +20,24 @@ from quire.server.schemas.request_fields import (
     Searching,
     StructuredOutputs,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import invalid
 
 MAX_BIASES = 1024
 
-# Fields that mean the same in both, so that what is not null is taken as it is.
+# Fields that mean the same in both: a value that is not null is passed on.
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
     *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids"),
 )
-# Those that a beam search has too, or that do nothing to it.
+# Fields that a beam search has too, or that do not change it.
 _OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")
 
 
 def sampling_defaults(generation_config: str, *, own: Mapping[str, float]) -> dict[str, float]:
-    """For what requests leave open: ``own`` (auto), nothing (vllm), or what a folder's file says.
+    """Return defaults for fields that requests leave open.
 
+    They are ``own`` (auto), none (vllm), or those of ``generation_config.json`` in a folder.
     Raises: ConfigError.
     """
     if generation_config in ("auto", "vllm"):
@@ -60,7 +61,10 @@ def sampling_params(
     max_logprobs: int,
     form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """``defaults`` are for what the request leaves open; ``form`` is another source of one.
+    """Return the engine's parameters.
+
+    ``defaults`` are for fields that the request leaves open; ``form`` is what ``tool_choice``
+    prescribes.
 
     Raises: Refused; RequestError.
     """
@@ -79,44 +83,38 @@ def sampling_params(
 
 
 def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamSearchParams:
-    """The same, or a beam search if one is asked for.
-
-    Raises: Refused for what only a search can do, or what it cannot; RequestError.
+    """Return the parameters, or those of a beam search if the request asks for one. Raises: Refused
+    for what only a search can do, or what it cannot; RequestError.
     """
     width = asked.best_of or asked.n or 1
     if not asked.use_beam_search:
         if width != (asked.n or 1):
-            raise Refused(
-                400,
-                f"best_of={width}: only n choices are made, ask for n, or for use_beam_search",
-                param="best_of",
+            raise invalid(
+                "best_of",
+                f"best_of={width}: only n choices are made: give n, or use_beam_search",
             )
         for name, harmless in (("length_penalty", 1), ("early_stopping", False)):
             if getattr(asked, name) not in (None, harmless):
-                raise Refused(400, f"{name} needs use_beam_search", param=name)
+                raise invalid(name, f"{name} needs use_beam_search")
         return params
     if asked.stream:
-        raise Refused(
-            400,
+        raise invalid(
+            "stream",
             "stream: what a beam search finds is known at its end: leave out stream, or "
             "use_beam_search",
-            param="stream",
         )
     if asked.temperature:
-        raise Refused(
-            400,
-            f"temperature={asked.temperature}: a beam search draws nothing, leave it out or give 0",
-            param="temperature",
+        raise invalid(
+            "temperature",
+            f"temperature={asked.temperature}: a beam search does not sample, give 0",
         )
     if width < params.n:
-        raise Refused(400, f"best_of={width} must be at least n={params.n}", param="best_of")
+        raise invalid("best_of", f"best_of={width} must be at least n={params.n}")
     plain = SamplingParams()
     for each in fields(params):
         name = each.name
         if name not in _OF_A_SEARCH and getattr(params, name) != getattr(plain, name):
-            raise Refused(
-                400, f"{name} cannot be done with use_beam_search: leave it out", param=name
-            )
+            raise invalid(name, f"{name} does not work with use_beam_search: leave it out")
     return BeamSearchParams(
         beam_width=width,
         n=params.n,
@@ -130,26 +128,24 @@ def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamS
 def _refuse_too_many(name: str, count: int | None, most: int) -> None:
     if count is None or most < 0 or 0 <= count <= most:
         return
-    raise Refused(400, f"{name}={count} must be from 0 to {most} (max_logprobs)", param=name)
+    raise invalid(name, f"{name}={count} must be from 0 to {most} (max_logprobs)")
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
     if len(given) > MAX_BIASES:
-        raise Refused(
-            400,
-            f"logit_bias has {len(given):,} entries and may have {MAX_BIASES:,}",
-            param="logit_bias",
+        raise invalid(
+            "logit_bias", f"logit_bias has {len(given):,} entries and may have {MAX_BIASES:,}"
         )
     wrong = [name for name in given if not (name.isascii() and name.isdigit() and len(name) < 10)]
     if wrong:
-        raise Refused(400, f"logit_bias: {wrong[0][:40]!r} is no token id", param="logit_bias")
+        raise invalid("logit_bias", f"logit_bias: {wrong[0][:40]!r} is no token id")
     return {int(name): bias for name, bias in given.items()}
 
 
 def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """The one form that the text must have. Raises: Refused if there are several."""
+    """Return the one form that the text must have. Raises: Refused if there are several."""
     several = (
         _of_format(asked.response_format),
         _of_vllm(asked.structured_outputs),
@@ -158,11 +154,10 @@ def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredO
     )
     forms = [form for form in several if form is not None]
     if len(forms) > 1:
-        raise Refused(
-            400,
+        raise invalid(
+            "response_format",
             "response_format, structured_outputs, guided_… and a tool_choice that prescribes a "
             "call exclude each other: give one of them",
-            param="response_format",
         )
     return forms[0] if forms else None
 
@@ -173,17 +168,15 @@ def _of_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if given.json_schema is None or given.json_schema.schema is None:
-        raise Refused(
-            400,
-            "response_format: type json_schema needs json_schema.schema",
-            param="response_format",
+        raise invalid(
+            "response_format", "response_format: type json_schema needs json_schema.schema"
         )
     schema = given.json_schema.schema
     return StructuredOutputsParams(json=closed(schema) if given.json_schema.strict else schema)
 
 
 def _of_older(asked: Sampling) -> StructuredOutputsParams | None:
-    """vLLM's names from before there was structured_outputs."""
+    """Read vLLM's names from before structured_outputs."""
     fields: dict[str, Any] = {
         "json": asked.guided_json,
         "regex": asked.guided_regex,

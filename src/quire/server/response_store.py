@@ -1,8 +1,8 @@
-"""Responses that can be asked for again, in a bounded part of this process's memory.
+"""Responses that can be asked for again, and those that run without a client, in bounded memory.
 
-Each caller has its own: none finds another's, whatever names it tries. When there is no room,
-the caller with the most bytes loses what it has not used for longest, so that one who keeps much
-pushes out no other caller's. Nothing is written to a disk or a log.
+Each caller finds its own alone. When there is no room, the caller with the most bytes loses its
+least recently used response, so that one caller pushes out no other's. Nothing is written to a disk
+or a log.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from quire.server.wire.error_responses import Refused
 # -- stored responses ------------------------------------------------------------------------------
 
 
-_ENTRY_BYTES = 1024  # about what an entry takes besides its texts
+_ENTRY_BYTES = 1024  # about the size of an entry besides its texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One response, and what it answered."""
+    """One response, and the conversation that it answers."""
 
     response: bytes = field(repr=False)  # its JSON
     before: tuple[bytes, ...] = field(
@@ -35,13 +35,13 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Of its texts. What several share is counted for each."""
+        """Return the bytes of its texts. A text that several share counts for each."""
         return len(self.response) + sum(map(len, self.before)) + sum(map(len, self.events))
 
 
 @final
 class Store:
-    """Of one server. ``most_bytes`` is for all callers together."""
+    """The stored responses of one server. ``most_bytes`` bounds those of all callers together."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -50,13 +50,14 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all of them."""
         return sum(self._num_bytes.values())
 
     def __len__(self) -> int:
         return sum(map(len, self._by_caller.values()))
 
     def put(self, caller: int, name: str, kept: StoredResponse) -> None:
-        """Keep it as long as there is room; not at all, if it alone is too large."""
+        """Store a response, unless it alone is larger than the bound."""
         self.drop(caller, name)
         if _cost(kept) > self._most_bytes:
             return
@@ -67,7 +68,7 @@ class Store:
             self.drop(largest, next(iter(self._by_caller[largest])))
 
     def get(self, caller: int, name: str) -> StoredResponse | None:
-        """It has been used now."""
+        """Return a response, which becomes the most recently used; None if there is none."""
         own = self._by_caller.get(caller)
         if own is None or name not in own:
             return None
@@ -75,7 +76,7 @@ class Store:
         return own[name]
 
     def drop(self, caller: int, name: str) -> bool:
-        """Whether there was one."""
+        """Forget a response; return whether there was one."""
         own = self._by_caller.get(caller)
         if own is None or name not in own:
             return False
@@ -91,18 +92,17 @@ def _cost(kept: StoredResponse) -> int:
 
 # -- background responses --------------------------------------------------------------------------
 
-# Answers that are made while no client waits for them, a bounded number of them.
-
 
 log = logging.getLogger(__name__)
 
 
 @final
 class BackgroundRun:
-    """One of them. Its events are taken as they come, and kept if ``keeps_events``.
+    """One response that is made while no client waits.
 
-    ``before`` is what it answers; ``now`` gives its JSON at any moment. When it is over
-    ``stack`` is left, and then ``end`` is called.
+    ``before`` is the conversation that it answers; ``now`` gives its JSON at any moment.
+    ``keeps_events``: its events can be read again. At its end ``stack`` is left, and then ``end``
+    is called.
     """
 
     def __init__(
@@ -123,23 +123,26 @@ class BackgroundRun:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Run it in a task."""
         self._task = asyncio.create_task(self._go())
-        self._task.add_done_callback(self._over)  # also of a task that never came to its first line
+        self._task.add_done_callback(self._over)  # also called for a task that never ran
 
     def stop(self) -> None:
-        """Let it end at once."""
+        """Cancel it and wait for nothing."""
         if self._task is not None and not self._task.done():
             self.was_cancelled = True
             self._task.cancel()
 
     async def cancel(self) -> None:
-        """End it; when this returns, the engine has been told."""
+        """Cancel it; when this returns, the engine has been told."""
         self.stop()
         if self._task is not None:
             await asyncio.wait((self._task,))
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Its events from the one behind ``after``, up to its end. Leaving it ends nothing."""
+        """Yield its events from the one behind ``after``, up to its end. Leaving it
+        ends nothing.
+        """
         place = after + 1
         while True:
             changed = self._changed
@@ -173,7 +176,7 @@ class BackgroundRun:
 
 @final
 class Background:
-    """Those under way, by caller and name. ``most``: at once, of all callers."""
+    """The responses under way, by caller and name: at most ``most`` at once."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -183,7 +186,7 @@ class Background:
         return len(self._runs)
 
     def refuse_if_full(self) -> None:
-        """Raises: Refused."""
+        """Refuse one response more than there may be. Raises: Refused."""
         if len(self._runs) >= self._most:
             raise Refused(
                 429,
@@ -194,18 +197,20 @@ class Background:
             )
 
     def start(self, caller: int, name: str, run: BackgroundRun) -> None:
-        """Raises: Refused; then nothing has been started."""
+        """Start a run. Raises: Refused; then nothing has been started."""
         self.refuse_if_full()
         self._runs[caller, name] = run
         run.start()
 
     def get(self, caller: int, name: str) -> BackgroundRun | None:
+        """Return a run, or None."""
         return self._runs.get((caller, name))
 
     def forget(self, caller: int, name: str) -> None:
-        """It is over."""
+        """Remove a run that is over."""
         self._runs.pop((caller, name), None)
 
     def close(self) -> None:
+        """Cancel all runs."""
         for run in self._runs.values():
             run.stop()

@@ -1,9 +1,12 @@
-"""One route's way in and out: who may come, what errors become, and what is counted.
+"""One route's way in and out: who may come, how much may come, what errors become.
 
-A route is guarded unless it says otherwise, at the place where it is entered, so that no spelling
-of a path leads around the guard.
+A request is refused in three places: here, before and while its body is read; in ``wire/body.py``,
+by its fields; and in ``endpoints/generation.py``, where the engine and its queue take it or not.
+
+The handler of a route guards it, so that no spelling of a path leads around the guard.
 """
 
+import asyncio
 import logging
 import re
 from contextlib import ExitStack
@@ -21,9 +24,13 @@ from quire.server.logs import place_of
 from quire.server.metrics.family import REJECTIONS
 from quire.server.request_context import RequestContext
 from quire.server.routes import Operation
+from quire.server.schemas.request_fields import ModelRequest, Upload
 from quire.server.service import Service
+from quire.server.wire.body import parse, typed_request
 from quire.server.wire.error_responses import Dialect, Refused, refusal
+from quire.server.wire.form import boundary_of, parse_form
 from quire.server.wire.streams import ClientGone
+from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -37,44 +44,99 @@ class RouteHandler:
     def __init__(self, service: Service, operation: Operation) -> None:
         self._service, self.operation = service, operation
         self._path, self._takes = operation.path, operation.takes
-        service.metrics.know(self._path)
+        service.metrics.counts.know(self._path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        http = Request(scope, receive)
-        sending = _CountedAnswer(self._service, self._path, http.method, send)
-        own = uuid4().hex
+        """Answer one request."""
+        http, own = Request(scope, receive), uuid4().hex
         headers = self._names(http.headers, own)
-        with ExitStack() as stack:
+        with ExitStack() as until_answered:
             try:
-                with ExitStack() as door:
-                    exchange = RequestContext(
-                        http, self._service, self._enter(http, door), stack, door, own, headers
+                with ExitStack() as until_queued:
+                    caller = self._enter(http.headers, until_queued)
+                    context = RequestContext(
+                        http, self._service, caller, until_answered, until_queued, own, headers
                     )
-                    body = () if self._takes is None else (await exchange.read(self._takes),)
-                    answer = await self.operation.endpoint(exchange, *body)
+                    body = () if self._takes is None else (await self._read(context, self._takes),)
+                    answer = await self.operation.endpoint(context, *body)
             except (ClientDisconnect, ClientGone):
                 return
             except Exception as error:
                 answer = self._refusal(error, headers)
+
+            async def counted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    self._service.metrics.counts.note_answer(http.method, self._path, status)
+                await send(message)
+
             try:
-                await answer(scope, receive, sending)
+                await answer(scope, receive, counted)
             except ClientGone:
                 return
 
-    def _enter(self, http: Request, door: ExitStack) -> Caller:
-        """Who asks. Raises: Refused for an unknown key, a foreign page, or want of room."""
+    def _enter(self, headers: Headers, until_queued: ExitStack) -> Caller:
+        """Return who asks. Raises: Refused for an unknown key, a foreign page, or a full queue."""
         caller, access = UNKNOWN, self.operation.access
         if access != "open":
-            caller = self._service.keys.caller(http.headers, access)
-            self._service.origins.check(http.headers)
+            caller = self._service.keys.caller(headers, access)
+            self._service.origins.check(headers)
         if self._takes is not None:
-            door.enter_context(self._service.gate.arrive(caller))
+            until_queued.enter_context(self._service.admission.arrive(caller))
         return caller
 
-    def _names(self, headers: Headers, own: str) -> dict[str, str]:
-        """What the client finds its answer by: its own name for it if it has said one.
+    async def _read(self, context: RequestContext, kind: type[ModelRequest]) -> ModelRequest:
+        """Return the body as a request of its kind. Raises: Refused; ClientDisconnect."""
+        if issubclass(kind, Upload):
+            boundary = boundary_of(context.http.headers)
+            # The file in it is read until the answer is there.
+            data = await self._read_bytes(context, context.until_answered)
+            given = await context.in_text_thread(parse_form, data, boundary)
+        else:
+            data = await self._read_bytes(context, context.until_queued)
+            given = parse(data, most_values=self._service.most_values)
+        return typed_request(given, kind, self._service.names, ignore=context.ignore)
 
-        Nothing here is found by it.
+    async def _read_bytes(self, context: RequestContext, until: ExitStack) -> bytes:
+        """Return the body, which counts among its key's until ``until`` is left. Raises: Refused
+        (408, 413, 415, 503); ClientDisconnect.
+        """
+        http, config = context.http, self._service.config
+        packed = ", ".join(http.headers.getlist("content-encoding"))
+        if packed.strip().lower() not in ("", "identity"):
+            raise Refused(
+                415,
+                f"content-encoding: {packed[:60]!r} is not supported: send the body "
+                "uncompressed, without that header",
+                code="unsupported_content_encoding",
+            )
+        most_bytes, parts = config.max_request_bytes, list[bytes]()
+        declared = http.headers.get("content-length", "")
+        if declared.isdigit() and len(declared) < 19 and int(declared) > most_bytes:
+            raise _too_long(most_bytes)
+        take = until.enter_context(self._service.bodies.one(context.caller))
+        try:
+            async with asyncio.timeout(config.body_timeout):
+                async for part in http.stream():
+                    context.num_body_bytes += len(part)
+                    if context.num_body_bytes > most_bytes:
+                        raise _too_long(most_bytes)
+                    take(len(part))
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(
+                408,
+                f"the body has not come within {config.body_timeout:g} s (body_timeout): send less "
+                "at a time",
+                code="body_timeout",
+            ) from None
+        context.until_queued.enter_context(self._service.admission.prepare())
+        return b"".join(parts)
+
+    def _names(self, headers: Headers, own: str) -> dict[str, str]:
+        """Return headers with a name for the answer: the client's if it has sent one.
+
+        The server finds nothing by it.
         """
         theirs = headers.get("x-request-id", "")
         name = theirs if _SAFE_ID.fullmatch(theirs) else own
@@ -84,13 +146,14 @@ class RouteHandler:
     def _refusal(self, error: Exception, headers: dict[str, str]) -> Response:
         refused = refusal(error)
         if refused.code in REJECTIONS and self.operation.access != "open":
-            self._service.metrics.note_rejection(refused.code)
+            self._service.metrics.counts.note_rejection(refused.code)
         if not isinstance(error, Refused) and refused.status >= 500:
             log.error("%s failed: %s", self._path, place_of(error))
         return as_answer(refused, self.operation.dialect, headers)
 
 
 def as_answer(refused: Refused, dialect: Dialect, headers: dict[str, str]) -> Response:
+    """Return a refusal as an answer in the client's dialect."""
     return Response(
         msgspec.json.encode(refused.body(dialect)),
         status_code=refused.status,
@@ -99,14 +162,5 @@ def as_answer(refused: Refused, dialect: Dialect, headers: dict[str, str]) -> Re
     )
 
 
-@final
-class _CountedAnswer:
-    """Notes an answer's status when it begins."""
-
-    def __init__(self, service: Service, path: str, method: str, send: Send) -> None:
-        self._service, self._path, self._method, self._send = service, path, method, send
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._service.metrics.note_answer(self._method, self._path, message["status"])
-        await self._send(message)
+def _too_long(most_bytes: int) -> Refused:
+    return Refused(413, f"the body is longer than {format_bytes(most_bytes)} (max_request_bytes)")

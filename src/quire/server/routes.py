@@ -1,6 +1,7 @@
-"""One route: where it is, who may use it, and what it takes and gives, as its endpoint's signature
-says. So the body is read as what is described, and what is described is what the types are checked
-against.
+"""One route: where it is, who may use it, and what it takes and gives.
+
+The endpoint's signature says what it takes and gives: the body is read as the type that the OpenAPI
+document describes, and the type checker checks the same.
 """
 
 from collections.abc import Awaitable, Callable
@@ -8,23 +9,22 @@ from dataclasses import KW_ONLY, dataclass
 from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-import msgspec
 from starlette.types import ASGIApp
 
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json
 from quire.server.request_context import RequestContext
-from quire.server.schemas.request_fields import Upload
+from quire.server.schemas.request_fields import ModelRequest, Upload
 from quire.server.wire.error_responses import Dialect
 from quire.server.wire.streams import EventStream
 
-# It is given the exchange, and the body as a struct if it has a parameter for one.
+# Called with the context, and with the body if it has a parameter for one.
 Endpoint: TypeAlias = Callable[..., Awaitable[ASGIApp]]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``access``: which key it needs. ``media_type``: of an answer that says itself what it is."""
+    """A route. ``access``: which key it needs. ``media_type``: of answers that are not JSON."""
 
     path: str
     endpoint: Endpoint
@@ -33,16 +33,17 @@ class Operation:
     dialect: Dialect = "openai"
     access: Access = "key"
     media_type: str | None = None
-    queries: tuple[str, ...] = ()  # names of what may stand behind the path
-    refuses: tuple[int, ...] = ()  # statuses, besides those of its kind
+    queries: tuple[str, ...] = ()  # names in the query
+    refuses: tuple[int, ...] = ()  # statuses besides those that ``errors`` derives
 
     @property
     def name(self) -> str:
+        """Return the endpoint's name."""
         return self.endpoint.__name__
 
     @property
-    def takes(self) -> type[msgspec.Struct] | None:
-        """What the body is read as."""
+    def takes(self) -> type[ModelRequest] | None:
+        """Return the type that the body is read as."""
         hints = get_type_hints(self.endpoint)
         kinds = [
             kind for name, kind in hints.items() if name != "return" and kind is not RequestContext
@@ -51,22 +52,22 @@ class Operation:
 
     @property
     def is_form(self) -> bool:
-        """Its body is a form with a file in it, and not JSON."""
+        """Return whether the body is a form with a file in it, and not JSON."""
         return self.takes is not None and issubclass(self.takes, Upload)
 
     @property
     def gives(self) -> tuple[Any, ...]:
-        """Answers in JSON."""
+        """Return the types of its JSON answers."""
         return self._given(Json)
 
     @property
     def streams(self) -> tuple[Any, ...]:
-        """What the data of an event may be."""
+        """Return the types of an event's data."""
         return self._given(EventStream)
 
     @property
     def errors(self) -> tuple[int, ...]:
-        """Statuses with which it may refuse."""
+        """Return the statuses with which it may refuse."""
         takes = self.takes
         names_model = "{" in self.path or "model" in getattr(takes, "__struct_fields__", ())
         found = {
@@ -89,5 +90,5 @@ class Operation:
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Of a union; of anything else, itself."""
+    """Return the members of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

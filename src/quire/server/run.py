@@ -1,7 +1,6 @@
-"""The process around the server: what is wrong is said before anything is loaded, then it serves.
+"""The process around the server: it checks options, binds sockets, loads the model, then serves.
 
-Importing this imports no torch: the event loop, and the app in it, are ``loop``'s and come with the
-engine.
+Importing this imports no torch: ``loop.py`` has the event loop and comes with the engine.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from quire.chat.reasoning_parsers import reasoning_format
 from quire.chat.tools.registry import tool_format
 from quire.config import ServerConfig
-from quire.server.listen import allow_open_files, open_doors
+from quire.server.listen import allow_open_files, open_listeners
 from quire.server.logs import log_to_stderr
 from quire.server.stop import StopSignals
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.server.listen import StartUp
 
-LAST_WORDS_S = 10.0  # that /health says 503 after the engine has failed, before the process ends
+LAST_WORDS_S = 10.0  # /health answers 503 between the engine's failure and the process's end
 
 
 def serve(
@@ -30,41 +29,42 @@ def serve(
     announce: Callable[["StartUp"], None],
     last_words_s: float = LAST_WORDS_S,
 ) -> int:
-    """Serve until a signal says stop. Returns: the exit code, 1 if the engine has failed.
+    """Serve until a signal stops it. Return the exit code, which is 1 if the engine has failed.
 
-    ``load`` is called once it is certain that there is something to listen at; ``announce`` when
-    clients are let in. After a failure the server still answers for ``last_words_s``.
+    ``load`` is called once the sockets are bound; ``announce`` when clients are let in. After a
+    failure the server still answers for ``last_words_s`` seconds.
 
-    Raises: ConfigError for what cannot be listened at or has no such name; what ``load`` raises.
+    Raises: ConfigError for an address that cannot be bound or an unknown parser; what ``load``
+    raises.
     """
     log_to_stderr(config.uvicorn_log_level)
     allow_open_files()
     _refuse_unknown_parsers(config)
-    doors = open_doors(config)
-    with StopSignals(doors.close) as signals:
+    listeners = open_listeners(config)
+    with StopSignals(listeners.close) as signals:
         try:
             llm = load()
             from quire.server.loop import serve_in_loop
 
-            # What is there now stays: to look through it again and again for what does not would
-            # stop every stream for a third of a second each time.
+            # All objects that exist now stay. Each full collection over them would stop every
+            # stream for a third of a second.
             gc.collect()
             gc.freeze()
             try:
                 return asyncio.run(
-                    serve_in_loop(config, llm, doors, signals, announce, last_words_s)
+                    serve_in_loop(config, llm, listeners, signals, announce, last_words_s)
                 )
             finally:
-                # Else the interpreter could not take its modules apart at its end, and bindings
-                # to C++ print what they then think has leaked.
+                # Else the interpreter cannot free its modules at its end, and bindings to C++
+                # report leaks.
                 gc.unfreeze()
                 llm.close()
         finally:
-            doors.close()
+            listeners.close()
 
 
 def _refuse_unknown_parsers(config: ServerConfig) -> None:
-    """Raises: ConfigError. What "auto" stands for is found in the model's files, later."""
+    """Refuse names that no parser has; "auto" is resolved later. Raises: ConfigError."""
     for name, find in (
         (config.tool_call_parser, tool_format),
         (config.reasoning_parser, reasoning_format),

@@ -1,4 +1,4 @@
-"""How a process is told to stop: the first signal asks it to, the second one ends it."""
+"""Signals: the first one asks the process to stop, the second one ends it."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ _SAID = b"stopped\n"
 
 @final
 class StopSignals:
-    """SIGTERM and SIGINT, while it is entered; in the main thread only.
+    """SIGTERM and SIGINT while it is entered, in the main thread only.
 
-    A process that is the first of its container gets no signal that it has no handler for, so there
-    must be one from the beginning. Before ``when_asked`` the first signal ends the process with 0,
-    after it the second one does, whatever its threads do: an exception may be lost in the midst of
-    an import. ``last`` is called then, which must not wait for anything.
+    A container's first process gets no signal without a handler, so there must be one from the
+    start. Before ``when_asked`` the first signal ends the process with 0, after it the second one
+    does, whatever its threads do: an exception may be lost in the middle of an import. ``last`` is
+    called then, and must wait for nothing.
     """
 
     def __init__(self, last: Callable[[], None] = lambda: None) -> None:
@@ -28,7 +28,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def when_asked(self, function: Callable[[], object]) -> None:
-        """Call it at the first signal from now on."""
+        """Call ``function`` at the first signal from now on."""
         self._when_asked = function
 
     def __enter__(self) -> "StopSignals":
@@ -44,7 +44,7 @@ class StopSignals:
             self._last()
             if self.asked is None:
                 with suppress(OSError):
-                    os.write(2, _SAID)  # what is buffered may be held by what was interrupted
+                    os.write(2, _SAID)  # the interrupted code may hold the lock of sys.stderr
             os._exit(0)
         self.asked = signal.Signals(number)
         self._when_asked()

@@ -1,34 +1,38 @@
-"""A span for each request, sent to a collector of OpenTelemetry: ``pip install quire[otel]``.
+"""A span for each request, sent to an OpenTelemetry collector: ``pip install quire[otel]``.
 
-Names are those of the gen_ai conventions, as vLLM has them. A span says how long a request took and
-how many tokens it had, and nothing of what they were.
+Names are those of the gen_ai conventions, as in vLLM. A span says how long a request took and how
+many tokens it had, and nothing of what they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request
 from quire.engine.statistics import Latencies
 from quire.errors import ConfigError
+
+_TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C's Trace Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A request that has come to its end. The latencies are those of its last continuation.
+    """A request that has ended. The latencies are those of its last continuation.
 
     ``headers`` may have a W3C trace context (traceparent, tracestate), whose child the span is.
     """
 
-    request_id: str  # the server's own
-    model: str  # as it is served
+    request_id: str  # the server's own id
+    model: str  # the name under which it is served
     operation: str  # "chat", "text_completion", "transcribe" and the like
     arrived_unix_s: float  # wall clock
     latencies: Latencies
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_generation_tokens: int  # of all its continuations
-    finish_reasons: tuple[str, ...]  # one for each
+    num_generation_tokens: int  # by all continuations
+    finish_reasons: tuple[str, ...]  # one for each continuation
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -36,7 +40,7 @@ class RequestRecord:
     headers: Mapping[str, str] | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """Of its span; what is not known is left out."""
+        """Return the attributes of its span, without those that are not known."""
         took = self.latencies
         several: dict[str, Any] = {
             "gen_ai.operation.name": self.operation,
@@ -64,10 +68,10 @@ class RequestRecord:
 
 @final
 class Tracer:
-    """Notes requests; ``close`` sends what has not been sent.
+    """Sends spans in batches, by a thread of OpenTelemetry's own: ``note`` waits for nothing.
 
-    Spans are sent by a thread of OpenTelemetry's own, in batches, so ``note`` waits for nothing; if
-    the collector is away for long, spans are dropped. ``processor`` gets them instead, if given.
+    While the collector is away for long, spans are dropped. ``processor`` gets them instead, if
+    given.
 
     Raises: ConfigError where OpenTelemetry is not installed.
     """
@@ -84,12 +88,14 @@ class Tracer:
         self._tracer = self._provider.get_tracer("quire.server", version)
 
     def note(self, record: RequestRecord) -> None:
-        """A request has ended. Raises nothing: a trace is worth no request."""
+        """Send the span of a request that has ended. Raises nothing: no request
+        fails for a trace.
+        """
         with suppress(Exception):
             self._note(record)
 
     def close(self) -> None:
-        """Send what there is, for some seconds at most. A second call does nothing."""
+        """Send the spans that are left, for some seconds at most. A second call does nothing."""
         self._provider.shutdown()
 
     def _note(self, record: RequestRecord) -> None:
@@ -109,8 +115,60 @@ class Tracer:
         span.end(end_time=start_ns + int(record.latencies.e2e_s * 1e9))
 
 
+@final
+class RequestSpans:
+    """A span for each prompt of one HTTP request, noted when the prompt's last choice has ended.
+
+    A request whose client leaves early has no span.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        requests: Sequence[Request],
+        *,
+        operation: str,
+        request_id: str,
+        model: str,
+        arrived_unix_s: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._tracer, self._requests, self._operation = tracer, requests, operation
+        self._request_id, self._model, self._arrived_unix_s = request_id, model, arrived_unix_s
+        self._headers = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
+        self._num_tokens = [0] * len(requests)
+        self._ends: list[list[TextDelta]] = [[] for _ in requests]
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        """Count what is new of one prompt; send its span when it has come to its end."""
+        self._num_tokens[index] += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        ends, request = self._ends[index], self._requests[index]
+        ends.append(delta)
+        if len(ends) < request.num_choices or delta.latencies is None:
+            return
+        record = RequestRecord(
+            request_id=f"{self._request_id}-{index}",
+            model=self._model,
+            operation=self._operation,
+            arrived_unix_s=self._arrived_unix_s,
+            latencies=delta.latencies,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=delta.num_cached_tokens,
+            num_generation_tokens=self._num_tokens[index],
+            finish_reasons=tuple(str(end.finish_reason) for end in ends),
+            n=request.num_choices,
+            max_tokens=request.params.max_tokens,
+            temperature=request.params.temperature,
+            top_p=request.params.top_p,
+            headers=self._headers,
+        )
+        self._tracer.note(record)
+
+
 def _exporting(endpoint: str) -> Any:
-    """Batches, sent by HTTP. Raises: ConfigError."""
+    """Return a processor that sends batches by HTTP. Raises: ConfigError."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"otlp_traces_endpoint={endpoint!r} must be the URL of a collector's HTTP receiver, as "

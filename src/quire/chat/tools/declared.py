@@ -17,29 +17,31 @@ _NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "propert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
     declaration: Mapping[str, Any]  # all of it, for the template
-    is_strict: bool = False  # its schema is closed within, as OpenAI's strict wants it
+    is_strict: bool = False  # OpenAI's strict: all objects within are closed
 
     def kinds(self, parameter: str) -> frozenset[str] | None:
-        """JSON's names of the types it may have; None where the schema does not say."""
+        """Return the types that a parameter may have, by JSON's names; None if the schema is
+        silent.
+        """
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return _kinds(schema, 4)
 
 
 def checked_tools(given: Iterable[Any] | None) -> tuple[Tool, ...]:
-    """Raises: RequestError naming the tool and what is wrong with it."""
+    """Check a request's tools. Raises: RequestError naming the tool and what is wrong."""
     if given is None:
         return ()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise RequestError("tools must be a list of functions")
     several = list(given)
     if len(several) > MAX_TOOLS:
-        raise RequestError(f"tools: {len(several)} of them, and {MAX_TOOLS} are the most")
+        raise RequestError(f"tools has {len(several)} functions and may have {MAX_TOOLS}")
     tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(several))
     check_size([tool.declaration for tool in tools], "tools", MAX_TOOLS_BYTES)
     names = [tool.name for tool in tools]

@@ -12,26 +12,26 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(
-    tape: IncrementalLexer, out: Events, known: Container[str] | None = None
+    lexer: IncrementalLexer, out: Events, known: Container[str] | None = None
 ) -> Reading[None]:
-    """One of them. ``known`` are the names a call may have, where nothing else tells it from text.
+    """Read one call. ``known``: the names that it may have, where only the name tells it from text.
 
-    It begins with its name, and from then on its arguments are streamed. Raises: Broken.
+    The call begins with its name; from then on its arguments are streamed. Raises: Broken.
     """
-    yield from tape.expect("{")
+    yield from lexer.expect("{")
     name: str | None = None
     arguments: str | None = None
     has_arguments = False
     while True:
-        yield from tape.blanks()
-        key = yield from tape.string()
-        yield from tape.blanks()
-        yield from tape.expect(":")
-        yield from tape.blanks()
+        yield from lexer.blanks()
+        key = yield from lexer.string()
+        yield from lexer.blanks()
+        yield from lexer.expect(":")
+        yield from lexer.blanks()
         if key == "name":
             if name is not None:
                 raise Broken
-            name = yield from _name(tape, known)
+            name = yield from _name(lexer, known)
             out.start(name)
             out.arguments(arguments or "")
         elif key in _ARGUMENTS:
@@ -39,14 +39,14 @@ def call_object(
                 raise Broken
             has_arguments = True
             if name is None:
-                arguments = yield from _arguments_text(tape)
+                arguments = yield from _arguments_text(lexer)
             else:
-                yield from _arguments(tape, out)
-        else:  # an id, a type: of no use here
-            yield from tape.text_value()
-        if not (yield from tape.comes(",")):
+                yield from _arguments(lexer, out)
+        else:  # an id or a type, which is not needed
+            yield from lexer.text_value()
+        if not (yield from lexer.comes(",")):
             break
-    yield from tape.expect("}")
+    yield from lexer.expect("}")
     if name is None:
         raise Broken
     if not has_arguments:
@@ -55,31 +55,31 @@ def call_object(
 
 
 def called(
-    tape: IncrementalLexer, out: Events, name: str, given_id: str | None = None
+    lexer: IncrementalLexer, out: Events, name: str, given_id: str | None = None
 ) -> Reading[None]:
-    """The arguments of a call by that name, and so the start of it. Raises: Broken."""
-    if (yield from tape.peek()) not in ("{", '"', "n"):
+    """Begin a call by that name and read its arguments. Raises: Broken."""
+    if (yield from lexer.peek()) not in ("{", '"', "n"):
         raise Broken
     out.start(name, given_id)
-    yield from _arguments(tape, out)
+    yield from _arguments(lexer, out)
 
 
-def _arguments(tape: IncrementalLexer, out: Events) -> Reading[None]:
-    """Of a call that has begun. Raises: Broken."""
-    if (yield from tape.peek()) == "{":
-        yield from tape.value(out.arguments)
+def _arguments(lexer: IncrementalLexer, out: Events) -> Reading[None]:
+    """Read the arguments of the open call. Raises: Broken."""
+    if (yield from lexer.peek()) == "{":
+        yield from lexer.value(out.arguments)
     else:
-        out.arguments((yield from _arguments_text(tape)))
+        out.arguments((yield from _arguments_text(lexer)))
 
 
-def _arguments_text(tape: IncrementalLexer) -> Reading[str]:
-    """A JSON object; some models write it into a string, or null for none. Raises: Broken."""
-    first = yield from tape.peek()
+def _arguments_text(lexer: IncrementalLexer) -> Reading[str]:
+    """Read a JSON object, which some models write as a string, or null. Raises: Broken."""
+    first = yield from lexer.peek()
     if first == "{":
-        return (yield from tape.text_value())
+        return (yield from lexer.text_value())
     if first == '"':
-        return _within((yield from tape.string()))
-    yield from tape.expect("null")
+        return _within((yield from lexer.string()))
+    yield from lexer.expect("null")
     return "{}"
 
 
@@ -90,7 +90,7 @@ def _within(text: str) -> str:
     pieces: list[str] = []
     try:
         for _ in inner.value(pieces.append):
-            raise AssertionError("an ended tape waits for nothing")
+            raise AssertionError("an ended lexer waits for nothing")
     except Broken:
         pieces = []
     found = "".join(pieces)
@@ -99,29 +99,29 @@ def _within(text: str) -> str:
     return found
 
 
-def _name(tape: IncrementalLexer, known: Container[str] | None) -> Reading[str]:
-    name = yield from tape.string()
+def _name(lexer: IncrementalLexer, known: Container[str] | None) -> Reading[str]:
+    name = yield from lexer.string()
     if not name or (known is not None and name not in known):
         raise Broken
     return name
 
 
-def call_list(tape: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON array of them, maybe empty. Raises: Broken."""
-    yield from tape.expect("[")
-    if (yield from tape.comes("]")):
+def call_list(lexer: IncrementalLexer, out: Events) -> Reading[None]:
+    """Read a JSON array of calls, maybe empty. Raises: Broken."""
+    yield from lexer.expect("[")
+    if (yield from lexer.comes("]")):
         return
     while True:
-        yield from tape.blanks()
-        yield from call_object(tape, out)
-        tape.record()  # what breaks from here on is after a call, not in it
-        if not (yield from tape.comes(",")):
-            yield from tape.expect("]")
+        yield from lexer.blanks()
+        yield from call_object(lexer, out)
+        lexer.record()  # from here on a failure is behind the call, not in it
+        if not (yield from lexer.comes(",")):
+            yield from lexer.expect("]")
             return
 
 
 def marked(*opens: str, closes: str) -> ToolFormat:
-    """An object behind a mark, or an array of them.
+    """Return the format of an object behind a mark, or an array of objects.
 
     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` is Qwen2.5's, and
     ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` Granite 3's. Phi-4-mini was trained for an
@@ -129,54 +129,56 @@ def marked(*opens: str, closes: str) -> ToolFormat:
     Source: the models' templates, vLLM's for Phi-4-mini, and that model's card.
     """
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        mark = (yield from tape.starts(*opens)) or opens[0]
-        yield from tape.expect(mark.removesuffix("["))
-        yield from tape.blanks()
-        if (yield from tape.peek()) == "[":
-            yield from call_list(tape, out)
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        mark = (yield from lexer.starts(*opens)) or opens[0]
+        yield from lexer.expect(mark.removesuffix("["))
+        yield from lexer.blanks()
+        if (yield from lexer.peek()) == "[":
+            yield from call_list(lexer, out)
         else:
-            yield from call_object(tape, out)
-        tape.record()
-        yield from tape.comes(closes)
+            yield from call_object(lexer, out)
+        lexer.record()
+        yield from lexer.comes(closes)
 
     return ToolFormat(opens=opens, calls=calls)
 
 
-def llama(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
+def llama(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Read ``{"name": …, "parameters": {…}}``, several with ``;`` between them, and nothing else.
 
-    A call is told from other JSON by the name, which one of the tools must have. ``<|python_tag|>``
-    may stand before it. Source: Llama 3.1's template.
+    A call is told from other JSON by its name, which one of the tools must have. ``<|python_tag|>``
+    may precede it. Source: Llama 3.1's template. Raises: Broken.
     """
     while True:
-        yield from tape.comes("<|python_tag|>")
-        yield from tape.blanks()
-        yield from call_object(tape, out, tools)
-        tape.record()
-        if not (yield from tape.comes(";")):
+        yield from lexer.comes("<|python_tag|>")
+        yield from lexer.blanks()
+        yield from call_object(lexer, out, tools)
+        lexer.record()
+        if not (yield from lexer.comes(";")):
             return
 
 
-def required(tape: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON array of calls, as the grammar for tool_choice "required" makes it: no content."""
+def required(lexer: IncrementalLexer, out: Events) -> Reading[None]:
+    """Read the JSON array of calls that the grammar for tool_choice "required"
+    makes: no content.
+    """
     try:
-        yield from tape.blanks()
-        yield from call_list(tape, out)
+        yield from lexer.blanks()
+        yield from call_list(lexer, out)
     except Broken:
         out.cut()
 
 
-def arguments_of(name: str, tape: IncrementalLexer, out: Events) -> Reading[None]:
-    """A JSON object: the arguments for a tool that the request has named; no content."""
+def arguments_of(name: str, lexer: IncrementalLexer, out: Events) -> Reading[None]:
+    """Read a JSON object, the arguments of the tool that the request has named: no content."""
     try:
-        yield from tape.blanks()
-        yield from called(tape, out, name)
+        yield from lexer.blanks()
+        yield from called(lexer, out, name)
         out.end()
     except Broken:
         out.cut()
 
 
 def quoted(text: str) -> str:
-    """A piece of a JSON string, without the quotes."""
+    """Return a piece of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -16,27 +16,26 @@ from quire.errors import ConfigError
 
 # -- name, mark and arguments ----------------------------------------------------------------------
 
-# Calls that are a name, a mark, and the arguments as JSON: Mistral, DeepSeek V3, Kimi K2.
 
+def mistral(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Read ``[TOOL_CALLS]name{…}``, or the older ``[TOOL_CALLS][{"name": …, "arguments": {…}},
+    …]``.
 
-def mistral(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``[TOOL_CALLS]name{…}``, or ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` of old.
-
-    Between name and arguments there may be ``[CALL_ID]…`` and ``[ARGS]``. Source: the templates of
+    ``[CALL_ID]…`` and ``[ARGS]`` may stand between name and arguments. Source: the templates of
     Mistral 7B v0.3 and of Mistral Small 3.1 and later.
     """
-    yield from tape.expect("[TOOL_CALLS]")
-    yield from tape.blanks()
-    if (yield from tape.peek()) == "[":
-        yield from call_list(tape, out)
+    yield from lexer.expect("[TOOL_CALLS]")
+    yield from lexer.blanks()
+    if (yield from lexer.peek()) == "[":
+        yield from call_list(lexer, out)
         return
-    name = yield from tape.name("{", "[ARGS]", "[CALL_ID]")
+    name = yield from lexer.name("{", "[ARGS]", "[CALL_ID]")
     given_id = None
-    if (yield from tape.skip("[CALL_ID]")):
-        given_id = (yield from tape.name("{", "[ARGS]")) or None
-    yield from tape.skip("[ARGS]")
-    yield from tape.blanks()
-    yield from called(tape, out, name, given_id)
+    if (yield from lexer.skip("[CALL_ID]")):
+        given_id = (yield from lexer.name("{", "[ARGS]")) or None
+    yield from lexer.skip("[ARGS]")
+    yield from lexer.blanks()
+    yield from called(lexer, out, name, given_id)
     out.end()
 
 
@@ -49,34 +48,34 @@ def named(
     behind: str = "",
     has_ids: bool = False,
 ) -> ToolFormat:
-    """A name between marks, and its arguments behind a separator.
+    """Return the format of a name between marks, and its arguments behind a separator.
 
     ``several`` are the marks around all calls, and ``one`` those around each; none must close.
-    ``kind`` stands before a name, and ``behind`` after the arguments. ``has_ids``: the name is
-    within an id, such as ``functions.NAME:0``, which the template wants back.
-    Source: the templates of DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
+    ``kind`` precedes a name, and ``behind`` follows the arguments. ``has_ids``: the name is within
+    an id, such as ``functions.NAME:0``, which the template wants back. Source: the templates of
+    DeepSeek-V3, DeepSeek-V3.1 and Kimi-K2.
     """
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(several[0])
-        yield from tape.blanks()
-        yield from tape.expect(one[0])
-        yield from tape.blanks()
-        yield from tape.expect(kind)
-        name = yield from tape.name(separator)
-        yield from tape.expect(separator)
-        yield from tape.blanks()
-        yield from called(tape, out, *(_of_id(name) if has_ids else (name, None)))
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(several[0])
+        yield from lexer.blanks()
+        yield from lexer.expect(one[0])
+        yield from lexer.blanks()
+        yield from lexer.expect(kind)
+        name = yield from lexer.name(separator)
+        yield from lexer.expect(separator)
+        yield from lexer.blanks()
+        yield from called(lexer, out, *(_of_id(name) if has_ids else (name, None)))
         out.end()
-        tape.record()
+        lexer.record()
         for mark in (behind, one[1], several[1]):
-            yield from tape.comes(mark)
+            yield from lexer.comes(mark)
 
     return ToolFormat(opens=(several[0], one[0]), calls=calls)
 
 
 def _of_id(given_id: str) -> tuple[str, str]:
-    """The name in an id, and the id."""
+    """Return the name in an id, and the id."""
     name = given_id.removeprefix("functions.") or given_id
     head, _, number = name.rpartition(":")
     return head if head and number.isdecimal() else name, given_id
@@ -145,7 +144,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "phi4_mini_json": marked("functools[", "<|tool_call|>", closes="<|/tool_call|>"),
     }
 )
-# What a chat template has in it, all of a line, if its format is that; the first one counts.
+# Texts that a chat template has, all of them, and the format that they tell; the first counts.
 _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
     (("<|channel|>", "<|message|>"), "openai"),
@@ -173,8 +172,8 @@ _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-# Where no template tells, as with models that come with a tokenizer of their own kind, the type of
-# the model does: what most models of that type write.
+# Where no template tells, as with models that have their own kind of tokenizer: what most models of
+# a type write.
 _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "mixtral"), "mistral"),
@@ -205,9 +204,9 @@ _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
 
 
 def tool_format(name: str | None, template: str, model_type: str = "") -> ToolFormat | None:
-    """That of a name; "auto", or without one, as the template's text tells, or else the type.
+    """Return the format of a name; for "auto" or None, by the template's text or the model's type.
 
-    None where neither does. Raises: ConfigError naming those there are.
+    It is None where neither tells. Raises: ConfigError listing the known names.
     """
     if name is not None and name != "auto":
         if name not in TOOL_FORMATS:

@@ -1,7 +1,7 @@
 """Calls with each argument in tags of its own: Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek V3.2.
 
-A value is text as it is, without quotes; what it means depends on the tool's schema. Of a string
-the beginning is passed on while the rest is still to come.
+A value is plain text without quotes; the tool's schema says what it means. A string is passed on
+while the rest of it is still to come.
 """
 
 import json
@@ -29,79 +29,81 @@ _ALL = frozenset(kind for _, kind in _KINDS)
 
 
 def functions(opens: str, closes: str, *, on_own_lines: bool) -> ToolFormat:
-    """``<function=NAME><parameter=KEY>VALUE</parameter>…</function>`` within outer tags.
+    """Return the format of ``<function=NAME><parameter=KEY>VALUE</parameter>…</function>`` in outer
+    tags.
 
     Models forget those. ``on_own_lines``: a line end before a value, and one behind it, belong to
     the tags. Source: the templates of Qwen3-Coder and Seed-OSS.
     """
     closing = ("\n</parameter>", "</parameter>") if on_own_lines else ("</parameter>",)
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(opens)
-        yield from tape.blanks()
-        yield from tape.expect("<function=")
-        name = yield from tape.name(">")
-        yield from tape.expect(">")
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(opens)
+        yield from lexer.blanks()
+        yield from lexer.expect("<function=")
+        name = yield from lexer.name(">")
+        yield from lexer.expect(">")
         arguments = Arguments(out, name, tools)
-        while not (yield from tape.comes("</function>")):
-            yield from tape.expect("<parameter=")
-            key = yield from tape.name(">")
-            yield from tape.expect(">")
+        while not (yield from lexer.comes("</function>")):
+            yield from lexer.expect("<parameter=")
+            key = yield from lexer.name(">")
+            yield from lexer.expect(">")
             if on_own_lines:
-                yield from tape.skip("\n")
-            yield from arguments.read(tape, key, *closing)
+                yield from lexer.skip("\n")
+            yield from arguments.read(lexer, key, *closing)
         arguments.end()
-        tape.record()
-        yield from tape.comes(closes)
+        lexer.record()
+        yield from lexer.comes(closes)
 
     return ToolFormat(opens=(opens, "<function="), calls=calls)
 
 
-def glm45(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
+def glm45(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Read ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>``.
 
     Source: GLM-4.5's template.
     """
-    yield from tape.expect("<tool_call>")
-    name = yield from tape.name("<arg_key>", "</tool_call>")
+    yield from lexer.expect("<tool_call>")
+    name = yield from lexer.name("<arg_key>", "</tool_call>")
     arguments = Arguments(out, name, tools)
-    while not (yield from tape.comes("</tool_call>")):
-        yield from tape.expect("<arg_key>")
-        key = yield from tape.name("</arg_key>")
-        yield from tape.expect("</arg_key>")
-        yield from tape.blanks()
-        yield from tape.expect("<arg_value>")
-        yield from arguments.read(tape, key, "</arg_value>")
+    while not (yield from lexer.comes("</tool_call>")):
+        yield from lexer.expect("<arg_key>")
+        key = yield from lexer.name("</arg_key>")
+        yield from lexer.expect("</arg_key>")
+        yield from lexer.blanks()
+        yield from lexer.expect("<arg_value>")
+        yield from arguments.read(lexer, key, "</arg_value>")
     arguments.end()
 
 
 def invokes(outer: str, prefix: str = "") -> ToolFormat:
-    """``<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>``.
+    """Return the format of ``<invoke name="NAME"><parameter
+    name="KEY">VALUE</parameter>…</invoke>``.
 
     Several stand in one outer tag. DeepSeek's tags have a prefix, and its parameters say
-    ``string="true"`` or, where the value is JSON, ``string="false"``.
-    Source: the template of MiniMax-M2, and the encoding that comes with DeepSeek-V3.2.
+    ``string="true"`` or, where the value is JSON, ``string="false"``. Source: the template of
+    MiniMax-M2, and the encoding that comes with DeepSeek-V3.2.
     """
     opens, invoke = f"<{prefix}{outer}>", f'<{prefix}invoke name="'
     parameter, closing = f'<{prefix}parameter name="', f"</{prefix}parameter>"
 
-    def calls(tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        yield from tape.skip(opens)
-        yield from tape.blanks()
-        yield from tape.expect(invoke)
-        name = yield from tape.name('">')
-        yield from tape.expect('">')
+    def calls(lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
+        yield from lexer.skip(opens)
+        yield from lexer.blanks()
+        yield from lexer.expect(invoke)
+        name = yield from lexer.name('">')
+        yield from lexer.expect('">')
         arguments = Arguments(out, name, tools)
-        while not (yield from tape.comes(f"</{prefix}invoke>")):
-            yield from tape.expect(parameter)
-            key = yield from tape.name('"')
-            kind = yield from tape.starts('">', '" string="true">', '" string="false">')
-            yield from tape.expect(kind or '">')
+        while not (yield from lexer.comes(f"</{prefix}invoke>")):
+            yield from lexer.expect(parameter)
+            key = yield from lexer.name('"')
+            kind = yield from lexer.starts('">', '" string="true">', '" string="false">')
+            yield from lexer.expect(kind or '">')
             is_string = None if kind == '">' else kind == '" string="true">'
-            yield from arguments.read(tape, key, closing, is_string=is_string)
+            yield from arguments.read(lexer, key, closing, is_string=is_string)
         arguments.end()
-        tape.record()
-        yield from tape.comes(f"</{prefix}{outer}>")
+        lexer.record()
+        yield from lexer.comes(f"</{prefix}{outer}>")
 
     return ToolFormat(opens=(opens, invoke), calls=calls)
 
@@ -115,7 +117,7 @@ class Arguments:
         out.start(name)
 
     def key(self, key: str) -> None:
-        """The value follows. Raises: Broken if the key was there before."""
+        """Write a key. Raises: Broken if it was there before."""
         if key in self.keys:
             raise Broken
         lead = ", " if self.keys else "{"
@@ -123,10 +125,9 @@ class Arguments:
         self._out.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
 
     def read(
-        self, tape: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
+        self, lexer: IncrementalLexer, key: str, *closing: str, is_string: bool | None = None
     ) -> Reading[None]:
-        """A value as text, and the tag after it; None: the schema says if it is a string.
-
+        """Read a value as text, and the tag after it. ``is_string`` None: the schema decides.
         Raises: Broken.
         """
         self.key(key)
@@ -135,18 +136,18 @@ class Arguments:
             is_string = kinds is None or kinds == _TEXT
         if is_string:
             self._out.arguments('"')
-            found = yield from tape.upto(*closing, put=self._quote, must_come=True)
+            found = yield from lexer.upto(*closing, put=self._quote, must_come=True)
             if found is None:
                 raise Broken
             self._out.arguments('"')
         else:
-            text = yield from tape.text_upto(*closing)
+            text = yield from lexer.text_upto(*closing)
             self._out.arguments(converted(text, kinds or _ALL))
-            found = yield from tape.starts(*closing)
-        yield from tape.expect(found or closing[0])
+            found = yield from lexer.starts(*closing)
+        yield from lexer.expect(found or closing[0])
 
     def end(self) -> None:
-        """The object is complete, and so is the call."""
+        """End the object, and the call."""
         self._out.arguments("}" if self.keys else "{}")
         self._out.end()
 
@@ -155,7 +156,7 @@ class Arguments:
 
 
 def converted(text: str, kinds: frozenset[str]) -> str:
-    """As JSON of one of these types, if it can be read so; otherwise as a string."""
+    """Return a text as JSON of one of these types if possible, otherwise as a string."""
     bare = text.strip(BLANKS)
     for python, word in _PYTHON_WORDS:
         if bare == python:

@@ -10,20 +10,15 @@ from quire.sampling_params import StructuredOutputsParams
 
 # -- json schemas ----------------------------------------------------------------------------------
 
-# JSON schemas that say more than their writers do: which other members an object may have.
-#
-# A grammar lets a model write whatever a schema does not exclude, and a small one does so for
-# ever.
 
-
-# What else in a schema says which properties an object may have.
+# Keywords that also say which properties an object may have.
 _SAY_MORE = frozenset(
     (
         *("additionalProperties", "unevaluatedProperties", "patternProperties", "$ref"),
         *("allOf", "anyOf", "oneOf", "if"),
     )
 )
-# Schemas of other values than the object itself; one, or a list of them; or several by name.
+# Keywords with schemas of other values: one, or a list; or several by name.
 _OF_PARTS = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -31,22 +26,23 @@ _OF_PARTS = frozenset(
     )
 )
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))  # whatever they look like
+_NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))  # even if they look like one
 
 
 def arguments_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """Of a tool's arguments, which are an object, whether or not the schema says it.
+    """Return the schema of a tool's arguments, which are an object even if it does not say so.
 
-    It is closed: many clients leave out that there are no others than those that it names, or
-    take it out. ``strict``: so is each object within, as ``closed`` does, and raises.
+    The object may have no other members: many clients leave that out, and a small model then adds
+    members for ever. ``strict``: the same holds for each object within, as for ``closed``.
     """
     return {"type": "object", **(closed(schema) if strict else _without_others(schema))}
 
 
 def closed(schema: Any) -> Any:
-    """Each object that names properties may have no others, unless it says which.
+    """Close each object that names properties, unless it says which others it may have.
 
-    That is what OpenAI's ``strict`` has its clients write.
+    OpenAI's ``strict`` makes its clients write that.
+
     Raises: RequestError where no text would be left, and for what is nested too deep.
     """
     try:
@@ -56,7 +52,7 @@ def closed(schema: Any) -> Any:
 
 
 def moved(schema: Any, root: str) -> Any:
-    """A schema for another place: what it refers to within itself moves with it."""
+    """Return a schema for another place: its references within itself move with it."""
     if isinstance(schema, list):
         return [moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):
@@ -82,7 +78,7 @@ def _closed(schema: Any) -> Any:
             "strict: a schema with allOf of several cannot be closed, as each would exclude what "
             "the others name: write them as one, or leave strict out"
         )
-    # Others, such as if and not, say more of the same object, and exclude no property by that.
+    # Other keywords, such as if and not, are about the same object and exclude no property.
     parts = _OF_PARTS if "properties" in schema else _OF_PARTS | {"anyOf", "oneOf", "allOf"}
     own = dict(schema)
     for keyword, inner in schema.items():
@@ -103,22 +99,22 @@ def _without_others(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """``named`` has the tool's ``name``; the others have none."""
+    """How tools are to be called. ``name`` is that of a ``named`` one."""
 
     kind: Literal["none", "auto", "required", "named"]
     name: str = ""
 
     @property
     def is_forced(self) -> bool:
-        """Whether the text will be nothing but calls, by a grammar."""
+        """Return whether a grammar makes the text nothing but calls."""
         return self.kind in ("required", "named")
 
 
 def allowed(given: Any, tools: Sequence[Tool]) -> tuple[Any, tuple[Tool, ...]]:
-    """OpenAI's ``allowed_tools``: the choice that its mode is, and the tools that it names.
+    """Return the choice and the tools of OpenAI's ``allowed_tools``.
 
-    Chat completions have it in an object of its own, responses beside the type.
-    Raises: RequestError.
+    Chat completions have it in an object of its own, responses beside the type. Raises:
+    RequestError.
     """
     if not isinstance(given, Mapping) or given.get("type") != "allowed_tools":
         return given, tuple(tools)
@@ -139,7 +135,7 @@ def _name_of(tool: Any) -> str:
 
 
 def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """A name, or OpenAI's object with one. Raises: RequestError."""
+    """Check a word, or OpenAI's object with a name. Raises: RequestError."""
     if given is None:
         return ToolChoice(kind="auto" if tools else "none")
     if given == "none" or (given == "auto" and not tools):
@@ -170,9 +166,10 @@ def _named(given: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoice:
 def forced_form(
     choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool
 ) -> StructuredOutputsParams | None:
-    """The form that makes the model call; None where it need not.
+    """Return the form that makes the model call; None where it need not.
 
-    Of a named tool the text is the arguments, otherwise an array of calls.
+    The arguments of a named tool, otherwise an array of calls.
+
     Raises: RequestError for a schema that cannot be written as JSON, or not be closed.
     """
     if not choice.is_forced:
@@ -212,5 +209,5 @@ def _call(tool: Tool) -> dict[str, Any]:
 
 
 def _escaped(name: str) -> str:
-    """As part of a JSON pointer."""
+    """Escape a name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -1,4 +1,4 @@
-"""What a format of tool calls is: the marks of a call, and a reader that begins at one of them."""
+"""What a format of tool calls is: the marks of a call, and a reader that begins at a mark."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class ToolFormat:
     """How a family of models writes calls.
 
     ``calls`` reads what begins with one of ``opens``, and raises Broken where that is no call.
-    Without any a text begins with its calls, or has none. ``marks`` are further tokens that a
-    reader needs to see, and ``stop`` are those that end an answer. ``is_all``: whatever is asked
-    for, the texts of these models have marks, and ``calls`` reads all of them, reasoning too.
+    Without ``opens`` a text begins with its calls, or has none. ``marks`` are further tokens that a
+    reader needs to see, and those of ``stop`` end an answer. ``is_all``: every text of these models
+    has marks, and ``calls`` reads all of it, reasoning too.
     """
 
     opens: tuple[str, ...]
@@ -28,24 +28,26 @@ class ToolFormat:
     is_all: bool = False
     make_id: Callable[[], str] = call_id
 
-    def read(self, tape: IncrementalLexer, out: Events, tools: Mapping[str, Tool]) -> Reading[None]:
-        """All of the text: content and calls."""
-        while not self.opens or (yield from tape.upto(*self.opens, put=out.content)):
+    def read(
+        self, lexer: IncrementalLexer, out: Events, tools: Mapping[str, Tool]
+    ) -> Reading[None]:
+        """Read all of the text: content and calls."""
+        while not self.opens or (yield from lexer.upto(*self.opens, put=out.content)):
             is_text = False
-            tape.record()
+            lexer.record()
             try:
-                yield from self.calls(tape, out, tools)
-                tape.recorded()
+                yield from self.calls(lexer, out, tools)
+                lexer.recorded()
             except Broken:
-                # Without a mark it may be any text until a call has a name, and an answer too.
-                is_text = not (tape.breaks_off and (self.opens or out.in_call))
+                # Without a mark it may be any text until a call has a name.
+                is_text = not (lexer.breaks_off and (self.opens or out.in_call))
                 if is_text:
-                    out.give_up(tape.recorded())
+                    out.give_up(lexer.recorded())
                 else:
                     out.cut()
-            if tape.breaks_off and not is_text:
-                tape.drop()  # the beginning of a mark, or of what belongs to a call
+            if lexer.breaks_off and not is_text:
+                lexer.drop()  # the beginning of a mark or a call
             if not self.opens:
-                yield from tape.upto(put=out.content)
+                yield from lexer.upto(put=out.content)
                 break
         out.end_of_content()

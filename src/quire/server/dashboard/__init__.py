@@ -1,1 +1,1 @@
-"""The memory page: a live picture of the pool, its feed, and the files that show it."""
+"""The memory page: a live picture of the KV cache, its feed, and the page's files."""

@@ -1,8 +1,9 @@
-"""The page's feed: frames of the cache, taken once for all viewers and only while there are some.
+"""The memory page's feed: frames of the cache, taken once for all viewers and only while there are
+any.
 
-Server-sent events: ``about`` once, then a ``frame`` whenever something has changed in what a viewer
-may see; the id of an event is when it was taken, in milliseconds. A viewer that is behind gets the
-newest frame: no other waits for it.
+Server-sent events: ``about`` once, then a ``frame`` whenever something has changed that the viewer
+may see. An event's id is when it was taken, in milliseconds. A viewer that is behind gets the
+newest frame, and no other waits for it.
 """
 
 import asyncio
@@ -27,18 +28,18 @@ from quire.server.logs import place_of
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1 / 3
-_SHARE = 200  # a frame takes at most one in so many parts of the time
-_SILENCE_S = 10.0  # after which a viewer hears that the server is still there
+_SHARE = 200  # frames take at most a two hundredth of the time
+_SILENCE_S = 10.0  # then a viewer is told that the server is still there
 
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What viewers get that may see the same."""
+    """The frames for all viewers that may see the same."""
 
     num_viewers: int = 0
     number: int = 0  # of the newest frame
     newest: bytes = b""
-    content: bytes = b""  # of it, without when it was taken
+    content: bytes = b""  # the newest frame without its time
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, content: bytes) -> None:
@@ -51,24 +52,27 @@ class _Channel:
 
 @final
 class Feed:
-    """Of one engine, in one event loop. ``chats``: its model takes messages."""
+    """The frames of one engine, in one event loop. ``chats``: its model takes messages.
+
+    ``interval_s``: seconds between two frames, at least.
+    """
 
     def __init__(
         self, llm: AsyncLLM, *, chats: bool = True, interval_s: float = INTERVAL_S
     ) -> None:
         self._llm, self._chats, self._interval_s = llm, chats, interval_s
-        self.num_taken = 0  # times, changed or not
+        self.num_taken = 0  # frames, changed or not
         self._channels: dict[Tenant, _Channel] = {}
         self._taking: asyncio.Task[None] | None = None
 
     @property
     def num_viewers(self) -> int:
+        """Return how many viewers there are."""
         return sum(channel.num_viewers for channel in self._channels.values())
 
     async def open(self, tenant: Tenant = None) -> AsyncGenerator[bytes, None]:
-        """Events for one viewer, until it leaves or the engine ends.
-
-        Raises: RequestError, or what the engine failed with, if it has ended.
+        """Return events for one viewer, until it leaves or the engine ends. Raises: RequestError,
+        or what the engine failed with, if it has ended.
         """
         first = await self._llm.inspect(lambda llm, _: about(llm, chats=self._chats))
         return self._events(first, tenant)
@@ -93,14 +97,14 @@ class Feed:
             if not channel.num_viewers:
                 del self._channels[tenant]
             if not self._channels and self._taking is not None:
-                # At once, since the next viewer may come while this one waits for its end.
+                # Cleared first: the next viewer may come while this one awaits the end.
                 taking, self._taking = self._taking, None
                 taking.cancel()
                 with suppress(asyncio.CancelledError):
                     await taking
 
     async def _take(self) -> None:
-        """Frames while there are viewers, further apart where one takes long."""
+        """Take frames while there are viewers, further apart where one takes long."""
         while True:
             try:
                 taken, cost_s = await self._llm.inspect(partial(_frames, tuple(self._channels)))
@@ -121,14 +125,14 @@ class Feed:
 def _frames(
     tenants: tuple[Tenant, ...], llm: LLM, sequences: list[Sequence]
 ) -> tuple[dict[Tenant, Frame], float]:
-    """In the stepping thread: a frame for each, and how long it computed."""
+    """Return a frame for each tenant and the seconds that it took, in the engine's thread."""
     began_s = time.thread_time()
     taken = frames(llm, sequences, tenants)
     return taken, time.thread_time() - began_s
 
 
 async def _wait(changed: asyncio.Event, taking: "asyncio.Task[None]") -> bool:
-    """For another frame, or the end of all; False: nothing came for long."""
+    """Return whether a frame or the end has come; False after ten silent seconds."""
     waiting = asyncio.ensure_future(changed.wait())
     try:
         done, _ = await asyncio.wait(

@@ -1,7 +1,7 @@
-"""What the feed says, as its readers get it: numbers about memory, and never a word of a prompt.
+"""The JSON of the memory page's feed: numbers about memory, and never a word of a prompt.
 
-``About`` is said once, a ``Frame`` whenever something has changed. Both are JSON. A tenant that may
-not see all gets a frame of its own sequences alone, and of others how much they hold, in steps.
+``About`` is sent once, a ``Frame`` whenever something has changed. A tenant that may not see all
+gets a frame of its own sequences alone, and how much others hold, in steps.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ class GroupAbout(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     cell_tokens: int
     cell_bytes: int
-    in_rows: bool  # a sequence has addresses for itself, and only those in use are shown
+    in_rows: bool  # each sequence has its own addresses; only those in use are shown
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_model_len: int
     max_num_seqs: int
-    chats: bool  # it takes messages; else a prompt, which it goes on with
+    chats: bool  # the model takes messages; otherwise it continues a prompt
     rule: str  # of the budget
     bound: str  # what decided it
     ledger: tuple[BudgetTerm, ...]
@@ -51,32 +51,32 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class Cells(msgspec.Struct, frozen=True, kw_only=True):
     """The picture of a group: each of its cells stands for ``each`` of the group's own."""
 
-    num_cells: int  # of the group, in all its addresses
-    num_shown: int  # … of these, in this picture
+    num_cells: int  # in all addresses of the group
+    num_shown: int  # … that this picture shows
     each: int
     row_cells: int  # cells of the picture in a row, or 0
-    counts: tuple[int, ...]  # of the group's own cells, by letter: as many as there are
-    states: str  # a letter a cell
-    fills: str  # a digit a cell: tenths of its tokens that are there, rounded up, 9 at most
+    counts: tuple[int, ...]  # how many of the group's cells there are, by letter
+    states: str  # one letter for each cell
+    fills: str  # one digit for each cell: its fill in tenths, rounded up, at most 9
     holders: tuple[int, ...]  # sequence, how many cells, sequence, …; -1: no sequence
 
 
 class SequenceFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. Its id is the engine's own."""
+    """One sequence, by the engine's own id."""
 
     id: int
     state: State
     tokens: int
-    prompt: int  # tokens of it
+    prompt: int  # its tokens
     computed: int
-    cached: int  # tokens of its prompt that it found computed
-    max_tokens: int  # the longest it may become
+    cached: int  # prompt tokens that the prefix cache had
+    max_tokens: int  # the longest that it may become
     preemptions: int
-    tables: tuple[tuple[int, ...], ...]  # a group: first cell, how many, first cell, …
+    tables: tuple[tuple[int, ...], ...]  # for each group: first cell, how many, first cell, …
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, as ``Usage`` has them, and their limits."""
+    """Bytes, as in ``Usage``, and their limits."""
 
     reserved: int
     committed: int
@@ -87,9 +87,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What has been counted so far; only differences between two frames mean something."""
+    """Totals so far. Only the difference between two frames has a meaning."""
 
-    queries: int = 0  # tokens of prompts that were looked up
+    queries: int = 0  # prompt tokens that were looked up
     hits: int = 0  # … of them found computed
     generated: int = 0  # tokens
     preemptions: int = 0
@@ -99,12 +99,12 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """The cache between two steps."""
 
-    cells: tuple[Cells, ...]  # of each group of ``About``
+    cells: tuple[Cells, ...]  # one for each group of ``About``
     sequences: tuple[SequenceFrame, ...]
     num_running: int
     num_waiting: int
     num_more: int  # sequences that are not listed
-    memory: Memory  # of a tenant's: what its sequences hold, of the capacity
-    counters: Counters | None  # all sequences' together, which a tenant is not told
+    memory: Memory  # a tenant sees what its own sequences hold, and the capacity
+    counters: Counters | None  # of all sequences, so None for a tenant
     elastic: str  # why the ceiling is where it is, if anything was decided
-    others_percent: int | None = None  # of the capacity that other tenants' sequences hold
+    others_percent: int | None = None  # share of the capacity that other tenants' sequences hold

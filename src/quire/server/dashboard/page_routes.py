@@ -1,10 +1,13 @@
-"""What the page is asked for: its files, by any client, and its feed, with a key."""
+"""The memory page's routes: its files, which need no key, and its feed, which does.
+
+The files lie in the package as they are sent, and load nothing from anywhere else. They hold no
+data.
+"""
 
 import hashlib
 from collections.abc import Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import final
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -14,14 +17,7 @@ from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint
 from quire.server.wire.streams import EventStream
 
-# -- files -----------------------------------------------------------------------------------------
-
-# The page's own files: as they lie in the package, and nothing from anywhere else.
-#
-# They hold no data, so they need no key; what they show comes from the feed, which does.
-
-
-# What a browser is to load and to ask: this server, and nothing written into the page itself.
+# A browser loads from this server alone, and runs nothing written into the page itself.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -39,57 +35,42 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "/memory/feed.js": ("feed.js", "text/javascript"),
         "/memory/words.js": ("words.js", "text/javascript"),
         "/memory/icon.svg": ("icon.svg", "image/svg+xml"),
-        "/favicon.ico": ("icon.svg", "image/svg+xml"),  # what browsers ask for beside JSON
+        "/favicon.ico": ("icon.svg", "image/svg+xml"),  # browsers ask for it when they show JSON
     }
 )
 
 
-@final
-class PageFile:
-    """One of them, read once."""
-
-    def __init__(self, path: str) -> None:
-        name, self._media_type = FILES[path]
-        self._content = files("quire.server.dashboard").joinpath("static", name).read_bytes()
-        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
-
-    def answer(self, known_tag: str | None) -> Response:
-        """The file, or that it is as the browser has it."""
-        headers = {
-            "etag": self._tag,
-            "cache-control": "no-cache",
-            "content-security-policy": CONTENT_SECURITY_POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        }
-        if known_tag == self._tag:
-            return Response(status_code=304, headers=headers)
-        return Response(self._content, media_type=self._media_type, headers=headers)
-
-
-# -- routes ----------------------------------------------------------------------------------------
-
-
 def page_file(path: str) -> Endpoint:
-    """One of ``FILES``."""
-    own = PageFile(path)
+    """Return the endpoint of one of ``FILES``, which is read once."""
+    name, media_type = FILES[path]
+    content = files("quire.server.dashboard").joinpath("static", name).read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {
+        "etag": tag,
+        "cache-control": "no-cache",
+        "content-security-policy": CONTENT_SECURITY_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
 
-    async def page(exchange: RequestContext) -> ASGIApp:
-        """A file of the memory page."""
-        return own.answer(exchange.http.headers.get("if-none-match"))
+    async def page(context: RequestContext) -> ASGIApp:
+        """Return a file of the memory page, or 304 where the browser has it."""
+        if context.http.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     return page
 
 
 def memory_feed(feed: Feed) -> Endpoint:
-    """Frames of the cache, for as long as they are read."""
+    """Return the endpoint of the feed."""
 
-    async def memory(exchange: RequestContext) -> ASGIApp:
-        """Frames of the cache, for as long as they are read."""
+    async def memory(context: RequestContext) -> ASGIApp:
+        """Stream frames of the cache for as long as they are read."""
         return EventStream(
-            await feed.open(None if exchange.caller.sees_all else exchange.caller.salt),
-            send_timeout_s=exchange.service.config.send_timeout,
-            headers=exchange.headers,
+            await feed.open(None if context.caller.sees_all else context.caller.salt),
+            send_timeout_s=context.service.config.send_timeout,
+            headers=context.headers,
         )
 
     return memory

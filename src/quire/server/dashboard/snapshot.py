@@ -1,4 +1,4 @@
-"""The cache between two steps, as frames. The stepping thread takes them, so it is to be quick."""
+"""The cache between two steps, as frames. The engine's thread takes them, so it must be quick."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -33,8 +33,6 @@ from quire.units import ceil_div
 
 # -- cells of a picture ----------------------------------------------------------------------------
 
-# A census as a picture of at most so many cells: what is too many is drawn several to one.
-
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -45,39 +43,41 @@ _LETTERS = np.frombuffer(LETTERS.encode(), np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Where the cells of a census are drawn.
+    """Where an occupancy's cells are drawn: several in one if there are too many.
 
-    Of ranges only the rows that a sequence has are shown, one below the other.
+    Of ranges only the rows that a sequence holds are drawn, one below the other.
     """
 
-    census: Occupancy
-    rows: Ids | None  # those that are shown, in order; None: there are no rows
-    each: int  # cells of the census in one that is drawn
+    occupancy: Occupancy
+    rows: Ids | None  # the rows that are drawn, i64[rows], ascending; None: a pool without rows
+    each: int  # cells of the occupancy in one that is drawn
 
     @classmethod
-    def of(cls, census: Occupancy, most_cells: int) -> "Picture":
-        if not census.row_cells:
-            return cls(census, None, max(1, ceil_div(census.num_cells, most_cells)))
-        rows = np.unique(census.ids // census.row_cells)[:most_cells]
+    def of(cls, occupancy: Occupancy, most_cells: int) -> "Picture":
+        """Return the picture of an occupancy in at most ``most_cells`` cells."""
+        if not occupancy.row_cells:
+            return cls(occupancy, None, max(1, ceil_div(occupancy.num_cells, most_cells)))
+        rows = np.unique(occupancy.ids // occupancy.row_cells)[:most_cells]
         in_row = max(1, most_cells // max(1, len(rows)))
-        return cls(census, rows, ceil_div(census.row_cells, in_row))
+        return cls(occupancy, rows, ceil_div(occupancy.row_cells, in_row))
 
     @property
     def row_cells(self) -> int:
-        """Cells that are drawn for a row, or 0."""
-        return ceil_div(self.census.row_cells, self.each)
+        """Return the cells that are drawn for a row, or 0."""
+        return ceil_div(self.occupancy.row_cells, self.each)
 
     @property
     def num_drawn(self) -> int:
+        """Return how many cells are drawn."""
         if self.rows is None:
-            return ceil_div(self.census.num_cells, self.each)
+            return ceil_div(self.occupancy.num_cells, self.each)
         return len(self.rows) * self.row_cells
 
     def places(self, ids: Ids) -> Ids:
-        """Where these cells are drawn; those in rows that are not shown are left out."""
+        """Return where cells are drawn, i64[cells], without those in rows that are not shown."""
         if self.rows is None:
             return ids // self.each
-        row, column = np.divmod(ids, self.census.row_cells)
+        row, column = np.divmod(ids, self.occupancy.row_cells)
         at = np.searchsorted(self.rows, row)
         shown = at < len(self.rows)
         shown[shown] = self.rows[at[shown]] == row[shown]
@@ -85,11 +85,11 @@ class Picture:
         return places
 
     def cells(self) -> Cells:
-        """What is drawn: of several cells in one what most of those with pages are."""
-        census, count = self.census, self.num_drawn
-        places = self.places(census.ids)  # none is left out, unless there are too many rows
+        """Return what is drawn: of several cells in one, what most of those with pages are."""
+        occupancy, count = self.occupancy, self.num_drawn
+        places = self.places(occupancy.ids)  # all of them, unless there are too many rows
         listed = len(places)
-        states, holders = census.states[:listed], census.holders[:listed]
+        states, holders = occupancy.states[:listed], occupancy.holders[:listed]
         if self.each == 1:
             drawn = np.full(count, _KINDS, np.int64)
             drawn[places] = states
@@ -98,18 +98,20 @@ class Picture:
         else:
             votes = np.bincount(places * _KINDS + states, minlength=count * _KINDS)
             votes = votes.reshape(count, _KINDS)
-            # Where there are as many of two, the one that a sequence holds.
+            # Of equal votes the state that a sequence holds wins.
             drawn = _KINDS - 1 - votes[:, ::-1].argmax(axis=1)
             drawn[~votes.any(axis=1)] = _KINDS
             owners = np.full(count, -1, np.int64)
             alike = states == drawn[places]
             owners[places[alike][::-1]] = holders[alike][::-1]
-        tokens = np.bincount(places, census.fills[:listed], minlength=count)
-        tenths = np.ceil(tokens * 9 / (self.each * census.cell_tokens)).astype(np.int64)
-        num_shown = census.num_cells if self.rows is None else len(self.rows) * census.row_cells
+        tokens = np.bincount(places, occupancy.fills[:listed], minlength=count)
+        tenths = np.ceil(tokens * 9 / (self.each * occupancy.cell_tokens)).astype(np.int64)
+        num_shown = (
+            occupancy.num_cells if self.rows is None else len(self.rows) * occupancy.row_cells
+        )
         counts = np.bincount(states, minlength=_KINDS).tolist()
         return Cells(
-            num_cells=census.num_cells,
+            num_cells=occupancy.num_cells,
             num_shown=num_shown,
             counts=(*counts, num_shown - listed),
             each=self.each,
@@ -120,7 +122,7 @@ class Picture:
         )
 
     def table(self, ids: Ids) -> tuple[int, ...]:
-        """A sequence's cells in their order: first place, how many, first place, …"""
+        """Return a sequence's cells i64[cells], in order, as (first place, how many, …)."""
         places = self.places(ids if len(ids) and ids[0] >= 0 else ids[ids >= 0])
         if not len(places):
             return ()
@@ -133,7 +135,7 @@ class Picture:
 
 
 def _lengths(values: Ids) -> tuple[int, ...]:
-    """Run lengths: value, how many, value, …"""
+    """Return run lengths: value, how many, value, …"""
     if not len(values):
         return ()
     starts = np.append(0, (np.diff(values) != 0).nonzero()[0] + 1)
@@ -143,53 +145,55 @@ def _lengths(values: Ids) -> tuple[int, ...]:
 
 # -- a tenant's own cells --------------------------------------------------------------------------
 
-# What of a census is one tenant's, numbered anew.
-#
-# Where a sequence's cells lie in the pool says what lies between them: how long another's prompt
-# is, and how it grows. So a tenant's cells are numbered in the order of its own sequences, as if
-# there were no others.
-
 
 Tenant: TypeAlias = str | None  # its salt; None sees all
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCells:
-    """A census of some cells of another one. ``old`` → ``new``: their ids there and here."""
+    """One tenant's cells, numbered anew. ``old`` → ``new``: their ids in the pool and here.
 
-    census: Occupancy
+    Where a sequence's cells lie in the pool tells what lies between them: how long another tenant's
+    prompt is, and how it grows. So a tenant's cells are numbered in the order of its own sequences,
+    as if there were no others.
+    """
+
+    occupancy: Occupancy
     old: Ids | None  # ascending; None: all cells, with the ids that they have
     new: Ids | None
 
     @classmethod
-    def all_of(cls, census: Occupancy) -> "OwnCells":
-        return cls(census, None, None)
+    def all_of(cls, occupancy: Occupancy) -> "OwnCells":
+        """Return all cells, with the ids that they have."""
+        return cls(occupancy, None, None)
 
     @classmethod
-    def of(cls, census: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
-        """``tables``: a sequence's cells that can be read, by its id."""
+    def of(cls, occupancy: Occupancy, tables: Mapping[int, Ids]) -> "OwnCells":
+        """Return the cells of some sequences. ``tables``: readable cells i64[cells], by sequence
+        id.
+        """
         found = [np.zeros(0, np.int64)]
         for seq_id, table in tables.items():
-            found += (table[table >= 0], census.ids[census.holders == seq_id])
-        cells, in_row = np.concatenate(found), census.row_cells or 1
+            found += (table[table >= 0], occupancy.ids[occupancy.holders == seq_id])
+        cells, in_row = np.concatenate(found), occupancy.row_cells or 1
         _, firsts, rows = np.unique(cells // in_row, return_index=True, return_inverse=True)
         numbers = firsts.argsort().argsort()[rows] * in_row + cells % in_row
         old, index = np.unique(cells, return_index=True)
         new = numbers[index]
         order = new.argsort()
-        at = np.searchsorted(census.ids, old[order])
+        at = np.searchsorted(occupancy.ids, old[order])
         own = changed(
-            census,
+            occupancy,
             num_cells=len(firsts) * in_row,
             ids=new[order],
-            states=census.states[at],
-            holders=census.holders[at],
-            fills=census.fills[at],
+            states=occupancy.states[at],
+            holders=occupancy.holders[at],
+            fills=occupancy.fills[at],
         )
         return cls(own, old, new)
 
     def numbered(self, ids: Ids) -> Ids:
-        """The same cells, by their ids in ``census``."""
+        """Return cells' own numbers i64[cells], given their ids in the pool."""
         if self.old is None or self.new is None:
             return ids
         return self.new[np.searchsorted(self.old, ids[ids >= 0])]
@@ -200,16 +204,20 @@ class OwnCells:
 
 MOST_CELLS = 4000  # in all pictures together
 _MOST_GROUPS = 4
-_MOST_SEQUENCES = 64  # that are listed, each with its table
+_MOST_SEQUENCES = 64  # listed, each with its table
 _MOST_RUNS = 4000  # in all their tables
 _OTHERS_STEP = 5  # per cent
 
 
-Shown: TypeAlias = Several[tuple[int, int]]  # a group, and how many layers are like its own
+Shown: TypeAlias = Several[
+    tuple[int, int]
+]  # a group's number, and how many layers are like its own
 
 
 def shown_groups(groups: Several[Group]) -> Shown:
-    """Which groups are drawn, one of each kind of layer, and how many layers are alike."""
+    """Return the groups that are drawn, one of each kind of layer, and how many
+    layers are alike.
+    """
     first: dict[LayerSpec, int] = {}
     layers: dict[LayerSpec, int] = {}
     for number, group in enumerate(groups):
@@ -219,17 +227,17 @@ def shown_groups(groups: Several[Group]) -> Shown:
 
 
 def about(llm: LLM, *, chats: bool) -> About:
-    """What does not change."""
+    """Return what does not change while the engine lives."""
     accounting, ledger = llm.accounting, llm.ledger
     groups = []
     for number, num_layers in shown_groups(accounting.groups):
-        group, census = accounting.groups[number], accounting.census(number)
+        group, occupancy = accounting.groups[number], accounting.census(number)
         groups.append(
             GroupAbout(
                 label=_label(group, num_layers),
-                cell_tokens=census.cell_tokens,
-                cell_bytes=census.cell_bytes,
-                in_rows=census.row_cells > 0,
+                cell_tokens=occupancy.cell_tokens,
+                cell_bytes=occupancy.cell_bytes,
+                in_rows=occupancy.row_cells > 0,
             )
         )
     return About(
@@ -252,21 +260,25 @@ def about(llm: LLM, *, chats: bool) -> About:
 def frames(
     llm: LLM, sequences: Several[Sequence], tenants: Iterable[Tenant]
 ) -> dict[Tenant, Frame]:
-    """``sequences``: all that have not ended, in the order in which they came."""
+    """Return a frame for each tenant.
+
+    ``sequences``: all that have not ended, in the order in which they came.
+    """
     shown = shown_groups(llm.accounting.groups)
-    censuses = [llm.accounting.census(number) for number, _ in shown]
+    occupancies = [llm.accounting.census(number) for number, _ in shown]
     return {
-        tenant: _all_of(llm, sequences, shown, censuses)
+        tenant: _all_of(llm, sequences, shown, occupancies)
         if tenant is None
-        else _own_of(llm, sequences, shown, censuses, tenant)
+        else _own_of(llm, sequences, shown, occupancies, tenant)
         for tenant in tenants
     }
 
 
 def _all_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy]
+    llm: LLM, sequences: Several[Sequence], shown: Shown, occupancies: Several[Occupancy]
 ) -> Frame:
-    usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, censuses)
+    """Return the frame for those who see all."""
+    usage, elastic, parts = llm.accounting.usage(), llm.elastic, map(OwnCells.all_of, occupancies)
     memory = Memory(
         reserved=usage.reserved_bytes,
         committed=usage.committed_bytes,
@@ -280,21 +292,25 @@ def _all_of(
 
 
 def _own_of(
-    llm: LLM, sequences: Several[Sequence], shown: Shown, censuses: Several[Occupancy], tenant: str
+    llm: LLM,
+    sequences: Several[Sequence],
+    shown: Shown,
+    occupancies: Several[Occupancy],
+    tenant: str,
 ) -> Frame:
-    """All of it follows from the tenant's own sequences, but for one number in coarse steps.
+    """Return the frame of one tenant: it follows from its own sequences, but for one coarse number.
 
-    What is cached is left out, since its bytes could be weighed to a block by filling up a step.
+    Cached memory is left out: a tenant could measure it to a block by filling up a step.
     """
     capacity, parts, committed, used, others = llm.elastic.capacity_bytes, [], 0, 0, 0
     own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
-    for (number, num_layers), census in zip(shown, censuses, strict=True):
-        part = OwnCells.of(census, {each.seq_id: _cells(llm, number, each) for each in own})
+    for (number, num_layers), occupancy in zip(shown, occupancies, strict=True):
+        part = OwnCells.of(occupancy, {each.seq_id: _cells(llm, number, each) for each in own})
         alike = num_layers // llm.accounting.groups[number].num_layers
-        num_others = int((census.states >= CellState.SPARE).sum()) - len(part.census.ids)
-        committed += part.census.committed_bytes * alike
-        used += part.census.used_bytes * alike
-        others += num_others * census.cell_bytes * alike
+        num_others = int((occupancy.states >= CellState.SPARE).sum()) - len(part.occupancy.ids)
+        committed += part.occupancy.committed_bytes * alike
+        used += part.occupancy.used_bytes * alike
+        others += num_others * occupancy.cell_bytes * alike
         parts.append(part)
     memory = Memory(
         reserved=committed,
@@ -309,7 +325,7 @@ def _own_of(
 
 
 def _cells(llm: LLM, group: int, sequence: Sequence) -> Ids:
-    """Of a sequence, in its tokens' order."""
+    """Return a sequence's cells i64[cells], in its tokens' order."""
     if not sequence.num_computed_tokens:
         return np.zeros(0, np.int64)
     return llm.accounting.cells(group, sequence.seq_id)
@@ -322,7 +338,7 @@ def _frame(
     parts: Several[OwnCells],
     memory: Memory,
 ) -> Frame:
-    pictures = [Picture.of(part.census, MOST_CELLS // len(parts)) for part in parts]
+    pictures = [Picture.of(part.occupancy, MOST_CELLS // len(parts)) for part in parts]
     running = [sequence for sequence in sequences if sequence.num_computed_tokens]
     waiting = [sequence for sequence in sequences if not sequence.num_computed_tokens]
     listed = sorted((running + waiting)[:_MOST_SEQUENCES], key=lambda s: s.seq_id)
@@ -377,13 +393,15 @@ def _sequence(sequence: Sequence, tables: tuple[tuple[int, ...], ...]) -> Sequen
 
 
 def _typed(words: str) -> str:
-    """Options in them as they are typed: ``--max-num-seqs`` for ``max_num_seqs``."""
+    """Write options as they are typed: ``--max-num-seqs`` for ``max_num_seqs``."""
     names = "|".join(option.name for option in fields(EngineConfig) if "_" in option.name)
     return re.sub(rf"(?<!-)\b({names})\b", lambda found: f"--{found[0].replace('_', '-')}", words)
 
 
 def _label(group: Group, num_layers: int) -> str:
-    """What is drawn, and of how many layers; if each is kept apart, the first stands for all."""
+    """Return what is drawn, and of how many layers; where each layer is apart, the first stands for
+    all.
+    """
     kind = type(group.spec).__name__
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
     if group.num_layers < num_layers:

@@ -1,1 +1,1 @@
-"""One module a route: what is asked, run, and said."""
+"""One module for each route, or for a few that belong together: its structs and its answer."""

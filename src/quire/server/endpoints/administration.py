@@ -1,4 +1,6 @@
-"""What is served, and how it is: models, version, health, metrics, and the document of it all."""
+"""Models, version, health, metrics, the OpenAPI document; sleep and what else an
+operator asks for.
+"""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -16,18 +18,17 @@ from quire.server.endpoints.answers import Json, as_json
 from quire.server.openapi import document
 from quire.server.request_context import RequestContext
 from quire.server.routes import Endpoint, Operation
+from quire.server.schemas.request_fields import refuse_unknown_model
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# What is served, and how it is: ``/v1/models``, ``/version``, ``/is_sleeping``, ``/load``.
-
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model that is served; ``root`` is what was loaded.
+    """One name of the served model; ``root`` is what was loaded.
 
-    It has what OpenAI's clients read, and what Anthropic's do: their fields do not meet.
+    It has the fields that OpenAI's clients read, and those that Anthropic's do.
     """
 
     id: str
@@ -65,63 +66,63 @@ class ServerLoad(msgspec.Struct, kw_only=True):
 # -- models ----------------------------------------------------------------------------------------
 
 
-async def models(exchange: RequestContext) -> Json[ModelList]:
-    """All names of the model that is served."""
-    cards = [_card(exchange, name) for name in exchange.service.names]
-    return as_json(exchange, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+async def models(context: RequestContext) -> Json[ModelList]:
+    """Return all names of the served model."""
+    cards = [_card(context, name) for name in context.service.names]
+    return as_json(context, ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
-async def model(exchange: RequestContext) -> Json[ModelCard]:
-    """One of them."""
-    name: str = exchange.http.path_params["name"]
-    exchange.service.refuse_unknown_model(name)
-    return as_json(exchange, _card(exchange, name))
+async def model(context: RequestContext) -> Json[ModelCard]:
+    """Return one name of the served model."""
+    name: str = context.http.path_params["name"]
+    refuse_unknown_model(name, context.service.names)
+    return as_json(context, _card(context, name))
 
 
-async def version(exchange: RequestContext) -> Json[Version]:
-    """Of Quire."""
-    return as_json(exchange, Version(version=version_of("quire")))
+async def version(context: RequestContext) -> Json[Version]:
+    """Return Quire's version."""
+    return as_json(context, Version(version=version_of("quire")))
 
 
-async def health(exchange: RequestContext) -> Response:
-    """Nothing, if requests are served; 503 after the engine has failed, and while going down.
+async def health(context: RequestContext) -> Response:
+    """Return 200 while requests are served; 503 once the engine has failed or the server stops.
 
     Raises: Refused.
     """
-    service = exchange.service
+    service = context.service
     service.refuse_without_engine()
-    if service.gate.draining:
-        raise service.gate.refused("draining")
-    return Response(headers=exchange.headers)
+    if service.admission.draining:
+        raise service.admission.refused("draining")
+    return Response(headers=context.headers)
 
 
-async def metrics(exchange: RequestContext) -> ASGIApp:
-    """What Prometheus scrapes.
+async def metrics(context: RequestContext) -> ASGIApp:
+    """Return Prometheus' metrics.
 
-    Read without waiting for a step, and also after the engine has failed.
+    They are read without waiting for a step, and also after the engine has failed.
     """
-    body, content_type = exchange.service.metrics.render()
-    return Response(body, headers={**exchange.headers, "content-type": content_type})
+    body, content_type = context.service.metrics.render()
+    return Response(body, headers={**context.headers, "content-type": content_type})
 
 
 def described(
     operations: Sequence[Operation], *, needs_key: Callable[[Access], bool], root_path: str
 ) -> Endpoint:
-    """Of all of them, as they are when a client first asks."""
+    """Return the endpoint of the OpenAPI document, which is made when a client first asks."""
 
     @cache
     def encoded() -> bytes:
         return msgspec.json.encode(document(operations, needs_key=needs_key, root_path=root_path))
 
-    async def openapi(exchange: RequestContext) -> ASGIApp:
-        """This document."""
-        return Response(encoded(), media_type="application/json", headers=exchange.headers)
+    async def openapi(context: RequestContext) -> ASGIApp:
+        """Return this document."""
+        return Response(encoded(), media_type="application/json", headers=context.headers)
 
     return openapi
 
 
-def _card(exchange: RequestContext, name: str) -> ModelCard:
-    service = exchange.service
+def _card(context: RequestContext, name: str) -> ModelCard:
+    service = context.service
     return ModelCard(
         id=name,
         display_name=name,
@@ -135,49 +136,50 @@ def _card(exchange: RequestContext, name: str) -> ModelCard:
 
 # -- administration --------------------------------------------------------------------------------
 
-# What an operator does with a server that runs, and asks of it; paths and names are vLLM's.
 
+async def reset_prefix_cache(context: RequestContext) -> Response:
+    """Forget cached prefixes; with reset_running_requests=true, while some requests run.
 
-async def reset_prefix_cache(exchange: RequestContext) -> Response:
-    """Forget what is kept for later prompts; with reset_running_requests=true, while some run."""
-    running = exchange.one_of("reset_running_requests", ("false", "true")) == "true"
-    if not await exchange.service.llm.reset_prefix_cache(reset_running_requests=running):
+    Raises: Refused (409) while sequences hold them.
+    """
+    running = context.one_of("reset_running_requests", ("false", "true")) == "true"
+    if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):
         raise Refused(
             409,
             "sequences hold what is cached: wait for their ends, or let them compute it again "
             "(reset_running_requests=true)",
             param="reset_running_requests",
         )
-    return Response(headers=exchange.headers)
+    return Response(headers=context.headers)
 
 
-async def sleep(exchange: RequestContext) -> Response:
-    """Give memory back: of the cache (level=1), of the model too (level=2).
+async def sleep(context: RequestContext) -> Response:
+    """Give the cache's memory back (level=1), and the model's too (level=2).
 
-    Requests that run end first, by themselves (mode=wait) or at once (mode=abort); no other one is
-    let in. A client that leaves meanwhile has changed nothing.
+    Requests that run end first, by themselves (mode=wait) or at once (mode=abort), and no other one
+    is let in. If the client leaves meanwhile nothing has changed.
     """
-    level = exchange.number("level", 1, 1, 2)
-    aborts = exchange.one_of("mode", ("wait", "abort")) == "abort"
-    service = exchange.service
+    level = context.number("level", 1, 1, 2)
+    aborts = context.one_of("mode", ("wait", "abort")) == "abort"
+    service = context.service
     service.refuse_without_engine()
     async with service.falling_asleep(level, aborts=aborts):
-        await while_connected(exchange.http.receive, service.idle())
-    return Response(headers=exchange.headers)
+        await while_connected(context.http.receive, service.idle())
+    return Response(headers=context.headers)
 
 
-async def wake_up(exchange: RequestContext) -> Response:
-    """Let requests in again, with the memory that it takes. The model is read again if it must."""
-    exchange.service.refuse_without_engine()
-    await exchange.service.wake_up()
-    return Response(headers=exchange.headers)
+async def wake_up(context: RequestContext) -> Response:
+    """Let requests in again, with the memory that they need; read the model again if needed."""
+    context.service.refuse_without_engine()
+    await context.service.wake_up()
+    return Response(headers=context.headers)
 
 
-async def is_sleeping(exchange: RequestContext) -> Json[Sleeping]:
-    """Whether requests are refused since the server sleeps."""
-    return as_json(exchange, Sleeping(is_sleeping=exchange.service.llm.llm.is_sleeping))
+async def is_sleeping(context: RequestContext) -> Json[Sleeping]:
+    """Return whether the server sleeps and refuses requests."""
+    return as_json(context, Sleeping(is_sleeping=context.service.llm.llm.is_sleeping))
 
 
-async def load(exchange: RequestContext) -> Json[ServerLoad]:
-    """How many requests are under way."""
-    return as_json(exchange, ServerLoad(server_load=exchange.service.gate.num_under_way))
+async def load(context: RequestContext) -> Json[ServerLoad]:
+    """Return how many requests are under way."""
+    return as_json(context, ServerLoad(server_load=context.service.admission.num_under_way))

@@ -1,6 +1,6 @@
 """An answer as blocks, one after another: reasoning, text, tool calls.
 
-Two interfaces say it so. A block is complete before the next one begins.
+Anthropic's messages and OpenAI's responses have this form. A block ends before the next begins.
 """
 
 from collections.abc import Iterable
@@ -29,26 +29,26 @@ class Block:
     kind: Kind
     call_id: str = ""
     name: str = ""  # of the tool
-    is_whole: bool = True  # False: the answer ended within it, or it was given up
-    given_up: bool = False  # a call that was none: the next block is its text
+    is_whole: bool = True  # False: the answer ended within it, or the call was none
+    given_up: bool = False  # a broken call: the next block has its text
     parts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What is thought or said; of a call, its arguments as JSON."""
+        """Return the text; of a call, its arguments as JSON."""
         return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A block begins; nothing of its text is there yet."""
+    """A block begins, without any text yet."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """More of the last block that has begun."""
+    """The last block that has begun has more text."""
 
     block: Block
     text: str
@@ -56,7 +56,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing is added to it any more."""
+    """A block has ended."""
 
     block: Block
 
@@ -66,7 +66,7 @@ Change: TypeAlias = Begun | Grown | Over
 
 @final
 class Blocks:
-    """Those of one answer so far."""
+    """The blocks of one answer so far."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -74,11 +74,11 @@ class Blocks:
 
     @property
     def num_calls(self) -> int:
-        """Whole ones."""
+        """Return how many calls are whole."""
         return sum(block.kind == "call" and block.is_whole for block in self.all)
 
     def add(self, events: Iterable[Event]) -> list[Change]:
-        """What these events change, in order."""
+        """Return what these events change, in order."""
         changes: list[Change] = []
         for event in events:
             match event:
@@ -94,14 +94,14 @@ class Blocks:
                     changes += self._end()
                 case CallCut():
                     changes += self._end(is_whole=False)
-                case CallBroken(text=text):  # which is said as it was generated
+                case CallBroken(text=text):  # shown as the text that was generated
                     if self._open is not None:
                         self._open.given_up = True
                     changes += [*self._end(is_whole=False), *self._text("text", text)]
         return changes
 
     def end(self, *, is_whole: bool) -> list[Change]:
-        """The answer ends. ``is_whole``: not because it has become too long."""
+        """End the answer. ``is_whole``: it does not end because it has become too long."""
         return self._end(is_whole=is_whole)
 
     def _text(self, kind: Kind, text: str) -> list[Change]:

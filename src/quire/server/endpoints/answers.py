@@ -1,4 +1,4 @@
-"""What is sent: JSON at once, or events as they come."""
+"""Answers: JSON at once, or events as they come."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -18,30 +18,29 @@ T = TypeVar("T")
 
 
 class Json(Response, Generic[T]):
-    """A ``T``, as JSON."""
+    """An answer of a ``T`` in JSON."""
 
 
-def as_json(exchange: RequestContext, answer: T) -> Json[T]:
-    return Json(
-        msgspec.json.encode(answer), media_type="application/json", headers=exchange.headers
-    )
+def as_json(context: RequestContext, answer: T) -> Json[T]:
+    """Return an answer in JSON."""
+    return Json(msgspec.json.encode(answer), media_type="application/json", headers=context.headers)
 
 
 def as_events(
-    exchange: RequestContext, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
+    context: RequestContext, chunks: AsyncGenerator[T, None], form: EventForm = COMPLETIONS
 ) -> EventStream[T]:
-    """Each chunk an event; an error on the way is an event too."""
-    return as_written(exchange, _events(chunks, form), ping=form.ping)
+    """Return a stream in which each chunk is an event, as is an error on the way."""
+    return as_written(context, _events(chunks, form), ping=form.ping)
 
 
 def as_written(
-    exchange: RequestContext, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
+    context: RequestContext, events: AsyncGenerator[bytes, None], *, ping: bytes = b""
 ) -> EventStream[Any]:
-    """Events that have their form already."""
+    """Return a stream of events that are bytes already."""
     return EventStream(
         events,
-        send_timeout_s=exchange.service.config.send_timeout,
-        headers=exchange.headers,
+        send_timeout_s=context.service.config.send_timeout,
+        headers=context.headers,
         ping=ping,
     )
 

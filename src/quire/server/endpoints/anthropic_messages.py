@@ -1,7 +1,7 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: a conversation, as Anthropic says it."""
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: conversations as in Anthropic's API."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
@@ -10,14 +10,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.chat.api_inputs import from_anthropic
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown
 from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
     ChatTurn,
     OutputPiece,
     reasoning_kwargs,
-    refuse_several,
     take_turn,
 )
 from quire.server.request_context import RequestContext
@@ -26,15 +25,15 @@ from quire.server.schemas.request_fields import (
     Count,
     GenerationRequest,
     JsonSchema,
+    ModelRequest,
     ResponseFormat,
     Text,
+    refuse_several,
 )
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.server.wire.streams import MESSAGES, EventStream
 
 # -- requests and answers --------------------------------------------------------------------------
-
-# ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
 
 Objects: TypeAlias = list[dict[str, Any]]
@@ -59,6 +58,18 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
+def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
+    """Refuse tools that Anthropic runs, and this server does not. Raises: Refused."""
+    for index, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise invalid(
+                "tools",
+                f"tools[{index}] is of type {str(kind)[:60]!r}, which this server does not "
+                "run: give tools with a name and an input_schema",
+            )
+
+
 class MessagesRequest(GenerationRequest, kw_only=True):
     messages: Turns
     max_tokens: Count
@@ -68,14 +79,18 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    metadata: dict[str, Any] | None = None  # for the client's own books
+    metadata: dict[str, Any] | None = None  # ignored: for the client's own records
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        refuse_several(self)
+        _refuse_tools_of_others(self.tools)
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """What of it concerns the prompt."""
 
-    model: Text | None = None
+class CountTokensRequest(ModelRequest, kw_only=True):
+    """What of a request concerns the prompt."""
+
     messages: Turns
     system: System | None = None
     tools: Tools | None = None
@@ -84,13 +99,17 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        _refuse_tools_of_others(self.tools)
+
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """This server signs no thoughts, and checks none that come back."""
+    """Reasoning. This server signs none, and checks no signature that comes back."""
 
     thinking: str
     signature: str = ""
@@ -106,10 +125,10 @@ ContentBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens. All of a prompt's are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+    """Tokens. A prompt has ``input_tokens`` and ``cache_read_input_tokens`` together."""
 
     input_tokens: int
-    cache_creation_input_tokens: int | None = None  # no client asks or pays for that here
+    cache_creation_input_tokens: int | None = None  # no client pays for cache writes here
     cache_read_input_tokens: int
     output_tokens: int
 
@@ -137,7 +156,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new of a block: of these fields one, the one that ``type`` names."""
+    """What is new of a block, in the one field that ``type`` names."""
 
     type: str
     text: str | UnsetType = UNSET
@@ -173,7 +192,7 @@ class MessageStop(msgspec.Struct, kw_only=True):
 
 
 class Ping(msgspec.Struct, kw_only=True):
-    """Nothing, so that no proxy takes the stream for dead."""
+    """An empty event, so that no proxy takes the stream for dead."""
 
     type: Literal["ping"] = "ping"
 
@@ -191,46 +210,37 @@ class CountedTokens(msgspec.Struct, kw_only=True):
 
 
 async def messages(
-    exchange: RequestContext, asked: MessagesRequest
+    context: RequestContext, asked: MessagesRequest
 ) -> Json[AnthropicMessage] | EventStream[MessageEvent]:
     """Answer a conversation, as Anthropic does."""
-    exchange.service.refuse_unknown_model(asked.model)
-    refuse_several(asked)
     if asked.thinking is not None and asked.thinking.budget_tokens is not None:
-        exchange.ignore("thinking.budget_tokens")
+        context.ignore("thinking.budget_tokens")
     if asked.stop_sequences:
         asked.stop = asked.stop_sequences
     if asked.output_config is not None and asked.output_config.format is not None:
         schema = JsonSchema(schema=asked.output_config.format.schema)
         asked.response_format = ResponseFormat(type="json_schema", json_schema=schema)
-    # Clients ask for more than a small context has: they are told when it has ended.
+    # Clients ask for more than a small context has, and are told where it ended.
     turn = await take_turn(
-        exchange, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
+        context, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
     )
     answering = _AnsweringMessages(turn, asked)
     if asked.stream:
-        return as_events(exchange, answering.events(), MESSAGES)
-    return as_json(exchange, await answering.whole())
+        return as_events(context, answering.events(), MESSAGES)
+    return as_json(context, await answering.whole())
 
 
-async def count_tokens(exchange: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
-    """How many tokens a prompt has."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
-    prompt = await exchange.in_text_thread(service.chat.prompt, _conversation(asked))
-    return as_json(exchange, CountedTokens(input_tokens=len(prompt.token_ids)))
+async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
+    """Count the tokens of a prompt."""
+    service = context.service
+    prompt = await context.in_text_thread(service.chat.prompt, _conversation(asked))
+    return as_json(context, CountedTokens(input_tokens=len(prompt.token_ids)))
 
 
-def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
-    """What of a request concerns the prompt. Raises: Refused; RequestError."""
-    _refuse_tools_of_others(asked.tools)
+def _conversation(asked: MessagesRequest | CountTokensRequest) -> ChatInput:
+    """Return what of a request concerns the prompt. Raises: RequestError."""
     chat = from_anthropic(
-        {
-            "messages": asked.messages,
-            "system": asked.system,
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-        }
+        asked.messages, system=asked.system, tools=asked.tools, tool_choice=asked.tool_choice
     )
     kwargs = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
@@ -240,7 +250,7 @@ def _conversation(asked: MessagesRequest | CountTokensRequest) -> Conversation:
 
 
 def so_far(arguments: str) -> str:
-    """An object that breaks off, closed: without the member in which it does."""
+    """Close an object that breaks off, without the member in which it does."""
     closing = ""
     found = "{}"
     in_string = escaped = False
@@ -261,42 +271,29 @@ def so_far(arguments: str) -> str:
     return found
 
 
-def _refuse_tools_of_others(tools: list[dict[str, object]] | None) -> None:
-    """Those that Anthropic runs, and a server like this one does not. Raises: Refused."""
-    for index, tool in enumerate(tools or ()):
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            raise Refused(
-                400,
-                f"tools[{index}] is of type {str(kind)[:60]!r}, which is not run here: give tools "
-                f"with a name and an input_schema",
-                param="tools",
-            )
-
-
 class _AnsweringMessages:
     """The answer to one request."""
 
     def __init__(self, turn: ChatTurn, asked: MessagesRequest) -> None:
-        self._turn, self._asked, self._exchange = turn, asked, turn.work.exchange
+        self._turn, self._asked, self._context = turn, asked, turn.context
         self._blocks = Blocks()
         thinking = asked.thinking
         self._omits_thoughts = thinking is not None and thinking.display == "omitted"
 
     async def whole(self) -> AnthropicMessage:
-        (pieces,) = await self._turn.gather()
+        (pieces,) = await self._turn.gather_pieces()
         for piece in pieces:
             self._blocks.add(piece.events)
         stop = self._end(pieces[-1])[1]
         message = self._message()
-        # Of a call that was none, the text is there too.
+        # The text of a broken call is a block of its own.
         shown = [block for block in self._blocks.all if not block.given_up]
         message.content = [self._content(block, block.text) for block in shown]
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         return message
 
     async def events(self) -> AsyncGenerator[MessageEvent, None]:
-        """It begins with the first piece: until then it is not known what was cached."""
+        """Yield the events, from the first piece on: before it the cached tokens are not known."""
         has_begun = False
         async with aclosing(self._turn.pieces()) as pieces:
             async for piece in pieces:
@@ -339,7 +336,7 @@ class _AnsweringMessages:
                 return Delta(type="input_json_delta", partial_json=text)
 
     def _content(self, block: Block, text: str) -> ContentBlock:
-        """The block with all of its text, or with none."""
+        """Return the block with this text."""
         match block.kind:
             case "reasoning":
                 return ThinkingBlock(thinking="" if self._omits_thoughts else text)
@@ -350,11 +347,13 @@ class _AnsweringMessages:
                 return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
     def _end(self, last: OutputPiece) -> tuple[list[Change], Stop]:
-        """Raises: Refused for an answer that only the server has ended."""
+        """Return the last changes and why the answer ends. Raises: Refused for an answer that only
+        the server has ended.
+        """
         reason, stopped_by = last.finish_reason, last.delta.stopped_by
         changes = self._blocks.end(is_whole=reason != "length")
         if reason == "length":
-            is_all = self._turn.work.tally.completion_tokens >= self._asked.max_tokens
+            is_all = self._turn.completion_tokens >= self._asked.max_tokens
             said = "max_tokens" if is_all else "model_context_window_exceeded"
             return changes, Stop(stop_reason=said, stop_sequence=None)
         if reason not in ("stop", "tool_calls"):
@@ -370,16 +369,16 @@ class _AnsweringMessages:
         if output_tokens is not None:
             usage.output_tokens = output_tokens
         return AnthropicMessage(
-            id=f"msg_{self._exchange.id}",
-            model=self._asked.model or self._exchange.service.model_name,
+            id=f"msg_{self._context.id}",
+            model=self._asked.model or self._context.service.model_name,
             content=[],
             usage=usage,
         )
 
     def _usage(self) -> MessageUsage:
-        tally = self._turn.work.tally
+        turn = self._turn
         return MessageUsage(
-            input_tokens=tally.prompt_tokens - tally.cached_tokens,
-            cache_read_input_tokens=tally.cached_tokens,
-            output_tokens=tally.completion_tokens,
+            input_tokens=turn.prompt_tokens - turn.cached_tokens,
+            cache_read_input_tokens=turn.cached_tokens,
+            output_tokens=turn.completion_tokens,
         )

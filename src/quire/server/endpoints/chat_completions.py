@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.chat.output_events import (
     ArgumentsDelta,
     CallBroken,
@@ -38,37 +38,37 @@ from quire.server.schemas.chat_request import (
     Message,
     ToolCall,
 )
-from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
 
 
 async def chat_completions(
-    exchange: RequestContext, asked: ChatRequest
+    context: RequestContext, asked: ChatRequest
 ) -> Json[ChatCompletion] | EventStream[ChatChunk]:
     """Answer a conversation."""
-    exchange.service.refuse_unknown_model(asked.model)
     turn = await take_turn(
-        exchange,
+        context,
         conversation(asked),
         asked,
-        max_tokens=_max_tokens(asked),
-        logprobs=_num_logprobs(asked),
+        max_tokens=asked.max_tokens
+        if asked.max_completion_tokens is None
+        else asked.max_completion_tokens,
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
     answering = _Answering(turn, asked)
     if asked.stream:
-        return as_events(exchange, answering.chunks())
-    return as_json(exchange, await answering.whole())
+        return as_events(context, answering.chunks())
+    return as_json(context, await answering.whole())
 
 
-def conversation(asked: ChatRequest) -> Conversation:
-    """What of a request concerns the prompt."""
+def conversation(asked: ChatRequest) -> ChatInput:
+    """Return what of a request concerns the prompt."""
     kwargs = {**reasoning_kwargs(asked.reasoning_effort), **(asked.chat_template_kwargs or {})}
-    return Conversation(
+    return ChatInput(
         messages=asked.messages,
         tools=asked.tools,
         tool_choice=asked.tool_choice,
         parallel_tool_calls=asked.parallel_tool_calls,
-        # To continue the last message, no new one is to be begun.
+        # A continued message needs no new one.
         add_generation_prompt=not asked.continue_final_message
         if asked.add_generation_prompt is None
         else asked.add_generation_prompt,
@@ -83,22 +83,22 @@ class _Answering:
 
     def __init__(self, turn: ChatTurn, asked: ChatRequest) -> None:
         self._turn, self._asked = turn, asked
-        self._exchange, self._service = turn.work.exchange, turn.work.service
+        self._context, self._service = turn.context, turn.service
         self._model = asked.model or self._service.model_name
         self._shows_reasoning = asked.include_reasoning is not False
         self._shows_ids = bool(asked.return_token_ids)
 
     async def whole(self) -> ChatCompletion:
-        several = await self._turn.gather()
+        several = await self._turn.gather_pieces()
         choices = await one_by_one(self._choice, several)
-        prompt = self._turn.work.requests[0].prompt_token_ids
+        prompt = self._turn.requests[0].prompt_token_ids
         asks_prompt = self._asked.prompt_logprobs is not None
         return ChatCompletion(
-            id=f"chatcmpl-{self._exchange.id}",
-            created=self._exchange.created,
+            id=f"chatcmpl-{self._context.id}",
+            created=self._context.created,
             model=self._model,
             choices=choices,
-            usage=await self._turn.usage(),
+            usage=await self._turn.whole_usage(),
             prompt_logprobs=of_prompt(self._service.texts, several[0][0].delta.prompt_logprobs)
             if asks_prompt
             else None,
@@ -116,7 +116,7 @@ class _Answering:
                 begun.add(piece.choice)
         if options is not None and options.include_usage:
             last = self._chunk([], with_usage=True)
-            last.usage = await self._turn.usage()
+            last.usage = await self._turn.whole_usage()
             yield last
 
     def _choice(self, index: int, pieces: list[OutputPiece]) -> ChatChoice:
@@ -149,7 +149,7 @@ class _Answering:
         )
 
     def _chunk_choices(self, piece: OutputPiece, *, is_first: bool) -> list[ChatChunkChoice]:
-        """A piece may be several chunks: reasoning and content go apart, and calls one by one."""
+        """Return the chunks of a piece: reasoning and content apart, calls one by one."""
         messages = [message for event in piece.events if (message := self._message(event))]
         if not messages and not (is_first or piece.finish_reason or piece.delta.logprobs):
             return []
@@ -157,7 +157,7 @@ class _Answering:
         if is_first:
             messages[0].role = "assistant"
             if messages[0].content is UNSET:
-                # Clients take a text to be there where one begins, though it is empty.
+                # Clients expect content, if empty, where a text begins.
                 is_call = self._turn.prompt.choice.is_forced or messages[0].tool_calls is not UNSET
                 messages[0].content = None if is_call else ""
         choices = [ChatChunkChoice(index=piece.choice, delta=message) for message in messages]
@@ -170,7 +170,7 @@ class _Answering:
         return choices
 
     def _message(self, event: Event) -> Message | None:
-        """What is new, in a client's form; None for what it need not be told."""
+        """Return an event in a client's form; None for an event that clients are not told."""
         match event:
             case ReasoningDelta(text=text):
                 if not self._shows_reasoning:
@@ -201,21 +201,9 @@ class _Answering:
 
     def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
         return ChatChunk(
-            id=f"chatcmpl-{self._exchange.id}",
-            created=self._exchange.created,
+            id=f"chatcmpl-{self._context.id}",
+            created=self._context.created,
             model=self._model,
             choices=choices,
-            usage=self._turn.work.tally.usage() if with_usage else UNSET,
+            usage=self._turn.usage() if with_usage else UNSET,
         )
-
-
-def _max_tokens(asked: ChatRequest) -> int | None:
-    given = asked.max_completion_tokens
-    return asked.max_tokens if given is None else given
-
-
-def _num_logprobs(asked: ChatRequest) -> int | None:
-    """Raises: Refused."""
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    return (asked.top_logprobs or 0) if asked.logprobs else None

@@ -12,8 +12,11 @@ from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
     Gathered,
     Generation,
+    engine_request,
     one_by_one,
-    prompts_of,
+    prompt_ids,
+    room_for,
+    sampling,
     stop_reason,
 )
 from quire.server.endpoints.logprobs import of_completion, of_prompt
@@ -24,34 +27,34 @@ from quire.server.schemas.completion_request import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    prompts_of,
 )
-from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import EventStream
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(
-    exchange: RequestContext, asked: CompletionRequest
+    context: RequestContext, asked: CompletionRequest
 ) -> Json[Completion] | EventStream[Completion]:
     """Continue a text, or several."""
-    exchange.service.refuse_unknown_model(asked.model)
-    _refuse_what_is_not_done(asked)
-    requests = [await _request(exchange, prompt, asked) for prompt in prompts_of(asked.prompt)]
-    continuing = _Continuing(Generation(exchange, requests, "text_completion"), asked)
+    requests = [
+        await _request(context, prompt, asked) for prompt in prompts_of(asked.prompt, "prompt")
+    ]
+    continuing = _Continuing(Generation(context, requests, "text_completion"), asked)
     if asked.stream:
-        return as_events(exchange, continuing.chunks())
-    return as_json(exchange, await continuing.whole())
+        return as_events(context, continuing.chunks())
+    return as_json(context, await continuing.whole())
 
 
 async def _request(
-    exchange: RequestContext, prompt: str | list[int], asked: CompletionRequest
+    context: RequestContext, prompt: str | list[int], asked: CompletionRequest
 ) -> Request:
     """Raises: Refused; RequestError."""
-    service = exchange.service
-    token_ids = await exchange.prompt_ids(prompt, asked)
-    room = service.room_for(len(token_ids), asked.max_tokens or None)
-    params = service.params(
+    token_ids = await prompt_ids(context, prompt, asked)
+    room = room_for(context, len(token_ids), asked.max_tokens or None)
+    params = sampling(
+        context,
         asked,
         max_tokens=min(_DEFAULT_TOKENS, room)
         if asked.max_tokens is None
@@ -60,7 +63,7 @@ async def _request(
     )
     if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=asked.logprobs)
-    return await service.request(exchange.caller, token_ids, searched(asked, params), asked)
+    return await engine_request(context, token_ids, searched(asked, params), asked)
 
 
 class _Continuing:
@@ -80,8 +83,8 @@ class _Continuing:
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         begun: set[int] = set()
-        async with aclosing(self._work.pieces()) as pieces:
-            async for number, delta in pieces:
+        async with aclosing(self._work.deltas()) as deltas:
+            async for number, delta in deltas:
                 choice = self._choice(number, _gathered(delta), is_first=number not in begun)
                 begun.add(number)
                 yield self._answer([choice], with_usage=self._every_usage)
@@ -89,11 +92,11 @@ class _Continuing:
             yield self._answer([], with_usage=True)
 
     def _choice(self, number: int, own: Gathered, *, is_first: bool = True) -> CompletionChoice:
-        """A choice, or what is new of it."""
+        """Return a choice, or what is new of it."""
         asked, texts = self._asked, self._service.texts
         prompt_ids = self._work.requests[number // self._work.num_choices].prompt_token_ids
         echoes = bool(asked.echo) and is_first
-        nothing_new = asked.max_tokens == 0  # the engine makes one all the same
+        nothing_new = asked.max_tokens == 0  # the engine generates one token all the same
         asks_ids = bool(asked.return_token_ids)
         asks_prompt = asked.prompt_logprobs is not None and is_first
         return CompletionChoice(
@@ -126,12 +129,12 @@ class _Continuing:
         return said
 
     def _answer(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
-        usage = self._work.tally.usage()
+        usage = self._work.usage()
         if self._asked.max_tokens == 0:
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
         return Completion(
-            id=f"cmpl-{self._work.exchange.id}",
-            created=self._work.exchange.created,
+            id=f"cmpl-{self._work.context.id}",
+            created=self._work.context.created,
             model=self._asked.model or self._service.model_name,
             choices=choices,
             usage=usage if with_usage else UNSET,
@@ -147,9 +150,3 @@ def _gathered(delta: TextDelta) -> Gathered:
         finish_reason=delta.finish_reason,
         stop_reason=stop_reason(delta),
     )
-
-
-def _refuse_what_is_not_done(asked: CompletionRequest) -> None:
-    """Raises: Refused."""
-    if asked.suffix:
-        raise Refused(400, "suffix: this server only continues texts", param="suffix")

@@ -1,4 +1,9 @@
-"""One turn of a conversation being answered: what three interfaces for chats have in common."""
+"""From a request's fields to the engine, and back: what a chat, a text or a recording generates.
+
+``sampling`` and ``engine_request`` make the engine's requests. A ``Generation`` admits them to the
+queue and yields what the engine generates. A ``ChatTurn`` is a generation whose text is read as
+reasoning, content and tool calls.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -10,83 +15,130 @@ from typing import Any, TypeVar, final
 from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
+from quire.engine.prompts import Prompt
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
-from quire.sampling_params import SamplingParams
+from quire.errors import RequestError
+from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
 from quire.server.admission_control import Permit
 from quire.server.request_context import RequestContext
-from quire.server.request_params import searched
-from quire.server.schemas.completion_request import MAX_PROMPTS, Prompt
-from quire.server.schemas.request_fields import GenerationRequest, Searching, TokenUsage
-from quire.server.tracing import RequestRecord
-from quire.server.wire.error_responses import Refused, broken_off
-from quire.server.wire.streams import while_connected
+from quire.server.request_params import sampling_params, searched
+from quire.server.schemas.request_fields import (
+    Addressed,
+    GenerationRequest,
+    Routed,
+    Sampling,
+    Searching,
+    TokenUsage,
+)
+from quire.server.tracing import RequestSpans
+from quire.server.wire.error_responses import Refused, broken_off, invalid
+from quire.server.wire.streams import all_of, while_connected
 from quire.units import format_count
-
-# -- spans -----------------------------------------------------------------------------------------
-
-# A span for each prompt that has come to its end, if a collector is named.
-
-
-_CONTEXT = ("traceparent", "tracestate")
-
-
-@final
-class Traces:
-    """Of one exchange. Who leaves early leaves no span."""
-
-    def __init__(
-        self, exchange: RequestContext, requests: Sequence[Request], operation: str
-    ) -> None:
-        self._exchange, self._requests, self._operation = exchange, requests, operation
-        self._tracer = exchange.service.tracer
-        self._num_tokens = [0] * len(requests)
-        self._ends: list[list[TextDelta]] = [[] for _ in requests]
-
-    def add(self, index: int, delta: TextDelta) -> None:
-        if self._tracer is None:
-            return
-        self._num_tokens[index] += len(delta.token_ids)
-        if delta.finish_reason is None:
-            return
-        self._ends[index].append(delta)
-        if (
-            len(self._ends[index]) == self._requests[index].num_choices
-            and delta.latencies is not None
-        ):
-            self._tracer.note(self._record(index))
-
-    def _record(self, index: int) -> RequestRecord:
-        request, ends, exchange = self._requests[index], self._ends[index], self._exchange
-        assert ends[-1].latencies is not None
-        headers = {name: exchange.http.headers.get(name) for name in _CONTEXT}
-        return RequestRecord(
-            request_id=f"{exchange.id}-{index}",
-            model=exchange.service.model_name,
-            operation=self._operation,
-            arrived_unix_s=exchange.arrived_unix_s,
-            latencies=ends[-1].latencies,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=ends[-1].num_cached_tokens,
-            num_generation_tokens=self._num_tokens[index],
-            finish_reasons=tuple(str(end.finish_reason) for end in ends),
-            n=request.num_choices,
-            max_tokens=request.params.max_tokens,
-            temperature=request.params.temperature,
-            top_p=request.params.top_p,
-            headers={name: value for name, value in headers.items() if value is not None},
-        )
-
-
-# -- generation ------------------------------------------------------------------------------------
-
-# What one exchange runs: its requests, admitted, and what comes of them.
-
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_CONTINUATIONS = 1024  # of all prompts of a request
 MAX_LOGPROBS = 2**20  # of all its tokens; or as many as one continuation may have
+
+
+# -- from fields to the engine's requests ----------------------------------------------------------
+
+
+async def prompt_ids(
+    context: RequestContext, prompt: str | list[int], asked: Addressed, *, leaves: int = 1
+) -> list[int]:
+    """Return a prompt's token ids, cut to the last ``truncate_prompt_tokens``.
+
+    ``leaves``: tokens of the context that stay free for the continuation.
+
+    Raises: RequestError for a text that cannot be tokenized, or is longer than the context.
+    """
+    if isinstance(prompt, str):
+        special = asked.add_special_tokens is not False
+        encode = partial(context.service.texts.encode, prompt, add_special_tokens=special)
+        prompt = await context.in_text_thread(encode)
+    return _truncated(context, prompt, asked, leaves)
+
+
+def room_for(context: RequestContext, num_prompt_tokens: int, max_tokens: int | None) -> int:
+    """Return how many tokens may be generated: ``max_tokens``, or what the context leaves. Raises:
+    Refused where ``max_tokens`` is more than the context leaves.
+    """
+    max_model_len = context.service.max_model_len
+    left = max_model_len - num_prompt_tokens
+    if max_tokens is None:
+        return max(1, left)
+    if left >= 1 and max_tokens > left:
+        raise Refused(
+            400,
+            f"max_tokens={format_count(max_tokens)} is too large: the prompt has "
+            f"{format_count(num_prompt_tokens)} tokens, together "
+            f"{format_count(num_prompt_tokens + max_tokens)}, and the context ends at "
+            f"{format_count(max_model_len)} (max_model_len): ask for up to "
+            f"{format_count(left)}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return max_tokens
+
+
+def sampling(
+    context: RequestContext,
+    asked: Sampling,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    form: StructuredOutputsParams | None = None,
+) -> SamplingParams:
+    """Return the engine's parameters for a request's fields, with the server's defaults. Raises:
+    Refused; RequestError.
+    """
+    searches = isinstance(asked, Searching) and asked.use_beam_search
+    return sampling_params(
+        asked,
+        defaults={} if searches else context.service.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        max_logprobs=context.service.config.max_logprobs,
+        form=form,
+    )
+
+
+async def engine_request(
+    context: RequestContext, prompt: Prompt, params: Params, asked: Routed
+) -> Request:
+    """Return the engine's request, which the engine has checked. Raises: Refused (503) where the
+    engine has failed or sleeps; RequestError.
+    """
+    service = context.service
+    service.refuse_without_engine()
+    try:
+        return await service.llm.request(
+            prompt,
+            params,
+            priority=asked.priority or 0,
+            keys=context.caller.keys(asked.cache_salt),
+        )
+    except RequestError:
+        service.refuse_without_engine()  # the client is not at fault
+        if service.admission.sleeping:
+            raise service.admission.refused("sleeping") from None
+        raise
+
+
+def _truncated(
+    context: RequestContext, token_ids: list[int], asked: Addressed, leaves: int
+) -> list[int]:
+    most = asked.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:  # vLLM's word for as many as the context takes
+        most = context.service.max_model_len - leaves
+    return token_ids[max(0, len(token_ids) - most) :]
+
+
+# -- generation ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -102,23 +154,58 @@ class Gathered:
     embedding: Embedding | None = None
 
 
-class UsageCounter:
-    """What several prompts have cost so far, in tokens."""
+class Generation:
+    """The engine's requests of one HTTP request: admitted to the queue, run and counted.
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    ``operation`` is the name in traces, such as text_completion. ``after`` is a generation that has
+    ended and whose permits these requests take over.
+
+    Raises: Refused where the queue has no room, or the answer would be too long.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        requests: Sequence[Request],
+        operation: str,
+        *,
+        after: "Generation | None" = None,
+    ) -> None:
+        service = context.service
+        longest = service.max_model_len * (service.config.max_logprobs + 1)
+        _refuse_too_much(requests, max(MAX_LOGPROBS, longest))
+        self.context, self.service, self.requests = context, service, requests
+        self.num_choices = requests[0].num_choices  # of each prompt
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.completion_tokens = 0
-        self._cached: dict[int, int] = {}  # by prompt
+        self._cached_tokens: dict[int, int] = {}  # by prompt
+        self._spans = None
+        if service.tracer is not None:
+            self._spans = RequestSpans(
+                service.tracer,
+                requests,
+                operation=operation,
+                request_id=context.id,
+                model=service.model_name,
+                arrived_unix_s=context.arrived_unix_s,
+                headers=context.http.headers,
+            )
+        self._permits: list[Permit]
+        if after is not None:
+            self._permits = after._permits
+            return
+        context.until_queued.close()
+        sizes = [(request.params.n, len(request.prompt_token_ids)) for request in requests]
+        admitted = service.admission.admit(context.caller, sizes)
+        self._permits = context.until_answered.enter_context(admitted)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(self._cached.values())
-
-    def add(self, index: int, delta: TextDelta) -> None:
-        self.completion_tokens += len(delta.token_ids)
-        self._cached[index] = delta.num_cached_tokens
+        """Return how many prompt tokens the prefix cache had."""
+        return sum(self._cached_tokens.values())
 
     def usage(self) -> TokenUsage:
+        """Return the tokens that the requests have cost so far."""
         return TokenUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
@@ -126,58 +213,24 @@ class UsageCounter:
             prompt_tokens_details={"cached_tokens": self.cached_tokens},
         )
 
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield each choice's number, among those of all prompts, and what is new of it.
 
-class Generation:
-    """Admitted until the exchange ends.
-
-    Raises: Refused if there is no room in the queue, or the answer would be too long.
-    """
-
-    def __init__(
-        self,
-        exchange: RequestContext,
-        requests: Sequence[Request],
-        operation: str,
-        *,
-        behind: "Generation | None" = None,
-    ) -> None:
-        """``operation``: as traces name it, chat or text_completion. ``behind``: what has ended,
-        and was admitted for these too."""
-        service = exchange.service
-        longest = service.max_model_len * (service.config.max_logprobs + 1)
-        _refuse_too_much(requests, max(MAX_LOGPROBS, longest))
-        self.exchange, self.requests = exchange, requests
-        self._traces = Traces(exchange, requests, operation)
-        self.service = service
-        self.tally = UsageCounter(requests)
-        self.num_choices = requests[0].num_choices  # of each prompt
-        self._passes: list[Permit] = exchange.admit(requests) if behind is None else behind._passes
-
-    async def pieces(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """(number of the choice, among those of all prompts, piece). Leaving it ends the requests.
-
-        Raises: Refused for a continuation that the engine could not compute.
+        Closing the generator ends the requests. Raises: Refused for a continuation that the engine
+        could not compute; what the engine failed with.
         """
-        async with aclosing(self.service.run(self.requests, self._passes)) as pieces:
-            async for index, delta in pieces:
-                self.tally.add(index, delta)
-                self._traces.add(index, delta)
-                if delta.finish_reason == "error":
-                    raise broken_off(delta.detail, delta.fault)
-                # OpenAI has no word for KV memory that ran out; the detail says which it was.
-                if delta.finish_reason == "capacity":
-                    delta = replace(delta, finish_reason="length")
-                yield index * self.num_choices + delta.choice, delta
+        running = [self._run(index) for index in range(len(self.requests))]
+        return running[0] if len(running) == 1 else _merged(running)
 
     async def gather(self) -> list[Gathered]:
-        """All choices, when all have ended. Raises: as ``pieces``; ClientGone."""
-        return await while_connected(self.exchange.http.receive, self._gather())
+        """Return all choices when all have ended. Raises: as ``deltas``; ClientGone."""
+        return await while_connected(self.context.http.receive, self._gather())
 
     async def _gather(self) -> list[Gathered]:
         choices = [Gathered() for _ in range(len(self.requests) * self.num_choices)]
         texts: list[list[str]] = [[] for _ in choices]
-        async with aclosing(self.pieces()) as pieces:
-            async for number, delta in pieces:
+        async with aclosing(self.deltas()) as deltas:
+            async for number, delta in deltas:
                 own = choices[number]
                 texts[number].append(delta.text)
                 own.token_ids += delta.token_ids
@@ -189,29 +242,66 @@ class Generation:
             own.text = "".join(parts)
         return choices
 
+    async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        request, permit, admission = (
+            self.requests[index],
+            self._permits[index],
+            self.service.admission,
+        )
+        log = self.service.request_log
+        noted = None if log is None else log.begin(request)
+        try:
+            async for delta in self.service.llm.generate(request):
+                # A beam search's first delta is the first of all its beams.
+                begun = (delta.choice,) if request.beam is None else range(permit.num_sequences)
+                for choice in begun:
+                    admission.note_piece(permit, choice)
+                if noted is not None:
+                    noted.add(delta)
+                self.completion_tokens += len(delta.token_ids)
+                self._cached_tokens[index] = delta.num_cached_tokens
+                if self._spans is not None:
+                    self._spans.add(index, delta)
+                if delta.finish_reason == "error":
+                    raise broken_off(delta.detail, delta.fault)
+                # OpenAI has no word for KV memory that ran out; the detail says which it was.
+                if delta.finish_reason == "capacity":
+                    delta = replace(delta, finish_reason="length")
+                yield index * self.num_choices + delta.choice, delta
+        finally:
+            if noted is not None:
+                noted.end()
 
-def prompts_of(given: Prompt, name: str = "prompt") -> list[str | list[int]]:
-    """One text, one list of token ids, or several of either. Raises: Refused."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]]
-    several = [item for item in given if isinstance(item, str | list)]
-    if not given or len(several) < len(given):
-        raise Refused(
-            400,
-            f"{name} must be a text, a list of token ids, or a list of texts or of such lists",
-            param=name,
-        )
-    if len(several) > MAX_PROMPTS:
-        raise Refused(
-            400, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}", param=name
-        )
-    return several
+
+async def _merged(several: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all generators as they come. None computes ahead of its reader."""
+    asking: dict[asyncio.Task[T], AsyncGenerator[T, None]] = {
+        asyncio.ensure_future(anext(each)): each for each in several
+    }
+    try:
+        while asking:
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = asking.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield item
+                asking[asyncio.ensure_future(anext(source))] = source
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for source in several:
+            await source.aclose()
 
 
 async def one_by_one(make: Callable[[int, T], R], several: Iterable[T]) -> list[R]:
-    """Of each with its number. Others go on in between: choices may have 10⁴ logprobs each."""
+    """Return what ``make`` gives for each item and its number; other tasks run in between.
+
+    A choice may have 10⁴ logprobs.
+    """
     made = []
     for number, each in enumerate(several):
         made.append(make(number, each))
@@ -220,29 +310,27 @@ async def one_by_one(make: Callable[[int, T], R], several: Iterable[T]) -> list[
 
 
 def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
-    """Each field has its bound, and so have their products. Raises: Refused."""
+    """Bound the products of fields that are bounded one by one. Raises: Refused."""
     num_continuations = sum(request.params.n for request in requests)
     if num_continuations > MAX_CONTINUATIONS:
-        raise Refused(
-            400,
+        raise invalid(
+            "n",
             f"{format_count(len(requests))} prompts with n={requests[0].params.n} are "
             f"{format_count(num_continuations)} continuations, and a request may have "
             f"{format_count(MAX_CONTINUATIONS)}: ask in several",
-            param="n",
         )
     num_logprobs = sum(map(_num_logprobs, requests))
     if num_logprobs > most_logprobs:
-        raise Refused(
-            400,
+        raise invalid(
+            "logprobs",
             f"{format_count(num_logprobs)} logprobs are asked for (of prompts × n × max_tokens), "
             f"and a request may have {format_count(most_logprobs)}: ask for fewer, or in several",
-            param="logprobs",
         )
 
 
 def _num_logprobs(request: Request) -> int:
     params, number = request.params, 0
-    if request.beam is not None:  # those of the tokens that are chosen, at the end
+    if request.beam is not None:  # a search has logprobs of the chosen tokens alone
         return request.num_choices * params.max_tokens
     if params.logprobs is not None:
         number += params.n * params.max_tokens * (params.logprobs + 1)
@@ -252,7 +340,7 @@ def _num_logprobs(request: Request) -> int:
 
 
 def stop_reason(delta: TextDelta) -> str | int | None:
-    """vLLM's field: what the client had named to stop at, or why it ended early, in words."""
+    """Return vLLM's field: the client's stop string or token, or in words why it ended early."""
     return delta.detail or None if delta.stopped_by is None else delta.stopped_by
 
 
@@ -261,7 +349,7 @@ def stop_reason(delta: TextDelta) -> str | int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPiece:
-    """What is new of one choice; at its end, why it has ended."""
+    """What is new of one choice; the last piece says why the choice has ended."""
 
     choice: int
     events: list[Event]
@@ -270,20 +358,32 @@ class OutputPiece:
 
 
 @final
-class ChatTurn:
-    """Of an admitted ``work``. ``own_stops``: stop strings that no client has named."""
+class ChatTurn(Generation):
+    """The generation of one answer in a conversation, read as events.
 
-    def __init__(self, work: Generation, prompt: ChatPrompt, own_stops: frozenset[str]) -> None:
-        self.work, self.prompt, self._own_stops = work, prompt, own_stops
-        chat = work.service.chat
-        self._readers: list[Reader] = [chat.reader(prompt) for _ in range(work.num_choices)]
+    ``own_stops``: stop strings that the model needs and the client has not named.
+
+    Raises: as ``Generation``.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        request: Request,
+        prompt: ChatPrompt,
+        own_stops: frozenset[str],
+    ) -> None:
+        super().__init__(context, [request], "chat")
+        self.prompt, self._own_stops = prompt, own_stops
+        chat = self.service.chat
+        self._readers: list[Reader] = [chat.reader(prompt) for _ in range(self.num_choices)]
         self._thoughts: list[list[str]] = [[] for _ in self._readers]
 
     async def pieces(self) -> AsyncGenerator[OutputPiece, None]:
-        """As they come. Leaving it ends the request. Raises: as ``Generation.pieces``."""
+        """Yield pieces as they come. Closing it ends the request. Raises: as ``deltas``."""
         ended: set[int] = set()
-        async with aclosing(self.work.pieces()) as pieces:
-            async for choice, delta in pieces:
+        async with aclosing(self.deltas()) as deltas:
+            async for choice, delta in deltas:
                 if choice in ended:
                     continue
                 if delta.stopped_by in self._own_stops:
@@ -295,7 +395,7 @@ class ChatTurn:
                     ends_itself = reason == "stop" and delta.stopped_by is None
                     events += reader.finish(cut=not ends_itself)
                 self._thoughts[choice] += (e.text for e in events if isinstance(e, ReasoningDelta))
-                if reader.is_full:  # the only call that there may be: the rest is of no use
+                if reader.is_full:  # the one call that is allowed has come
                     reason = "stop"
                 if reason is not None:
                     ended.add(choice)
@@ -305,31 +405,30 @@ class ChatTurn:
                     delta=delta,
                     finish_reason=self._reason(reader, reason),
                 )
-                if len(ended) == self.work.num_choices:
+                if len(ended) == self.num_choices:
                     return
 
-    async def gather(self) -> list[list[OutputPiece]]:
-        """All pieces of each choice, when all have ended. Raises: as ``pieces``; ClientGone."""
-        return await while_connected(self.work.exchange.http.receive, self._gather())
+    async def gather_pieces(self) -> list[list[OutputPiece]]:
+        """Return the pieces of each choice when all have ended.
 
-    async def _gather(self) -> list[list[OutputPiece]]:
+        Raises: as ``deltas``; ClientGone.
+        """
         found: list[list[OutputPiece]] = [[] for _ in self._readers]
-        async with aclosing(self.pieces()) as pieces:
-            async for piece in pieces:
-                found[piece.choice].append(piece)
+        for piece in await all_of(self.context.http.receive, self.pieces()):
+            found[piece.choice].append(piece)
         return found
 
     async def num_reasoning_tokens(self) -> int:
-        """Of all choices so far, counted by their text: the tokens have no other mark."""
-        exchange, number = self.work.exchange, 0
-        encode = partial(exchange.service.texts.encode, add_special_tokens=False)
+        """Count the tokens of all reasoning so far, by its text: tokens carry no other mark."""
+        number = 0
+        encode = partial(self.service.texts.encode, add_special_tokens=False)
         for thoughts in filter(None, map("".join, self._thoughts)):
-            number += len(await exchange.in_text_thread(encode, thoughts))
-        return min(number, self.work.tally.completion_tokens)
+            number += len(await self.context.in_text_thread(encode, thoughts))
+        return min(number, self.completion_tokens)
 
-    async def usage(self) -> TokenUsage:
-        """What it has cost; of a model whose reasoning is read, how much was that."""
-        usage = self.work.tally.usage()
+    async def whole_usage(self) -> TokenUsage:
+        """Return the usage, with the tokens of reasoning where the model's reasoning is read."""
+        usage = self.usage()
         if self._readers[0].reads_reasoning:
             number = await self.num_reasoning_tokens()
             usage.completion_tokens_details = {"reasoning_tokens": number}
@@ -342,7 +441,7 @@ class ChatTurn:
 
 
 async def take_turn(
-    exchange: RequestContext,
+    context: RequestContext,
     chat: ChatInput,
     asked: GenerationRequest,
     *,
@@ -351,25 +450,26 @@ async def take_turn(
     within_context: bool = False,
     num_bytes: int = 0,
 ) -> ChatTurn:
-    """Write the prompt, and join the queue.
+    """Write the prompt of a conversation and join the queue.
 
-    ``within_context``: ``max_tokens`` beyond the context are no error; it ends there.
-    ``num_bytes``: of a conversation that is more than the body.
+    ``within_context``: cut ``max_tokens`` to the context instead of refusing it. ``num_bytes``: the
+    size of a conversation that is longer than the body.
+
     Raises: Refused; RequestError.
     """
-    service = exchange.service
-    prompt = await exchange.in_text_thread(service.chat.prompt, chat, num_bytes=num_bytes)
+    prompt = await context.in_text_thread(context.service.chat.prompt, chat, num_bytes=num_bytes)
     if not prompt.token_ids:
         raise Refused(
             400, "the chat template writes nothing for these messages: give one of them a text"
         )
-    token_ids = service.shortened(list(prompt.token_ids), asked.truncate_prompt_tokens)
-    room = service.room_for(len(token_ids), None)
+    token_ids = _truncated(context, list(prompt.token_ids), asked, leaves=1)
+    room = room_for(context, len(token_ids), None)
     if within_context and max_tokens is not None:
         max_tokens = min(max_tokens, room)
-    params: SamplingParams = service.params(
+    params = sampling(
+        context,
         asked,
-        max_tokens=room if max_tokens is None else service.room_for(len(token_ids), max_tokens),
+        max_tokens=room if max_tokens is None else room_for(context, len(token_ids), max_tokens),
         logprobs=logprobs,
         form=prompt.structured_outputs,
     )
@@ -377,29 +477,22 @@ async def take_turn(
         form = replace(params.structured_outputs, reasoning=prompt.reasoning)
         params = replace(params, structured_outputs=form)
     if prompt.stop and isinstance(asked, Searching) and asked.use_beam_search:
-        raise Refused(
-            400,
+        raise invalid(
+            "use_beam_search",
             f"use_beam_search: answers of this model end at a text ({prompt.stop[0][:40]!r}, of "
             "chat_stop_strings in its tokenizer_config.json), and a search looks for none",
-            param="use_beam_search",
         )
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
-    request = await service.request(exchange.caller, token_ids, chosen, asked)
-    return ChatTurn(Generation(exchange, [request], "chat"), prompt, own_stops)
+    request = await engine_request(context, token_ids, chosen, asked)
+    return ChatTurn(context, request, prompt, own_stops)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:
-    """For templates: how much the model is to think, and whether at all."""
+    """Return the template's variables for how much the model is to think, and whether at all."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-
-
-def refuse_several(asked: GenerationRequest) -> None:
-    """Where an answer has one choice only. Raises: Refused."""
-    if asked.n is not None and asked.n != 1:
-        raise Refused(400, f"n={asked.n}: this interface gives one answer", param="n")

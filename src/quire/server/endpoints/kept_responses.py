@@ -1,4 +1,4 @@
-"""``/v1/responses/{id}``: a response again, what it answered, and its end before its time."""
+"""``/v1/responses/{id}``: read a response again, list what it answered, cancel or delete it."""
 
 import json
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -10,26 +10,24 @@ from quire.server.endpoints.answers import Json, as_json, as_written
 from quire.server.request_context import RequestContext
 from quire.server.response_store import BackgroundRun, StoredResponse
 from quire.server.schemas.response_request import DeletedResponse, ItemList, Response, ResponseEvent
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.server.wire.streams import EventStream
 
 # -- items -----------------------------------------------------------------------------------------
-
-# The items of a conversation: what a request brings, and what was kept of it before.
 
 
 Items: TypeAlias = list[dict[str, Any]]
 
 
 def given_items(given: str | Items, name: str) -> Items:
-    """What a client gave, with ids, and the content of messages as parts. ``name`` is a prefix."""
+    """Return what a client gave, with ids, and messages' content as parts. ``name`` is a prefix."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(item, f"{name}_{index}") for index, item in enumerate(given)]
 
 
 def readable(items: Iterable[dict[str, Any]]) -> Items:
-    """Without calls that broke off: there is no result of them, and no JSON in them."""
+    """Return the items without calls that broke off: they have no result, and no whole JSON."""
     return [
         item
         for item in items
@@ -38,15 +36,17 @@ def readable(items: Iterable[dict[str, Any]]) -> Items:
 
 
 def conversation_of(kept: StoredResponse) -> tuple[bytes, ...]:
-    """All items up to the end of a kept response, as it keeps them."""
+    """Return all items up to the end of a stored response, as JSON lists."""
     return (*kept.before, encoded(json.loads(kept.response)["output"]))
 
 
 def encoded(items: Items) -> bytes:
+    """Return items as a JSON list."""
     return msgspec.json.encode(items)
 
 
 def decoded(several: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the items of JSON lists."""
     for items in several:
         yield from json.loads(items)
 
@@ -71,71 +71,78 @@ def _item(item: dict[str, Any], name: str) -> dict[str, Any]:
 _MOST_ITEMS, _USUAL_ITEMS = 100, 20
 
 
-async def response(exchange: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
-    """As it is now; with ``stream=true``, the events of one that runs without a connection."""
-    run, kept = _found(exchange)
-    query = exchange.http.query_params
+async def response(context: RequestContext) -> Json[Response] | EventStream[ResponseEvent]:
+    """Return a response as it is now; with stream=true, the events of one in the background.
+
+    Raises: Refused.
+    """
+    run, kept = _found(context)
+    query = context.http.query_params
     if query.get("stream", "").lower() in ("true", "1"):
-        after = exchange.number("starting_after", -1, -1, 2**31)
+        after = context.number("starting_after", -1, -1, 2**31)
         if run is not None and run.keeps_events:
-            return as_written(exchange, run.follow(after))
+            return as_written(context, run.follow(after))
         if kept is not None and kept.events:
-            return as_written(exchange, _again(kept.events[after + 1 :]))
-        raise Refused(
-            400,
+            return as_written(context, _again(kept.events[after + 1 :]))
+        raise invalid(
+            "stream",
             "this response was not asked for with background=true and stream=true: there are no "
             "events of it to be read again",
-            param="stream",
         )
     if run is not None:
-        return _as_it_is(exchange, run.now())
+        return _as_it_is(context, run.now())
     assert kept is not None, "it runs or it is kept"
-    return _as_it_is(exchange, kept.response)
+    return _as_it_is(context, kept.response)
 
 
-async def delete(exchange: RequestContext) -> Json[DeletedResponse]:
-    """It ends, if it still runs, and is forgotten."""
-    run, _ = _found(exchange)
+async def delete(context: RequestContext) -> Json[DeletedResponse]:
+    """End a response, if it still runs, and forget it."""
+    run, _ = _found(context)
     if run is not None:
         await run.cancel()
-    exchange.service.responses.drop(exchange.caller.number, _name(exchange))
-    return as_json(exchange, DeletedResponse(id=_name(exchange)))
+    context.service.responses.drop(context.caller.number, _name(context))
+    return as_json(context, DeletedResponse(id=_name(context)))
 
 
-async def cancel(exchange: RequestContext) -> Json[Response]:
-    """It ends now. One that is over stays as it is."""
-    run, kept = _found(exchange)
+async def cancel(context: RequestContext) -> Json[Response]:
+    """End a response now. One that is over stays as it is.
+
+    Raises: Refused.
+    """
+    run, kept = _found(context)
     if run is not None:
         await run.cancel()
-        return _as_it_is(exchange, run.now())
+        return _as_it_is(context, run.now())
     assert kept is not None, "it runs or it is kept"
     if not kept.in_background:
-        raise Refused(
-            400,
-            "only a response with background=true can be cancelled: for others, leave",
-            param="response_id",
+        raise invalid(
+            "response_id",
+            "only a response with background=true can be cancelled: to end another, leave",
         )
-    return _as_it_is(exchange, kept.response)
+    return _as_it_is(context, kept.response)
 
 
-async def input_items(exchange: RequestContext) -> Json[ItemList]:
-    """All items that a response answered, earlier responses' among them; the last ones first."""
-    run, kept = _found(exchange)
-    limit = exchange.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
-    order = exchange.one_of("order", ("desc", "asc"))
+async def input_items(context: RequestContext) -> Json[ItemList]:
+    """Return all items that a response answers, the last ones first.
+
+    Earlier responses' items are among them. Raises: Refused.
+    """
+    run, kept = _found(context)
+    limit = context.number("limit", _USUAL_ITEMS, 1, _MOST_ITEMS)
+    order = context.one_of("order", ("desc", "asc"))
     before = run.before if run is not None else kept.before if kept is not None else ()
-    items: Items = await exchange.in_text_thread(list, decoded(before))
+    items: Items = await context.in_text_thread(list, decoded(before))
     if order == "desc":
         items.reverse()
-    after = exchange.http.query_params.get("after")
+    after = context.http.query_params.get("after")
     if after is not None:
         places = [place for place, item in enumerate(items) if item.get("id") == after]
         if not places:
-            raise Refused(400, f"after={after[:100]!r} is none of the items", param="after")
+            raise invalid("after", f"after={after[:100]!r} is none of the items")
         items = items[places[0] + 1 :]
     page = items[:limit]
     return as_json(
-        exchange,
+        context,
         ItemList(
             data=page,
             first_id=page[0].get("id", "") if page else "",
@@ -145,28 +152,28 @@ async def input_items(exchange: RequestContext) -> Json[ItemList]:
     )
 
 
-def _name(exchange: RequestContext) -> str:
-    name: str = exchange.http.path_params["name"]
+def _name(context: RequestContext) -> str:
+    name: str = context.http.path_params["name"]
     return name
 
 
-def _found(exchange: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
-    """One of them. Another caller's is as good as none. Raises: Refused (404)."""
-    service, caller, name = exchange.service, exchange.caller.number, _name(exchange)
+def _found(context: RequestContext) -> tuple[BackgroundRun | None, StoredResponse | None]:
+    """Find a run or a stored response. Another caller's is not found. Raises: Refused (404)."""
+    service, caller, name = context.service, context.caller.number, _name(context)
     run = service.background.get(caller, name)
     kept = None if run is not None else service.responses.get(caller, name)
     if run is None and kept is None:
         raise Refused(
             404,
-            f"no response {name[:100]!r} is kept here (any more)",
+            f"no response {name[:100]!r} is stored here (any more)",
             param="response_id",
             code="response_not_found",
         )
     return run, kept
 
 
-def _as_it_is(exchange: RequestContext, data: bytes) -> Json[Response]:
-    return Json(data, media_type="application/json", headers=exchange.headers)
+def _as_it_is(context: RequestContext, data: bytes) -> Json[Response]:
+    return Json(data, media_type="application/json", headers=context.headers)
 
 
 async def _again(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:

@@ -8,7 +8,7 @@ from quire.server.schemas.chat_request import ChatLogprob, ChatLogprobs, LikelyT
 from quire.server.schemas.completion_request import CompletionLogprobs
 from quire.server.schemas.request_fields import PromptLogprob, PromptLogprobs
 
-_LEAST = -9999.0  # what JSON can say of minus infinity; OpenAI's own
+_LEAST = -9999.0  # stands for minus infinity, which JSON lacks, as at OpenAI
 
 
 def of_completion(
@@ -19,10 +19,10 @@ def of_completion(
     *,
     as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
-    """An entry for each token, from a text's ``offset`` on, and the offset behind them.
+    """Return an entry for each token, from a text's ``offset`` on, and the offset behind them.
 
-    A bare id is a token of which there is no probability: the first of a prompt. ``as_ids``: a
-    token is named by its id, as vLLM does it; offsets are in the text all the same.
+    A bare id is a token without a probability: the first of a prompt. ``as_ids``: a token is named
+    by its id, as in vLLM; offsets are in the text all the same.
     """
     said = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token in tokens:
@@ -43,6 +43,7 @@ def of_completion(
 def of_chat(
     texts: TokenTexts, tokens: Iterable[TokenLogprobs], num_top: int, *, as_ids: bool = False
 ) -> ChatLogprobs:
+    """Return an entry for each token, with the ``num_top`` likeliest ones."""
     content = []
     for token in tokens:
         _, data = texts.of(token.token_id)
@@ -65,7 +66,9 @@ def of_chat(
 
 
 def of_prompt(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> PromptLogprobs:
-    """vLLM's form: nothing for the first token, and for each other one who was likely, by id."""
+    """Return vLLM's form: nothing for the first token, and for each other one the
+    likeliest, by id.
+    """
     said: PromptLogprobs = [None]
     for token in tokens:
         entry: dict[str, PromptLogprob] = {}
@@ -82,14 +85,16 @@ def _entry(texts: TokenTexts, token_id: int, logprob: float, rank: int) -> Promp
 
 
 def _label(texts: TokenTexts, token_id: int, *, as_ids: bool) -> str:
-    """What a token is called; ``as_ids``: by vLLM's word for it, which no two tokens share."""
+    """Return a token's text; ``as_ids``: vLLM's name for it, which no two tokens share."""
     return f"token_id:{token_id}" if as_ids else texts.of(token_id)[0]
 
 
 def _top(
     texts: TokenTexts, token: TokenLogprobs, num_top: int, *, as_ids: bool
 ) -> dict[str, float]:
-    """The likeliest first, and the token itself, as OpenAI does, if it is none of them."""
+    """Return the likeliest tokens first, and the token itself if it is none of them, as OpenAI
+    does.
+    """
     top: dict[str, float] = {}
     for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
         top.setdefault(_label(texts, token_id, as_ids=as_ids), _finite(logprob))

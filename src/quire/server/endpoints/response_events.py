@@ -1,4 +1,4 @@
-"""A turn as a response: its events in OpenAI's order, and what it is at any moment."""
+"""A chat turn as a response: its events in OpenAI's order, and its state at any moment."""
 
 import logging
 import time
@@ -34,11 +34,11 @@ _PREFIXES: Mapping[Kind, str] = MappingProxyType({"reasoning": "rs", "text": "ms
 
 @final
 class Responding:
-    """Of one turn. ``response`` is as far as it has come, and its output is filled at the end.
+    """One response. ``response`` is as far as it has come; its output is filled at the end.
 
-    ``num_top``: of how many likely tokens the logprobs are said; None for none. ``says_ids``: as
-    ids in place of texts. ``shows_broken``:
-    calls that were none are items too, as who reads a stream has been told of them.
+    ``num_top``: how many likely tokens the logprobs have; None for no logprobs. ``says_ids``:
+    tokens are named by ids. ``shows_broken``: broken calls are items too, since a stream's reader
+    has been told of them.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Responding:
         self._blocks = Blocks()
         self._num_events = 0
         self._said: dict[int, list[ChatLogprob]] = {}  # by block
-        self._unsaid: list[TokenLogprobs] = []  # of tokens whose text is still held back
+        self._unsaid: list[TokenLogprobs] = []  # tokens whose text is still held back
 
     async def events(self) -> AsyncGenerator[ResponseEvent, None]:
-        """All of them. An error is one too. ``end`` is called before the last one is given."""
+        """Yield all events, of which an error is one. ``end`` is called before the last one."""
         yield self._event("response.created", response=self.response)
         yield self._event(
             "response.queued" if self.response.status == "queued" else "response.in_progress",
@@ -88,7 +88,7 @@ class Responding:
         yield self._event(f"response.{self.response.status}", response=self.response)
 
     def cancel(self) -> None:
-        """It is over before its end."""
+        """End it early."""
         self._blocks.end(is_whole=False)
         self.response.status = "cancelled"
         self.fill()
@@ -104,10 +104,10 @@ class Responding:
             yield from self._events(change)
         last = self._blocks.all[-1] if self._blocks.all else None
         if piece.events and last is not None and last.kind != "text":
-            self._unsaid.clear()  # they were of thoughts, or of a call
+            self._unsaid.clear()  # these were tokens of reasoning, or of a call
 
     def _of_end(self, last: OutputPiece) -> Iterator[ResponseEvent]:
-        """Raises: Refused for an answer that only the server has ended."""
+        """Yield the last events. Raises: Refused for an answer that only the server has ended."""
         reason = last.finish_reason
         for change in self._blocks.end(is_whole=reason != "length"):
             yield from self._events(change)
@@ -184,10 +184,10 @@ class Responding:
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _take_logprobs(self, block: Block) -> list[ChatLogprob]:
-        """Of the tokens whose text comes now."""
+        """Return the logprobs of the tokens whose text comes now."""
         if self._num_top is None:
             return []
-        service = self._turn.work.service
+        service = self._turn.service
         found = of_chat(service.texts, self._unsaid, self._num_top, as_ids=self._says_ids).content
         self._unsaid.clear()
         self._said.setdefault(block.index, []).extend(found)
@@ -218,7 +218,7 @@ class Responding:
         return OutputText(text=text, logprobs=list(logprobs))
 
     def _id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._turn.work.exchange.id}_{block.index}"
+        return f"{_PREFIXES[block.kind]}_{self._turn.context.id}_{block.index}"
 
     def _of_part(self, kind: str, block: Block, **fields: Any) -> ResponseEvent:
         return self._event(
@@ -231,13 +231,13 @@ class Responding:
         return ResponseEvent(type=kind, sequence_number=number, **fields)
 
     async def _count(self) -> None:
-        tally = self._turn.work.tally
-        num_thought = await self._turn.num_reasoning_tokens()
+        turn = self._turn
+        num_thought = await turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
-            input_tokens=tally.prompt_tokens,
-            # No client asks for a prompt to be written into the cache, or pays for it.
-            input_tokens_details={"cached_tokens": tally.cached_tokens, "cache_write_tokens": 0},
-            output_tokens=tally.completion_tokens,
+            input_tokens=turn.prompt_tokens,
+            # No client pays for cache writes here.
+            input_tokens_details={"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+            output_tokens=turn.completion_tokens,
             output_tokens_details={"reasoning_tokens": num_thought},
-            total_tokens=tally.prompt_tokens + tally.completion_tokens,
+            total_tokens=turn.prompt_tokens + turn.completion_tokens,
         )

@@ -9,11 +9,10 @@ from functools import partial
 import msgspec
 
 from quire.chat.api_inputs import from_responses
-from quire.chat.conversation import Chat
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import Chat, ChatInput
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
-from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, refuse_several, take_turn
+from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, take_turn
 from quire.server.endpoints.kept_responses import (
     conversation_of,
     decoded,
@@ -35,52 +34,58 @@ from quire.server.schemas.response_request import (
 )
 from quire.server.service import Service
 from quire.server.wire.error_responses import Refused
-from quire.server.wire.streams import RESPONSES, EventStream, while_connected
+from quire.server.wire.streams import RESPONSES, EventStream, all_of
 
 _LOGPROBS = "message.output_text.logprobs"
-_FORMATS = ("text", "json_object", "json_schema")
 
 
 async def responses(
-    exchange: RequestContext, asked: ResponsesRequest
+    context: RequestContext, asked: ResponsesRequest
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Answer a conversation, whole, in pieces, or while no client is connected."""
-    exchange.service.refuse_unknown_model(asked.model)
-    _refuse_what_is_not_done(asked)
-    _say_what_is_ignored(exchange, asked)
+    """Answer a conversation, whole, in pieces, or while no client is connected.
+
+    Raises: Refused, the error that made a response fail.
+    """
+    _say_what_is_ignored(context, asked)
     if asked.text is not None and asked.text.format is not None:
-        asked.response_format = _response_format(asked.text.format)
-    before = (*_continued(exchange, asked), encoded(given_items(asked.input, exchange.id)))
+        given = asked.text.format
+        schema = (
+            JsonSchema(schema=given.schema, strict=given.strict)
+            if given.schema is not None
+            else None
+        )
+        asked.response_format = ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
+    before = (*_continued(context, asked), encoded(given_items(asked.input, context.id)))
     if asked.background:
-        return await _in_background(exchange, asked, before)
-    responding = await _responding(exchange, asked, before)
+        return await _in_background(context, asked, before)
+    responding = await _responding(context, asked, before)
     if asked.stream:
-        return as_events(exchange, responding.events(), RESPONSES)
-    await while_connected(exchange.http.receive, _run_through(responding))
+        return as_events(context, responding.events(), RESPONSES)
+    await all_of(context.http.receive, responding.events())
     if responding.error is not None:
         raise responding.error
-    return as_json(exchange, responding.response)
+    return as_json(context, responding.response)
 
 
 async def _responding(
-    exchange: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
+    context: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Responding:
-    """Admitted. Raises: Refused; RequestError."""
+    """Return a response that is admitted. Raises: Refused; RequestError."""
     num_top = asked.top_logprobs
     if num_top is None and _LOGPROBS in (asked.include or ()):
         num_top = 0
     num_bytes = sum(map(len, before))
     turn = await take_turn(
-        exchange,
-        await exchange.in_text_thread(
-            _conversation, exchange.service, asked, before, num_bytes=num_bytes
+        context,
+        await context.in_text_thread(
+            _conversation, context.service, asked, before, num_bytes=num_bytes
         ),
         asked,
         max_tokens=asked.max_output_tokens,
         logprobs=num_top,
         num_bytes=num_bytes,
     )
-    keep = partial(_keep, exchange, before) if _is_kept(asked) else _forget
+    keep = partial(_keep, context, before) if asked.is_kept else _forget
     return Responding(
         turn,
         _response(turn, asked),
@@ -92,13 +97,13 @@ async def _responding(
 
 
 async def _in_background(
-    exchange: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
+    context: RequestContext, asked: ResponsesRequest, before: tuple[bytes, ...]
 ) -> Json[Response] | EventStream[ResponseEvent]:
-    """Raises: Refused; RequestError."""
-    service, caller = exchange.service, exchange.caller.number
+    """Start a response that runs without its client. Raises: Refused; RequestError."""
+    service, caller = context.service, context.caller.number
     service.background.refuse_if_full()
     with ExitStack() as stack:
-        own = exchange.apart(stack)
+        own = context.without_client(stack)
         responding = await _responding(own, asked, before)
         response = responding.response
 
@@ -122,8 +127,8 @@ async def _in_background(
         )
         service.background.start(caller, response.id, run)
     if asked.stream:
-        return as_written(exchange, run.follow())
-    return as_json(exchange, response)
+        return as_written(context, run.follow())
+    return as_json(context, response)
 
 
 async def _written(responding: Responding) -> AsyncGenerator[bytes, None]:
@@ -132,21 +137,11 @@ async def _written(responding: Responding) -> AsyncGenerator[bytes, None]:
             yield RESPONSES.event(event)
 
 
-async def _run_through(responding: Responding) -> None:
-    async with aclosing(responding.events()) as events:
-        async for _ in events:
-            pass
-
-
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-def _is_kept(asked: ResponsesRequest) -> bool:
-    return asked.store is not False
-
-
 def _keep(
-    exchange: RequestContext,
+    context: RequestContext,
     before: tuple[bytes, ...],
     response: Response,
     events: tuple[bytes, ...] = (),
@@ -157,24 +152,24 @@ def _keep(
         events=events,
         in_background=response.background,
     )
-    exchange.service.responses.put(exchange.caller.number, response.id, kept)
+    context.service.responses.put(context.caller.number, response.id, kept)
 
 
 def _forget(_: Response) -> None:
-    """It is the client's alone."""
+    """Keep nothing: the response is the client's alone."""
 
 
-def _continued(exchange: RequestContext, asked: ResponsesRequest) -> tuple[bytes, ...]:
-    """The items of the conversation that is gone on with. Raises: Refused."""
+def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes, ...]:
+    """Return the items of the conversation that continues. Raises: Refused."""
     name = asked.previous_response_id
     if name is None:
         return ()
-    kept = exchange.service.responses.get(exchange.caller.number, name)
+    kept = context.service.responses.get(context.caller.number, name)
     if kept is None:
         raise Refused(
             404,
-            f"previous_response_id: {name[:100]!r} is not kept here (any more), or still under "
-            f"way: give the whole conversation as input",
+            f"previous_response_id: {name[:100]!r} is not stored (any more), or still under way: "
+            "give the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -186,16 +181,14 @@ def _continued(exchange: RequestContext, asked: ResponsesRequest) -> tuple[bytes
 
 def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
-) -> Conversation:
-    """What of a request concerns the prompt. It may take a while. Raises: Refused; RequestError."""
+) -> ChatInput:
+    """Return what of a request concerns the prompt. It may take a while. Raises: RequestError."""
     chat = from_responses(
-        {
-            "instructions": asked.instructions,
-            "input": readable(decoded(before)),
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-        }
+        readable(decoded(before)),
+        instructions=asked.instructions,
+        tools=asked.tools,
+        tool_choice=asked.tool_choice,
+        parallel_tool_calls=asked.parallel_tool_calls,
     )
     effort = None if asked.reasoning is None else asked.reasoning.effort
     kwargs = {**reasoning_kwargs(effort), **(asked.chat_template_kwargs or {})}
@@ -206,11 +199,12 @@ def _conversation(
     return chat
 
 
-def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversation:
-    """As much of its end as fits, beginning with a user's message; instructions stay.
+def _shortened(chat: Chat, asked: ChatInput, most_tokens: int) -> ChatInput:
+    """Return as much of the conversation's end as fits, from a user's message on; instructions
+    stay.
 
-    Where not even the last turn fits, that one is all that is left: it is refused by its length.
-    It renders as often as halving takes. Raises: RequestError.
+    Where not even the last turn fits, that one is left and will be refused for its length. It
+    renders as often as halving takes. Raises: RequestError.
     """
     messages = list(asked.messages)
     is_user = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -218,7 +212,7 @@ def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversatio
         return asked
     head = messages[: is_user[0]]
 
-    def of(start: int) -> Conversation:
+    def of(start: int) -> ChatInput:
         return replace(asked, messages=[*head, *messages[start:]])
 
     def fits(start: int) -> bool:
@@ -231,40 +225,26 @@ def _shortened(chat: Chat, asked: Conversation, most_tokens: int) -> Conversatio
     return of(is_user[min(place, len(is_user) - 1)])
 
 
-def _response_format(given: TextFormat) -> ResponseFormat:
-    """Raises: Refused."""
-    if given.type not in _FORMATS:
-        raise Refused(
-            400,
-            f"text.format: the type {given.type[:60]!r} must be one of {', '.join(_FORMATS)}",
-            param="text.format",
-        )
-    if given.type == "json_schema" and given.schema is None:
-        raise Refused(400, "text.format: type json_schema needs a schema", param="text.format")
-    schema = None if given.schema is None else JsonSchema(schema=given.schema, strict=given.strict)
-    return ResponseFormat(type=given.type, json_schema=schema)  # type: ignore[arg-type]
-
-
 def _response(turn: ChatTurn, asked: ResponsesRequest) -> Response:
-    """As it is before anything has come."""
-    exchange, params = turn.work.exchange, turn.work.requests[0].params
+    """Return the response as it is before the model has answered."""
+    context, params = turn.context, turn.requests[0].params
     text = asked.text or TextConfig()
     return Response(
-        id=f"resp_{exchange.id}",
-        created_at=exchange.created,
+        id=f"resp_{context.id}",
+        created_at=context.created,
         status="queued" if asked.background else "in_progress",
         background=bool(asked.background),
         instructions=asked.instructions,
         max_output_tokens=asked.max_output_tokens,
         max_tool_calls=asked.max_tool_calls,
         metadata=asked.metadata or {},
-        model=asked.model or exchange.service.model_name,
+        model=asked.model or context.service.model_name,
         parallel_tool_calls=turn.prompt.parallel,
         previous_response_id=asked.previous_response_id,
         prompt_cache_key=asked.prompt_cache_key,
         reasoning=asked.reasoning or ReasoningOptions(),
         safety_identifier=asked.safety_identifier,
-        store=_is_kept(asked),
+        store=asked.is_kept,
         temperature=params.temperature,
         text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
         tool_choice=asked.tool_choice or "auto",
@@ -276,31 +256,11 @@ def _response(turn: ChatTurn, asked: ResponsesRequest) -> Response:
     )
 
 
-def _refuse_what_is_not_done(asked: ResponsesRequest) -> None:
-    """Raises: Refused."""
-    refuse_several(asked)
-    for name in ("conversation", "prompt"):
-        if getattr(asked, name) is not None:
-            raise Refused(
-                400, f"{name}: nothing of that kind is kept here: give input items", param=name
-            )
-    if asked.background and not _is_kept(asked):
-        raise Refused(400, "background=true needs store=true: who would find it?", param="store")
-    for index, tool in enumerate(asked.tools or ()):
-        if tool.get("type") != "function":
-            raise Refused(
-                400,
-                f"tools[{index}] is of type {str(tool.get('type'))[:60]!r}, which is not run "
-                f"here: give functions",
-                param="tools",
-            )
-
-
-def _say_what_is_ignored(exchange: RequestContext, asked: ResponsesRequest) -> None:
-    exchange.ignore(*(f"include.{name}" for name in asked.include or () if name != _LOGPROBS))
+def _say_what_is_ignored(context: RequestContext, asked: ResponsesRequest) -> None:
+    context.ignore(*(f"include.{name}" for name in asked.include or () if name != _LOGPROBS))
     if asked.reasoning is not None and asked.reasoning.summary is not None:
-        exchange.ignore("reasoning.summary")
+        context.ignore("reasoning.summary")
     if asked.text is not None and asked.text.verbosity is not None:
-        exchange.ignore("text.verbosity")
+        context.ignore("text.verbosity")
     if asked.service_tier not in (None, "auto", "default"):
-        exchange.ignore("service_tier")
+        context.ignore("service_tier")

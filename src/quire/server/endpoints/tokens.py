@@ -1,27 +1,25 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: texts as the model sees them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from quire.chat.conversation import ChatInput as Conversation
+from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
-from quire.server.schemas.request_fields import Text
-from quire.server.wire.error_responses import Refused
+from quire.server.schemas.request_fields import ModelRequest
+from quire.server.wire.error_responses import Refused, invalid
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# ``/tokenize`` and ``/detokenize``, as vLLM has them.
 
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(ModelRequest, kw_only=True):
     """A prompt, or a chat's messages."""
 
-    model: Text | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
@@ -31,9 +29,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    model: Text | None = None
+
+class DetokenizeRequest(ModelRequest, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=2**22)]
 
 
@@ -63,14 +65,11 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 # -- tokens ----------------------------------------------------------------------------------------
 
 
-async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
-    """The tokens of a text, or of a chat's prompt."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise Refused(400, "give either prompt or messages", param="prompt")
+async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Tokens]:
+    """Return the tokens of a text, or of a chat's prompt."""
+    service = context.service
     if asked.messages is not None:
-        conversation = Conversation(
+        conversation = ChatInput(
             messages=asked.messages,
             tools=asked.tools,
             add_generation_prompt=asked.add_generation_prompt is not False,
@@ -78,15 +77,15 @@ async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tok
             chat_template_kwargs=asked.chat_template_kwargs or {},
             add_special_tokens=bool(asked.add_special_tokens),
         )
-        prompt = await exchange.in_text_thread(service.chat.prompt, conversation)
+        prompt = await context.in_text_thread(service.chat.prompt, conversation)
         token_ids = list(prompt.token_ids)
     else:
         special = asked.add_special_tokens is not False
         encode = partial(service.texts.encode, asked.prompt or "", add_special_tokens=special)
-        token_ids = await exchange.in_text_thread(encode)
+        token_ids = await context.in_text_thread(encode)
     texts = service.texts
     return as_json(
-        exchange,
+        context,
         Tokens(
             count=len(token_ids),
             max_model_len=service.max_model_len,
@@ -96,33 +95,33 @@ async def tokenize(exchange: RequestContext, asked: TokenizeRequest) -> Json[Tok
     )
 
 
-async def detokenize(exchange: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
-    """The text of tokens."""
-    service = exchange.service
-    service.refuse_unknown_model(asked.model)
+async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[Detokenized]:
+    """Return the text of tokens.
+
+    Raises: Refused for ids beyond the vocabulary.
+    """
+    service = context.service
     known = service.llm.llm.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token_id < known:
-            raise Refused(
-                400,
-                f"token id {token_id} is not in the vocabulary: from 0 to {known - 1:,}",
-                param="tokens",
+            raise invalid(
+                "tokens", f"token id {token_id} is not in the vocabulary, from 0 to {known - 1:,}"
             )
-    text = await exchange.in_text_thread(service.texts.text_of, asked.tokens)
-    return as_json(exchange, Detokenized(prompt=text))
+    text = await context.in_text_thread(service.texts.text_of, asked.tokens)
+    return as_json(context, Detokenized(prompt=text))
 
 
-async def tokenizer_info(exchange: RequestContext) -> Json[TokenizerInfo]:
-    """What a client needs to know that has no tokenizer of its own.
+async def tokenizer_info(context: RequestContext) -> Json[TokenizerInfo]:
+    """Return what a client needs to know that has no tokenizer.
 
     Raises: Refused.
     """
-    service = exchange.service
+    service = context.service
     tokenizer = service.llm.llm.tokenizer
     if tokenizer is None:
         raise Refused(404, "this model has no tokenizer")
     return as_json(
-        exchange,
+        context,
         TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             bos_token=tokenizer.bos_token,

@@ -1,7 +1,7 @@
 """``POST /v1/audio/transcriptions`` and ``…/translations``: what is said in a recording.
 
-It is heard window by window, one after the other, under one admission: an hour of it takes the
-place of one sequence. Its language is found by one step over its first window.
+The model hears it window by window, under one admission: an hour takes the place of one sequence.
+One step over the first window finds the language.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Literal, TypeAlias, final
 
 from starlette.responses import PlainTextResponse
 
-from quire.engine.outputs import TextDelta as Piece
+from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.sampling_params import SamplingParams
 from quire.server.audio import AudioFile, AudioWindow
 from quire.server.endpoints.answers import Json, as_events, as_json
-from quire.server.endpoints.generation import Generation
+from quire.server.endpoints.generation import Generation, engine_request, room_for, sampling
 from quire.server.request_context import RequestContext
 from quire.server.schemas.request_fields import Sampling
 from quire.server.schemas.transcription_request import (
@@ -31,7 +31,7 @@ from quire.server.schemas.transcription_request import (
     VerboseTranscription,
 )
 from quire.server.wire.error_responses import Refused
-from quire.server.wire.streams import RESPONSES, EventStream, while_connected
+from quire.server.wire.streams import RESPONSES, EventStream, all_of
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 Answer: TypeAlias = (
@@ -41,34 +41,32 @@ Answer: TypeAlias = (
 )
 
 
-async def transcriptions(exchange: RequestContext, asked: TranscriptionRequest) -> Answer:
-    """What is said in a recording, in the language in which it is said."""
-    return await _answer(exchange, asked, "transcribe")
+async def transcriptions(context: RequestContext, asked: TranscriptionRequest) -> Answer:
+    """Return what is said in a recording, in the language in which it is said."""
+    return await _answer(context, asked, "transcribe")
 
 
-async def translations(exchange: RequestContext, asked: TranscriptionRequest) -> Answer:
-    """What is said in a recording, in English."""
-    return await _answer(exchange, asked, "translate")
+async def translations(context: RequestContext, asked: TranscriptionRequest) -> Answer:
+    """Return what is said in a recording, in English."""
+    return await _answer(context, asked, "translate")
 
 
-async def _answer(exchange: RequestContext, asked: TranscriptionRequest, task: Task) -> Answer:
-    exchange.service.refuse_unknown_model(asked.model)
-    exchange.service.llm.llm.hearing.check(task)
-    _refuse_what_is_not_done(asked)
-    listening = _Listening(exchange, asked, task)
+async def _answer(context: RequestContext, asked: TranscriptionRequest, task: Task) -> Answer:
+    context.service.llm.llm.hearing.check(task)
+    listening = _Listening(context, asked, task)
     await listening.begin()
     if asked.stream:
-        return as_events(exchange, listening.events(), RESPONSES)
-    await while_connected(exchange.http.receive, listening.to_its_end())
+        return as_events(context, listening.events(), RESPONSES)
+    await all_of(context.http.receive, listening.events())
     if asked.response_format == "verbose_json":
-        return as_json(exchange, listening.verbose())
+        return as_json(context, listening.verbose())
     if asked.response_format in (None, "json"):
         answer = Transcription(text=listening.text, usage=listening.usage())
-        return as_json(exchange, answer)
+        return as_json(context, answer)
     plain = listening.text + "\n"
     if asked.response_format != "text":
         plain = _subtitles(listening.heard, as_vtt=asked.response_format == "vtt")
-    return PlainTextResponse(plain, headers=exchange.headers)
+    return PlainTextResponse(plain, headers=context.headers)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,47 +78,43 @@ class _Heard:
     token_ids: list[int] = field(default_factory=list)
     sum_logprobs: float = 0.0
 
-    def add(self, piece: Piece) -> None:
-        """Raises: Refused for a text that was ended from outside."""
+    def add(self, piece: TextDelta) -> None:
+        """Add what is new. Raises: Refused for a text that was ended from outside."""
         if piece.finish_reason == "abort":
             raise Refused(503, "the text was ended early", code="engine_unavailable")
         self.text += piece.text
         self.token_ids += piece.token_ids
         self.sum_logprobs += sum(each.logprob for each in piece.logprobs)
         if piece.finish_reason == "stop":
-            self.token_ids.pop()  # what ended it, and is no text
+            self.token_ids.pop()  # the end token is no text
 
 
 @final
 class _Listening:
-    """To one recording."""
+    """The transcription of one recording."""
 
-    def __init__(self, exchange: RequestContext, asked: TranscriptionRequest, task: Task) -> None:
-        self._exchange, self._asked, self._task = exchange, asked, task
-        self._service = exchange.service
+    def __init__(self, context: RequestContext, asked: TranscriptionRequest, task: Task) -> None:
+        self._context, self._asked, self._task = context, asked, task
+        self._service = context.service
         self._hearing = self._service.llm.llm.hearing
         self._language = "" if self._hearing.language_ids else "en"  # by code; empty: not known
         self.heard: list[_Heard] = []
         self.text = ""
 
     async def begin(self) -> None:
-        """Read the first window, and join the queue. Raises: Refused; RequestError."""
-        exchange, hearing = self._exchange, self._hearing
+        """Read the first window and join the queue. Raises: Refused; RequestError."""
+        context, hearing = self._context, self._hearing
         if self._asked.language:
             self._language = hearing.language_of(self._asked.language)
         before = (self._asked.prompt or "").strip()
-        self._previous = await exchange.in_text_thread(hearing.previous, before) if before else ()
-        self._recording = await exchange.in_text_thread(self._opened)
+        self._previous = await context.in_text_thread(hearing.previous, before) if before else ()
+        self._recording = await context.in_text_thread(self._opened)
         await self._read_on()
         request = await (self._request() if self._language else self._question())
-        self._work = Generation(exchange, [request], self._task)
-
-    async def to_its_end(self) -> None:
-        async with aclosing(self._pieces()) as pieces:
-            async for _ in pieces:
-                pass
+        self._work = Generation(context, [request], self._task)
 
     async def events(self) -> AsyncGenerator[TranscriptDelta | TextDone, None]:
+        """Yield what is said as events."""
         async with aclosing(self._pieces()) as pieces:
             async for text in pieces:
                 if text:
@@ -128,9 +122,11 @@ class _Listening:
         yield TextDone(text=self.text, usage=self.usage())
 
     def usage(self) -> Duration:
+        """Return the seconds of the recording so far."""
         return Duration(seconds=math.ceil(self._recording.seconds))
 
     def verbose(self) -> VerboseTranscription:
+        """Return the transcription with its segments."""
         temperature = self._asked.temperature or 0
         return VerboseTranscription(
             task=self._task,
@@ -142,14 +138,14 @@ class _Listening:
         )
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        """Yield what is said, as it is understood; leaving ends the request."""
+        """Yield what is said, as it is understood. Closing it ends the request."""
         if not self._language:
             await self._find_language()
             self._follow(await self._request())
         while True:
             heard = self.heard[-1]
-            async with aclosing(self._work.pieces()) as pieces:
-                async for _, piece in pieces:
+            async with aclosing(self._work.deltas()) as deltas:
+                async for _, piece in deltas:
                     heard.add(piece)
                     new = piece.text if self.text else piece.text.lstrip()
                     self.text += new
@@ -161,8 +157,8 @@ class _Listening:
 
     async def _find_language(self) -> None:
         found: list[int] = []
-        async with aclosing(self._work.pieces()) as pieces:
-            async for _, piece in pieces:
+        async with aclosing(self._work.deltas()) as deltas:
+            async for _, piece in deltas:
                 found += piece.token_ids
         by_id = {own: code for code, own in self._hearing.language_ids.items()}
         if not found:
@@ -176,31 +172,36 @@ class _Listening:
         )
 
     async def _read_on(self) -> bool:
-        """Whether there is another window, which is the last in ``heard`` then. Raises: Refused."""
+        """Read another window, the last in ``heard`` then; return whether there is one. Raises:
+        Refused.
+        """
         num_bytes = 4 * self._hearing.window_samples
-        window = await self._exchange.in_text_thread(self._recording.next, num_bytes=num_bytes)
+        window = await self._context.in_text_thread(self._recording.next, num_bytes=num_bytes)
         if window is None:
             return False
-        self._features = await self._exchange.in_text_thread(
+        self._features = await self._context.in_text_thread(
             self._hearing.features, window.samples, num_bytes=num_bytes
         )
         self.heard.append(_Heard(window))
         return True
 
     def _follow(self, request: Request) -> None:
-        self._work = Generation(self._exchange, [request], self._task, behind=self._work)
+        self._work = Generation(self._context, [request], self._task, after=self._work)
 
     async def _request(self) -> Request:
-        """What is said in the last window that was read?"""
+        """Ask what is said in the last window that was read."""
         begins = (*self._previous, *self._hearing.begins(self._task, self._language))
         asked = Sampling(temperature=self._asked.temperature or 0, seed=self._asked.seed)
-        params = self._service.params(
-            asked, max_tokens=self._service.room_for(len(begins), None), logprobs=0
+        params = sampling(
+            self._context,
+            asked,
+            max_tokens=room_for(self._context, len(begins), None),
+            logprobs=0,
         )
         return await self._ask(begins, params)
 
     async def _question(self) -> Request:
-        """In which language is it said? One of them comes, whatever the model lets come else."""
+        """Ask in which language it is said. The model can only answer with one of them."""
         languages = tuple(self._hearing.language_ids.values())
         params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=languages)
         request = await self._ask((self._hearing.start,), params)
@@ -208,7 +209,7 @@ class _Listening:
 
     async def _ask(self, begins: tuple[int, ...], params: SamplingParams) -> Request:
         prompt = {"source": self._features, "prompt_token_ids": begins}
-        return await self._service.request(self._exchange.caller, prompt, params, self._asked)
+        return await engine_request(self._context, prompt, params, self._asked)
 
 
 def _segment(number: int, heard: _Heard, temperature: float) -> Segment:
@@ -227,7 +228,7 @@ def _segment(number: int, heard: _Heard, temperature: float) -> Segment:
 
 
 def _subtitles(several: Sequence[_Heard], *, as_vtt: bool) -> str:
-    """One for each window, as SubRip or WebVTT has them."""
+    """Return one subtitle for each window, in SubRip's or WebVTT's form."""
     written = ["WEBVTT\n"] if as_vtt else []
     for number, heard in enumerate(several, 1):
         mark = "." if as_vtt else ","
@@ -241,20 +242,3 @@ def _clock(at_s: float, mark: str) -> str:
     minutes, thousandths = divmod(round(1000 * at_s), 60_000)
     seconds, thousandths = divmod(thousandths, 1000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}{mark}{thousandths:03}"
-
-
-def _refuse_what_is_not_done(asked: TranscriptionRequest) -> None:
-    """Raises: Refused."""
-    kind = asked.response_format or "json"
-    if asked.stream and kind not in ("json", "text"):
-        raise Refused(
-            400, f"stream gives json: leave it out, or response_format={kind}", param="stream"
-        )
-    for each in asked.granularities or ():
-        if each != "segment" or kind != "verbose_json":
-            raise Refused(
-                400,
-                f"timestamp_granularities[]={each[:40]!r}: with response_format=verbose_json there "
-                "are the times of segments, and no other",
-                param="timestamp_granularities[]",
-            )

@@ -1,4 +1,6 @@
-"""What Prometheus scrapes: vLLM's names, and Quire's bytes. ``grafana.json`` is a board for it."""
+"""Prometheus' metrics: vLLM's names, and Quire's bytes. ``grafana.json`` is a
+dashboard for them.
+"""
 
 from quire.server.metrics.definitions import FAMILIES
 from quire.server.metrics.exposition import Metrics

@@ -1,10 +1,10 @@
-"""The answer to a scrape, in Prometheus' text.
+"""The answer to a scrape, in Prometheus' text format.
 
-Not in OpenMetrics': there prometheus-client writes the colons of names otherwise unless it is told
-not to, and every scraper takes this one.
+It is not OpenMetrics: there prometheus-client escapes the colons of names by default, and every
+scraper reads this format.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -25,44 +25,34 @@ from quire.server.metrics.definitions import FAMILIES
 from quire.server.metrics.family import Counts, MetricFamily, MetricReading, read
 
 
-class Metrics:
-    """Of one engine, which it reads at each scrape and never waits for.
+class Metrics(Collector):
+    """The metrics of one engine, read at each scrape without waiting for it.
 
-    ``model_name`` is the name that it is served under; ``routes``: the templates of the server's
-    paths, and no other gets a label. A closed engine, or one that has failed, is read as it is.
+    ``model_name`` is the name that it is served under. An engine that was closed or has failed is
+    read as it is.
     """
 
-    def __init__(
-        self, llm: LLM | AsyncLLM, model_name: str, *, routes: Collection[str] = ()
-    ) -> None:
+    def __init__(self, llm: LLM | AsyncLLM, model_name: str) -> None:
         self._llm = llm.llm if isinstance(llm, AsyncLLM) else llm
-        # A line ends a sample: what is no text in a name is left out.
+        # A line end would end the sample.
         name = "".join(each for each in model_name if each.isprintable())
         self._values = {"model_name": name, "engine": "0"}
-        self._counts = Counts(routes)
+        self.counts = Counts()
         self._registry = CollectorRegistry()
-        self._registry.register(_Live(self))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics, and their content type."""
+        """Return the metrics, and their content type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
-    def know(self, route: str) -> None:
-        """Answers of this template of a path are counted apart."""
-        self._counts.know(route)
-
-    def note_rejection(self, reason: str) -> None:
-        """A request was refused before it reached the engine."""
-        self._counts.note_rejection(reason)
-
-    def note_answer(self, method: str, route: str, status: int) -> None:
-        """An HTTP request was answered; ``route`` is the template of its path."""
-        self._counts.note_answer(method, route, status)
+    def describe(self) -> list[Metric]:
+        """Return nothing: beside the process no other collector could have the same names."""
+        return []
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as prometheus_client has them."""
-        reading = read(self._llm, self._counts)
+        """Yield all families, as prometheus_client has them."""
+        reading = read(self._llm, self.counts)
         for family in FAMILIES:
             yield self._metric(family, reading)
 
@@ -84,21 +74,7 @@ class Metrics:
         return metric
 
 
-class _Live(Collector):
-    """Read anew by each scrape."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def describe(self) -> list[Metric]:
-        """Nothing else is in the registry but the process, so there is nothing to tell apart."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.collect()
-
-
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """How many values were at most each bound."""
+    """Return how many values were at most each bound."""
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(list(histogram.counts)), strict=True))

@@ -1,13 +1,14 @@
-"""What a metric is: its name on the wire, its meaning, and where its figure comes from.
+"""What a metric is: its name, its meaning, and where its figure comes from.
 
-Names and labels are vLLM's where it has one, so that boards and autoscalers made for it work; what
-only Quire counts is called ``quire:…``. docs/reference/metrics.md has the same table.
+Names and labels are vLLM's where it has one, so that dashboards and autoscalers made for it work;
+what only Quire counts is called ``quire:…``. docs/reference/metrics.md has the same table.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
@@ -17,11 +18,6 @@ from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
 
 # -- what the server counts ------------------------------------------------------------------------
-
-# What the server itself counts: its answers, and whom it has refused before the engine saw them.
-#
-# All that a client sends ends in a closed set of labels here, so that no client can make them
-# grow.
 
 
 Rejection = Literal[
@@ -37,19 +33,24 @@ OTHER = "other"
 
 
 class Counts:
-    """Any thread may count and read. ``routes``: the templates of paths that have a label."""
+    """What the server itself counts: answers, and refusals before the engine saw the request.
 
-    def __init__(self, routes: Collection[str]) -> None:
-        self._routes = set(routes)
+    Any thread may count and read. Whatever a client sends ends in a closed set of labels, so that
+    no client can make them grow.
+    """
+
+    def __init__(self) -> None:
+        self._routes: set[str] = set()
         self._lock = threading.Lock()
         self._answers: Counter[tuple[str, ...]] = Counter()
         self._rejections = dict.fromkeys(REJECTIONS, 0)
 
     def know(self, route: str) -> None:
-        """Give a route's template a label of its own."""
+        """Give the template of a path a label of its own."""
         self._routes.add(route)
 
     def note_answer(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP answer; ``route`` is the template of its path."""
         labels = (
             route if route in self._routes else OTHER,
             method if method in METHODS else OTHER,
@@ -59,7 +60,9 @@ class Counts:
             self._answers[labels] += 1
 
     def note_rejection(self, reason: str) -> None:
-        """Raises: ValueError for a reason that has no label."""
+        """Count a request that was refused before it reached the engine. Raises: ValueError for a
+        reason that has no label.
+        """
         if reason not in self._rejections:
             raise ValueError(f"reason={reason!r} must be one of {', '.join(REJECTIONS)}")
         with self._lock:
@@ -67,24 +70,26 @@ class Counts:
 
     @property
     def answers(self) -> dict[tuple[str, ...], float]:
-        """How many, by route, method and status."""
+        """Return how many, by route, method and status."""
         with self._lock:
             return {labels: count for labels, count in self._answers.items()}
 
     @property
     def rejections(self) -> dict[str, int]:
+        """Return how many, by reason."""
         with self._lock:
             return dict(self._rejections)
 
 
 # -- figures of one moment -------------------------------------------------------------------------
 
-# What an engine's figures are at one moment, read without waiting for a step.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricReading:
-    """All that a scrape shows. ``statistics`` go on counting meanwhile."""
+    """An engine's figures at one moment, read without waiting for a step.
+
+    ``statistics`` go on counting meanwhile.
+    """
 
     statistics: Statistics
     usage: Usage
@@ -99,12 +104,13 @@ class MetricReading:
 
     @property
     def usage_share(self) -> float:
-        """Of what may be held now; what is only cached is free for others."""
+        """Return the share of the ceiling that sequences hold. Cached memory is free for others."""
         held = self.usage.committed_bytes - self.usage.cached_bytes
         return held / self.elastic.ceiling_bytes if self.elastic.ceiling_bytes else 0.0
 
 
 def read(llm: LLM, counts: Counts) -> MetricReading:
+    """Read an engine's figures."""
     scheduler = llm.engine.scheduler
     return MetricReading(
         statistics=llm.statistics,
@@ -121,7 +127,7 @@ def read(llm: LLM, counts: Counts) -> MetricReading:
 
 
 def _cache_config(llm: LLM) -> Mapping[str, str]:
-    """Under vLLM's names where it has them; a block is one of each group."""
+    """Return the cache's configuration under vLLM's names."""
     config, capacity_bytes = llm.config, llm.elastic.capacity_bytes
     block_bytes = sum(group.bytes_for(config.block_size) for group in llm.spec.groups)
     return MappingProxyType(
@@ -141,53 +147,58 @@ def _cache_config(llm: LLM) -> Mapping[str, str]:
 
 Figures: TypeAlias = Mapping[tuple[str, ...], float | Histogram]  # by the values of the labels
 
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
 ENGINE = ("model_name", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFamily:
-    """``read``: the figures by the values of ``labels``; those of ``ENGINE`` are added to them."""
+    """One metric. ``read`` gives the figures by the values of ``labels``; those of ``of`` are
+    added.
+    """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     unit: str
     meaning: str
     read: Callable[[MetricReading], Figures]
-    labels: tuple[str, ...] = ()  # besides those of where it is counted
+    labels: tuple[str, ...] = ()  # besides those in ``of``
     of: tuple[str, ...] = ENGINE
 
 
-def one(
-    kind: Literal["counter", "gauge", "histogram"],
+def _one(
+    kind: Kind,
     name: str,
     unit: str,
     meaning: str,
     read: Callable[[MetricReading], float | Histogram],
 ) -> MetricFamily:
-    """A single figure."""
-    return MetricFamily(
-        name=name,
-        kind=kind,
-        unit=unit,
-        meaning=meaning,
-        read=lambda reading: {(): read(reading)},
-    )
+    """Return a metric with a single figure."""
+
+    def figures(reading: MetricReading) -> Figures:
+        return {(): read(reading)}
+
+    return MetricFamily(name=name, kind=kind, unit=unit, meaning=meaning, read=figures)
 
 
-def each(
-    kind: Literal["counter", "gauge"],
+def _each(
+    kind: Kind,
     name: str,
     unit: str,
     label: str,
     meaning: str,
     read: Callable[[MetricReading], Mapping[str, float]],
 ) -> MetricFamily:
-    """A figure for each value of a label."""
+    """Return a metric with a figure for each value of a label."""
+
+    def figures(reading: MetricReading) -> Figures:
+        return {(value,): count for value, count in read(reading).items()}
+
     return MetricFamily(
-        name=name,
-        kind=kind,
-        unit=unit,
-        meaning=meaning,
-        labels=(label,),
-        read=lambda reading: {(value,): count for value, count in read(reading).items()},
+        name=name, kind=kind, unit=unit, meaning=meaning, labels=(label,), read=figures
     )
+
+
+counter, gauge, histogram = (partial(_one, kind) for kind in get_args(Kind))
+counters, gauges = partial(_each, "counter"), partial(_each, "gauge")

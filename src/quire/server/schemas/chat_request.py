@@ -1,5 +1,6 @@
 """``/v1/chat/completions``."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from quire.server.schemas.request_fields import (
     Text,
     TokenUsage,
 )
+from quire.server.wire.error_responses import invalid
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -33,6 +35,11 @@ class ChatRequest(Searching, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+
 
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str | UnsetType = UNSET
@@ -40,16 +47,18 @@ class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of a stream, a part of one: the first has its id and its name, the others arguments."""
+    """A tool call. In a stream its first part has the id and the name, the others
+    have arguments.
+    """
 
-    index: int | UnsetType = UNSET  # in streams
+    index: int | UnsetType = UNSET  # only in streams
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionCall
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """Of a stream, what is new of it."""
+    """An answer; in a stream, what is new of it."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -70,7 +79,7 @@ class ChatLogprob(LikelyToken, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token."""
+    """One entry for each token."""
 
     content: list[ChatLogprob]
     refusal: None = None

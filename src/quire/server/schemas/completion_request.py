@@ -1,16 +1,36 @@
 """``/v1/completions``."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.request_fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
+from quire.server.wire.error_responses import invalid
 
 MAX_PROMPTS = 1024
 
 Ids: TypeAlias = list[int]
 Prompt: TypeAlias = str | list[str | int | Ids]
+
+
+def prompts_of(given: Prompt, name: str) -> list[str | list[int]]:
+    """Return one text, one list of token ids, or several of either, as a list of prompts. Raises:
+    Refused naming the field ``name``.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    several = [item for item in given if isinstance(item, str | list)]
+    if not given or len(several) < len(given):
+        raise invalid(
+            name, f"{name} must be a text, a list of token ids, or a list of texts or of such lists"
+        )
+    if len(several) > MAX_PROMPTS:
+        raise invalid(name, f"{name} has {len(several):,} texts and may have {MAX_PROMPTS:,}")
+    return several
 
 
 class CompletionRequest(Searching, kw_only=True):
@@ -20,9 +40,15 @@ class CompletionRequest(Searching, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
 
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        if self.suffix:
+            raise invalid("suffix", "suffix: this server only continues texts")
+        prompts_of(self.prompt, "prompt")
+
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry a token."""
+    """One entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -35,14 +61,14 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token; or why it ended early
+    stop_reason: str | int | None = None  # the stop string or token, or why the text ended early
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Of a stream, each of its chunks."""
+    """An answer; in a stream, each of its chunks."""
 
     id: str
     kind: Literal["text_completion"] = field(default="text_completion", name="object")

@@ -1,13 +1,16 @@
-"""What the requests for text have in common, every number and every list of it bounded.
+"""Fields that requests for text have in common. Every number and every list has a bound.
 
-Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``null`` is as good as
-nothing. The bounds are against accidents and abuse; none is one that a client would meet.
+Names, defaults and meanings are OpenAI's, and vLLM's where OpenAI has none. ``null`` means that a
+field is left out. The bounds are against accidents and abuse; ordinary clients do not meet them.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+
+from quire.server.wire.error_responses import Refused, invalid
 
 MAX_CHOICES = 128
 
@@ -25,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """As vLLM has it: exactly one form."""
+    """vLLM's field: exactly one form."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -42,29 +45,43 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+FormatType: TypeAlias = Literal["text", "json_object", "json_schema"]
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     json_schema: JsonSchema | None = None
 
 
-class Routed(msgspec.Struct, kw_only=True):
-    """Which model is asked, for whom, and when."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to a model."""
 
     model: Text | None = None
-    user: str | None = None  # for the client's own books: nothing is done with it
+
+    def validate(self, names: Sequence[str]) -> None:
+        """Check what the fields' types cannot say. ``names``: of the model that is served. Raises:
+        Refused.
+        """
+        refuse_unknown_model(self.model, names)
+
+
+class Routed(ModelRequest, kw_only=True):
+    """Which model is asked, for whom, and when."""
+
+    user: str | None = None  # ignored: for the client's own records
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
-    request_id: Text | None = None  # said again in the answer, and used for nothing
+    request_id: Text | None = None  # ignored
 
 
 class Upload(Routed, kw_only=True):
-    """A form with a file in it; its other fields are texts, and read as what they are to be."""
+    """A form with a file in it. Its other fields are texts, which are converted."""
 
     file: bytes
 
 
 class Addressed(Routed, kw_only=True):
-    """… and how it is to read prompts …"""
+    """… how prompts are read …"""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
@@ -94,7 +111,7 @@ class Sampling(Addressed, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names for parts of it.
+    # vLLM's older names for parts of structured_outputs.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(max_length=1024)] | None = None
@@ -119,20 +136,37 @@ class Searching(GenerationRequest, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None  # never
 
 
+def refuse_unknown_model(name: str | None, names: Sequence[str]) -> None:
+    """Refuse a model that is not served. Raises: Refused (404)."""
+    if name is not None and name not in names:
+        raise Refused(
+            404,
+            f"the model {name[:200]!r} is not served here: there is {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def refuse_several(asked: Sampling) -> None:
+    """Refuse several choices, where an answer has one. Raises: Refused."""
+    if asked.n is not None and asked.n != 1:
+        raise invalid("n", f"n={asked.n}: this interface gives one answer")
+
+
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """vLLM's; ``rank`` 1 is the likeliest."""
+    """One token's log-probability, in vLLM's form; ``rank`` 1 is the likeliest."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# Nothing for the first token; for each other one, by id as text, who was likely there.
+# None for the first token; for each other one, the likely tokens by id.
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class TokenUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a request; of the prompt's, how many were found computed by an earlier one."""
+    """Tokens of a request. Of the prompt's, ``prompt_tokens_details`` says how many were cached."""
 
     prompt_tokens: int
     total_tokens: int

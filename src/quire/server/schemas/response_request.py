@@ -1,19 +1,29 @@
 """``/v1/responses``."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatLogprob
-from quire.server.schemas.request_fields import Count, GenerationRequest, NumLogprobs, Text
+from quire.server.schemas.request_fields import (
+    Count,
+    FormatType,
+    GenerationRequest,
+    NumLogprobs,
+    Text,
+    refuse_several,
+)
+from quire.server.wire.error_responses import invalid
 
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
-# All that OpenAI has; the others are of tools that are not run here.
+_FORMATS: tuple[str, ...] = get_args(FormatType)
+# All of OpenAI's; most belong to tools that this server does not run.
 Include: TypeAlias = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -49,7 +59,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: Text | None = None
     max_output_tokens: Count | None = None  # what the context leaves
-    max_tool_calls: Count | None = None  # of tools that a server runs: here there are none
+    max_tool_calls: Count | None = None  # of tools that a server runs; this one runs none
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -61,12 +71,44 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
-    prompt_cache_key: Text | None = None  # said again; whose cache it is says the API key
+    prompt_cache_key: Text | None = None  # echoed; the API key decides about the cache
     safety_identifier: Text | None = None
     service_tier: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     conversation: Any = None  # refused
     prompt: Any = None  # refused
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the response can be asked for again."""
+        return self.store is not False
+
+    def validate(self, names: Sequence[str]) -> None:
+        super().validate(names)
+        refuse_several(self)
+        for name in ("conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise invalid(name, f"{name}: this server keeps none, give input items instead")
+        if self.background and not self.is_kept:
+            raise invalid(
+                "store",
+                "background=true needs store=true: a response that is not stored cannot be found",
+            )
+        for index, tool in enumerate(self.tools or ()):
+            if tool.get("type") != "function":
+                raise invalid(
+                    "tools",
+                    f"tools[{index}] is of type {str(tool.get('type'))[:60]!r}, which this server "
+                    "does not run: give functions",
+                )
+        given = None if self.text is None else self.text.format
+        if given is not None and given.type not in _FORMATS:
+            raise invalid(
+                "text.format",
+                f"text.format: the type {given.type[:60]!r} must be one of {', '.join(_FORMATS)}",
+            )
+        if given is not None and given.type == "json_schema" and given.schema is None:
+            raise invalid("text.format", "text.format: type json_schema needs a schema")
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
@@ -87,7 +129,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought, as it did: this server does not sum it up."""
+    """What the model thought, in full: this server writes no summary."""
 
     id: str
     status: str
@@ -151,7 +193,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """Of these fields those that an event of its type has."""
+    """An event; it has those of these fields that belong to its type."""
 
     type: str
     sequence_number: int

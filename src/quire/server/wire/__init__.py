@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: bodies read and checked, errors in a client's own form, event streams."""
+"""Bytes in and out: bodies checked, errors in a client's own form, event streams."""

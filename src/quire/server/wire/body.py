@@ -1,4 +1,4 @@
-"""A request's body: read up to a limit, JSON without double meanings, fields checked by a struct.
+"""A request's fields: JSON that has one meaning only, checked by a struct.
 
 Python's own parser reads it, and not a faster one, because it can be told to refuse what two
 readers may understand differently: a name twice in an object, NaN, numbers beyond a float.
@@ -13,20 +13,21 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
-from quire.server.wire.error_responses import Refused
-from quire.units import format_bytes, format_count
+from quire.server.schemas.request_fields import ModelRequest, Upload
+from quire.server.wire.error_responses import Refused, invalid
+from quire.units import format_count
 
 T = TypeVar("T")
+M = TypeVar("M", bound=ModelRequest)
 
 _PLACE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_VALUES = 2**18  # of a body, as far as that can be told without reading it
-_MOST_IGNORED = 16  # names said in one answer
+MOST_VALUES = 2**18  # of a body, counted by its marks
+_MOST_IGNORED = 16  # names in one answer
 
-# Fields of others' that would change the text, and the value with which they would not.
-NOT_DONE: Mapping[str, object] = MappingProxyType(
+# Other servers' fields that would change the text, and the value with which they would not.
+UNSUPPORTED: Mapping[str, object] = MappingProxyType(
     {
         "audio": None,
         "chat_template": None,
@@ -59,40 +60,13 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-async def read_body(
-    request: Request, most_bytes: int, take: Callable[[int], None] = lambda _: None
-) -> bytes:
-    """``take`` is told of bytes before they are kept, and may raise Refused.
-
-    Raises: Refused (413, 415); ClientDisconnect, if the client has left.
-    """
-    packed = ", ".join(request.headers.getlist("content-encoding"))
-    if packed.strip().lower() not in ("", "identity"):
-        raise Refused(
-            415,
-            f"content-encoding: {packed[:60]!r} is not read here: send the body as it is, without "
-            "that header",
-            code="unsupported_content_encoding",
-        )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and len(declared) < 19 and int(declared) > most_bytes:
-        raise _too_long(most_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > most_bytes:
-            raise _too_long(most_bytes)
-        take(len(part))
-        parts.append(part)
-    return b"".join(parts)
-
-
 def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """A JSON object. Raises: Refused (400) saying what is wrong with it, and where.
+    """Return a JSON object.
 
-    Its values are counted before there are any, by the marks between them: sixteen megabytes of
+    Its values are counted before they are made, by the marks between them: sixteen megabytes of
     ``[],[],`` took the event loop fourteen seconds.
+
+    Raises: Refused (400) saying what is wrong, and where.
     """
     num_marks = sum(map(data.count, (b",", b"[", b"{")))
     if num_marks > most_values:
@@ -104,7 +78,7 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
         )
     try:
         given = json.loads(
-            data.decode(),  # nothing but UTF-8: json itself would take five other encodings
+            data.decode(),  # UTF-8 only: json itself would accept five other encodings
             object_pairs_hook=_object,
             parse_constant=_refuse_constant,
             parse_float=_number,
@@ -121,15 +95,36 @@ def parse(data: bytes, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     return given
 
 
+def typed_request(
+    given: dict[str, Any],
+    kind: type[M],
+    names: Sequence[str],
+    *,
+    ignore: Callable[..., None] = lambda *_: None,
+) -> M:
+    """Return a body's fields as a request of its kind, which is all that an endpoint sees of it.
+
+    ``names``: of the model that is served. ``ignore`` is told the names of fields that mean nothing
+    here.
+
+    Raises: Refused (400, or 404 for another model).
+    """
+    known = names_of(kind)
+    asked = check(given, kind, strict=not issubclass(kind, Upload))
+    refuse_unsupported(given, known)
+    ignore(*ignored(given, known))
+    asked.validate(names)
+    return asked
+
+
 def names_of(kind: type[T]) -> tuple[str, ...]:
-    """The fields of a struct."""
+    """Return the names of a struct's fields."""
     names: tuple[str, ...] = kind.__struct_encode_fields__  # type: ignore[attr-defined]
     return names
 
 
 def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
-    """The fields as a struct; unless ``strict``, a text may be a number's, as those of forms are.
-
+    """Return the fields as a struct. Unless ``strict``, texts may stand for numbers, as in forms.
     Raises: Refused (400) naming the field and its limit.
     """
     try:
@@ -144,30 +139,30 @@ def check(given: dict[str, Any], kind: type[T], *, strict: bool = True) -> T:
             param = missing[1]
         hint = _hint(given, param, names_of(kind))
         said = f"{param}: {message}{hint}" if param else f"{message}{hint}"
-        raise Refused(400, said, param=param) from None
+        raise invalid(param, said) from None
     except (RecursionError, OverflowError) as error:
         raise Refused(400, f"the body cannot be read: {error}") from None
 
 
 def ignored(given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names that mean nothing here, as far as they can be said in a header."""
+    """Return the unknown names, as far as a header can have them."""
     unknown = [name for name in given if name not in known]
     return [name for name in unknown if _NAME.fullmatch(name)][:_MOST_IGNORED]
 
 
-def refuse_what_is_not_done(given: dict[str, Any], known: Sequence[str]) -> None:
-    """What would change the text, and cannot be honoured, is not ignored.
+def refuse_unsupported(given: dict[str, Any], known: Sequence[str]) -> None:
+    """Refuse fields that would change the text and cannot be honoured.
 
-    ``known``: fields that a request of this kind has. Raises: Refused.
+    ``known``: the fields of this kind of request. Raises: Refused.
     """
-    for name, harmless in NOT_DONE.items():
+    for name, harmless in UNSUPPORTED.items():
         if name not in known and given.get(name) not in (None, harmless):
             instead = _INSTEAD.get(name, "leave it out")
-            raise Refused(400, f"{name} is not done here: {instead}", param=name)
+            raise invalid(name, f"{name} is not supported: {instead}")
 
 
 def _hint(given: dict[str, Any], param: str | None, known: Sequence[str]) -> str:
-    """For a required field that is missing: one that may be meant."""
+    """Return a hint at a misspelt field where a required one is missing."""
     if param is None or param in given:
         return ""
     near = get_close_matches(param, [name for name in given if name not in known], n=1)
@@ -182,16 +177,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_half_characters(data: bytes, given: Any) -> None:
-    """Half of a surrogate pair is JSON, and no text: encoding it later would fail.
-
-    Raises: UnicodeEncodeError.
+    """Refuse half of a surrogate pair: it is JSON, and no text that can be encoded. Raises:
+    UnicodeEncodeError.
     """
     if b"\\ud" in data or b"\\uD" in data:
         json.dumps(given, ensure_ascii=False).encode()
 
 
 def _number(text: str) -> float:
-    """JSON has one kind of numbers: 16.0 is as whole as 16, and some clients write it so."""
+    """Return 16.0 as 16: JSON has one kind of number, and some clients write it so."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is beyond what a float can be")
@@ -200,7 +194,3 @@ def _number(text: str) -> float:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _too_long(most_bytes: int) -> Refused:
-    return Refused(413, f"the body is longer than {format_bytes(most_bytes)} (max_request_bytes)")

@@ -2,7 +2,7 @@
 
 400  the request is wrong, or can never fit    415  the body is packed, or of another kind
 401  no key, or an unknown one                 429  this key has too many requests under way
-403  a web page that may not ask               500  the engine could not compute it
+403  a foreign web page                        500  the engine could not compute it
 404  an unknown path or model                  501  it needs a package that is not installed
 408  the body has not come in time             503  no room in the queue, asleep, or going down
 409  not while sequences run
@@ -21,11 +21,9 @@ from quire.errors import QuireError, RequestError, RequestTooLong
 
 # -- requests and answers --------------------------------------------------------------------------
 
-# What an error looks like to OpenAI's clients, and to Anthropic's.
-
 
 class Error(msgspec.Struct, kw_only=True):
-    """``param`` is the field that is wrong; ``code``, a word for programs."""
+    """What is wrong. ``param`` is the field; ``code``, a word for programs."""
 
     message: str
     type: str
@@ -83,10 +81,10 @@ _ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
 
 
 class Refused(QuireError):
-    """An answer that is an error: its status, and what the client can do about it.
+    """A refusal: its status, and what the client can do about it.
 
-    ``param`` is the field that is wrong; ``code``, a word for programs; ``retry_after_s``, when it
-    is worth asking again.
+    ``param`` is the wrong field; ``code``, a word for programs; ``retry_after_s``, seconds after
+    which it is worth asking again.
     """
 
     def __init__(
@@ -104,12 +102,13 @@ class Refused(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status == 408:  # the rest of the body is not waited for
+        """Return the headers of the answer."""
+        if self.status == 408:  # the rest of the body may still come
             return {"connection": "close"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def body(self, dialect: Dialect) -> ErrorAnswer | AnthropicErrorAnswer:
-        """The answer's JSON."""
+        """Return the answer, which is sent as JSON."""
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
             return AnthropicErrorAnswer(error=AnthropicError(type=kind, message=self.message))
@@ -123,8 +122,13 @@ class Refused(QuireError):
         )
 
 
+def invalid(param: str | None, message: str) -> Refused:
+    """Return the refusal (400) of a field's value."""
+    return Refused(400, message, param=param)
+
+
 def _shortened(message: str) -> str:
-    """A message may quote what was sent, which may be long."""
+    """Shorten a message: it may quote what was sent, which may be long."""
     left_out = len(message) - _MOST_SAID
     if left_out <= 0:
         return message
@@ -132,7 +136,7 @@ def _shortened(message: str) -> str:
 
 
 def refusal(error: Exception) -> Refused:
-    """An error as what a client is told of it. What is not ours says no more than that it was."""
+    """Return what a client is told of an error. Of other code's errors it says no text."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, RequestTooLong):
@@ -145,7 +149,7 @@ def refusal(error: Exception) -> Refused:
 
 
 def broken_off(detail: str, fault: Fault) -> Refused:
-    """A sequence that the engine could not go on with."""
+    """Return the refusal for a sequence that the engine could not continue."""
     if fault == "request":
         return Refused(400, detail, code="no_token_allowed")
     return Refused(500, detail or "the engine could not compute this", code="engine_error")

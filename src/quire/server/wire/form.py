@@ -1,7 +1,7 @@
-"""A form with a file in it (multipart/form-data), cut apart; every number of it is bounded.
+"""Forms with a file in them (multipart/form-data): their parts, all numbers of them bounded.
 
-python-multipart cuts. Parts are counted before it does, for each takes it steps in Python.
-Source: RFC 7578, RFC 2046 section 5.1.
+python-multipart cuts them. Parts are counted before, as each takes it steps in Python. Source: RFC
+7578, RFC 2046 section 5.1.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,8 @@ _UNPACKED = ("", "7bit", "8bit", "binary")
 
 
 def boundary_of(headers: Headers) -> bytes:
-    """What stands between the parts of a body.
-
-    Raises: Refused for another kind of body (415), for a form without one (400), and where
-    python-multipart is not installed (501).
+    """Return the boundary between the parts of a body. Raises: Refused for another kind of body
+    (415), for a form without a boundary (400), and where python-multipart is not installed (501).
     """
     try:
         from python_multipart.multipart import parse_options_header
@@ -45,9 +43,8 @@ def boundary_of(headers: Headers) -> bytes:
 
 
 def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
-    """Files as bytes, the other fields as texts; of a name that ends with [], all of them.
-
-    Raises: Refused (400) saying what is wrong with it.
+    """Return files as bytes and other fields as texts; all of a name that ends with []. Raises:
+    Refused (400) saying what is wrong.
     """
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser
@@ -55,7 +52,9 @@ def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
     if data.count(b"--" + boundary) > _MOST_PARTS + 1:
         raise _bad(f"it may have {_MOST_PARTS} parts")
     if any(b"--" + boundary + blank in data for blank in (b" ", b"\t")):
-        raise _bad("blanks stand behind a boundary")  # each is a step, and no client writes them
+        raise _bad(
+            "blanks stand behind a boundary"
+        )  # each costs the parser a step, and no client writes them
     reading = _Reading()
     try:
         MultipartParser(boundary, reading.callbacks()).write(data)
@@ -67,10 +66,10 @@ def parse_form(data: bytes, boundary: bytes) -> dict[str, Any]:
 
 
 def not_installed(error: ImportError) -> Refused:
-    """A package of the extra is not there."""
+    """Return the refusal where a package of the extra is missing."""
     return Refused(
         501,
-        f"this server takes no sound ({error}): its operator may pip install 'quire[audio]'",
+        f"this server cannot read audio ({error}): its operator can pip install 'quire[audio]'",
         code="not_installed",
     )
 
@@ -91,7 +90,7 @@ class _Reading:
         self._data: list[bytes] = []
 
     def callbacks(self) -> Any:
-        """By the names that the parser has for them."""
+        """Return the callbacks by the parser's names for them."""
         found: dict[str, Callable[..., None]] = {
             "on_part_begin": self._begin,
             "on_header_field": self._header_name,
@@ -132,7 +131,7 @@ class _Reading:
                 value = data.decode()
             except UnicodeDecodeError as error:
                 raise _bad(f"{name[:40]!r} is no text in UTF-8: {error.reason}") from None
-        if name == "file" and not is_file:  # a text would be taken for base64
+        if name == "file" and not is_file:  # msgspec would read a text as base64
             raise _bad("'file' is a text: send it as a file, with a filename")
         if name.endswith("[]"):
             self.fields.setdefault(name, []).append(value)
@@ -142,7 +141,7 @@ class _Reading:
             self.fields[name] = value
 
     def _described(self) -> tuple[str, bool]:
-        """The name of the part, and whether it is a file. Raises: Refused."""
+        """Return the name of the part, and whether it is a file. Raises: Refused."""
         from python_multipart.multipart import parse_options_header
 
         kind, options = parse_options_header(self._headers.get(b"content-disposition"))

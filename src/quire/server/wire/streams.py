@@ -1,6 +1,6 @@
-"""Answers that end when they are not read: a client that leaves ends what it has asked for.
+"""Answers that end when their client leaves, and server-sent events.
 
-An ASGI server says once, in ``receive``, that a client has gone. So every answer that takes long is
+An ASGI server says once, in ``receive``, that a client has left. So every answer that takes long is
 made while a task listens there.
 """
 
@@ -28,9 +28,9 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives, if the client waits for it; else it is cancelled.
+    """Return what ``work`` gives; cancel it if the client leaves.
 
-    For a request whose body has been read. Raises: ClientGone, when ``work`` has ended; and what
+    The request's body must have been read. Raises: ClientGone, once ``work`` has ended; what
     ``work`` raises.
     """
     doing = asyncio.ensure_future(work)
@@ -46,14 +46,25 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
+async def all_of(receive: Receive, items: AsyncGenerator[T, None]) -> list[T]:
+    """Return all items that come. Raises: as ``while_connected``."""
+
+    async def collect() -> list[T]:
+        async with aclosing(items) as each:
+            return [item async for item in each]
+
+    return await while_connected(receive, collect())
+
+
 @final
 class EventStream(Generic[T]):
     """Server-sent events, each sent as soon as it is there; the data of each is a ``T``.
 
-    A reader who takes nothing for ``send_timeout_s`` is cut off. Meanwhile events are not asked
-    for, so what waits for it is what the transport has (64 KiB in uvicorn), and one event.
+    A client that takes nothing for ``send_timeout_s`` seconds is cut off. While it takes nothing no
+    event is asked for: what waits for it is one event, and what the transport has (64 KiB in
+    uvicorn).
 
-    ``ping`` is sent when nothing else has been for ``ping_s``, or nearly twice as long, so that no
+    ``ping`` is sent after ``ping_s`` seconds without an event, or nearly twice as many, so that no
     proxy takes the stream for dead.
     """
 
@@ -72,12 +83,12 @@ class EventStream(Generic[T]):
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-store",
-            "x-accel-buffering": "no",  # nginx would collect events
+            "x-accel-buffering": "no",  # otherwise nginx buffers events
             **headers,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ClientGone."""
+        """Send the events. Raises: ClientGone."""
         await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -118,23 +129,23 @@ async def _gone(receive: Receive) -> None:
 
 # -- server-sent events ----------------------------------------------------------------------------
 
-# Server-sent events as each interface writes them: with names or without, and how they end.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventForm:
-    """``named``: an event has a line with its name, which is its JSON's ``type``."""
+    """How an interface writes events. ``named``: an event has a line with its JSON's ``type``."""
 
     dialect: Dialect
     named: bool
-    ping: bytes = b""  # what says that something may still come
-    end: bytes = b""  # what says that nothing comes any more, where no event does
+    ping: bytes = b""  # keeps a silent stream alive
+    end: bytes = b""  # sent last, where no event marks the end
 
     def event(self, chunk: Any) -> bytes:
+        """Return one event as bytes."""
         data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         return b"event: %b\n%b" % (chunk.type.encode(), data) if self.named else data
 
     def error(self, refused: Refused) -> bytes:
+        """Return a refusal as an event."""
         data = b"data: " + msgspec.json.encode(refused.body(self.dialect)) + b"\n\n"
         return b"event: error\n" + data if self.named else data
 

@@ -1,4 +1,4 @@
-"""The gate: what is let in, what is refused and how long to wait, on a clock of the test's own."""
+"""Admission control: what is let in or refused, and how long to wait, on the test's own clock."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ class Clock:
         return self.now_s
 
 
-def gate(
+def control(
     queued: int | None = None, tokens: int | None = None, each: int | None = None
 ) -> tuple[AdmissionControl, Clock]:
     clock = Clock()
@@ -42,7 +42,7 @@ def refusal(of: AdmissionControl, caller: Caller, sequences: int = 1, tokens: in
 
 
 def test_a_full_queue_refuses_and_has_room_when_one_begins() -> None:
-    own, _ = gate(queued=2)
+    own, _ = control(queued=2)
     with ExitStack() as stack:
         first = stack.enter_context(one(own, ALICE, 1, 5))
         stack.enter_context(one(own, BOB, 1, 5))
@@ -58,7 +58,7 @@ def test_a_full_queue_refuses_and_has_room_when_one_begins() -> None:
 
 
 def test_tokens_are_bounded_too_but_an_empty_queue_takes_anything() -> None:
-    own, _ = gate(tokens=100)
+    own, _ = control(tokens=100)
     with one(own, ALICE, 1, 1000) as alone:
         assert refusal(own, BOB).code == "max_num_queued_tokens"
         own.note_piece(alone, 0)
@@ -69,7 +69,7 @@ def test_tokens_are_bounded_too_but_an_empty_queue_takes_anything() -> None:
 
 
 def test_one_key_cannot_take_all_seats() -> None:
-    own, _ = gate(each=2)
+    own, _ = control(each=2)
     with one(own, ALICE, 9, 1) as mine:
         for choice in range(9):
             own.note_piece(mine, choice)
@@ -84,7 +84,7 @@ def test_one_key_cannot_take_all_seats() -> None:
 
 
 def test_going_down_lets_nobody_in() -> None:
-    own, _ = gate()
+    own, _ = control()
     with one(own, ALICE, 1, 1):
         own.draining = True
         refused = refusal(own, BOB)
@@ -97,7 +97,7 @@ def test_retry_after_is_what_the_drain_takes(
     pace_s: float, num_waiting: int, num_before: int
 ) -> None:
     """With servers that begin one each ``pace_s``, the forecast is the time that it then takes."""
-    own, clock = gate()
+    own, clock = control()
     for _ in range(num_before):
         clock.now_s += pace_s
         with one(own, ALICE, 1, 1) as passing:
@@ -110,7 +110,7 @@ def test_retry_after_is_what_the_drain_takes(
 
 
 def test_a_standstill_makes_the_wait_longer() -> None:
-    own, clock = gate()
+    own, clock = control()
     with one(own, ALICE, 1, 1) as first:
         own.note_piece(first, 0)
     with one(own, ALICE, 4, 1):
@@ -124,7 +124,7 @@ def test_a_standstill_makes_the_wait_longer() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.integers(0, 4)), max_size=20))
 def test_what_came_in_goes_out(requests: list[tuple[int, int, int]]) -> None:
-    own, _ = gate(queued=10, tokens=100, each=5)
+    own, _ = control(queued=10, tokens=100, each=5)
     with ExitStack() as stack:
         for sequences, tokens, begun in requests:
             try:
@@ -141,7 +141,7 @@ def test_what_came_in_goes_out(requests: list[tuple[int, int, int]]) -> None:
 
 def test_several_prompts_come_in_together_or_not_at_all() -> None:
     """Otherwise a request of more prompts than may wait would be refused by its own, for ever."""
-    own, _ = gate(queued=10, each=1)
+    own, _ = control(queued=10, each=1)
     with own.admit(ALICE, [(1, 5)] * 25) as passes:
         assert (own.num_under_way, own.num_queued) == (1, 25)
         assert refusal(own, BOB).code == "max_num_queued_reqs"
@@ -156,7 +156,7 @@ def test_several_prompts_come_in_together_or_not_at_all() -> None:
 
 def test_what_has_been_read_takes_a_place() -> None:
     """While a prompt is made nothing is in the queue yet; a burst is bounded all the same."""
-    own, _ = gate(queued=3)
+    own, _ = control(queued=3)
     with ExitStack() as door:
         for _ in range(3):
             door.enter_context(own.prepare())
@@ -172,7 +172,7 @@ def test_what_has_been_read_takes_a_place() -> None:
 
 
 def test_what_has_not_come_yet_counts_for_its_key_alone() -> None:
-    own, _ = gate(queued=1, each=3)
+    own, _ = control(queued=1, each=3)
     with ExitStack() as door:
         for _ in range(3):
             door.enter_context(own.arrive(ALICE))

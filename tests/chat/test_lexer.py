@@ -15,20 +15,20 @@ cuts = st.lists(st.integers(0, 10**6), max_size=12)
 
 def read(text: str, at: list[int], reader: Callable[[IncrementalLexer], Reading[Any]]) -> Any:
     """What a reader gives for a text that is cut at these places; Broken as a value."""
-    tape = IncrementalLexer()
-    reading = reader(tape)
+    lexer = IncrementalLexer()
+    reading = reader(lexer)
     try:
         for piece in pieces(text, at):
             next(reading)
-            tape.add(piece)
+            lexer.add(piece)
         next(reading)
-        tape.end()
+        lexer.end()
         next(reading)
     except StopIteration as done:
         return done.value
     except Broken:
         return Broken
-    raise AssertionError("an ended tape waits for nothing")
+    raise AssertionError("an ended lexer waits for nothing")
 
 
 def no_prefixes(marks: list[str]) -> bool:
@@ -46,7 +46,7 @@ def test_the_first_mark_is_the_first_in_the_whole_text(
     text: str, marks: list[str], at: list[int]
 ) -> None:
     before: list[str] = []
-    found = read(text, at, lambda tape: tape.upto(*marks, put=before.append))
+    found = read(text, at, lambda lexer: lexer.upto(*marks, put=before.append))
     places = [(text.find(mark), mark) for mark in marks if mark in text]
     place, mark = min(places, default=(len(text), None))
     assert (found, "".join(before)) == (mark, text[:place])
@@ -64,7 +64,7 @@ values = st.recursive(
 
 
 def of_json(text: str) -> Any:
-    """The value that all of a text is; Broken if it is none. A tape allows line ends in strings."""
+    """The value that all of a text is; Broken if it is none. Line ends in strings are allowed."""
 
     def refuse(word: str) -> None:
         raise ValueError(word)
@@ -77,11 +77,11 @@ def of_json(text: str) -> Any:
         return Broken
 
 
-def value_of(tape: IncrementalLexer) -> Reading[Any]:
-    """As the tape reads it, with blanks after it and nothing more."""
-    text = yield from tape.text_value()
-    yield from tape.blanks()
-    if (yield from tape.peek()):
+def value_of(lexer: IncrementalLexer) -> Reading[Any]:
+    """As the lexer reads it, with blanks after it and nothing more."""
+    text = yield from lexer.text_value()
+    yield from lexer.blanks()
+    if (yield from lexer.peek()):
         raise Broken
     return json.loads(text)
 
