@@ -39,6 +39,11 @@ class CacheLock:
         finally:
             self._lock.release()
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the thread that holds the lock has taken it more than once."""
+        return len(self._entered) > 1
+
     def __enter__(self) -> None:
         self.acquire()
 

@@ -495,13 +495,20 @@ class LLM:
         Where the system would end the process for lack of memory, it only waits for a moment.
 
         Raises: MemoryUnavailable where that lasts, or where the system has not even addresses left
-        for an empty cache; the LLM is closed then.
+        for an empty cache, and RankLost; the LLM is closed then. RequestError from within
+        ``deliver`` while the LLM is being closed: ``close`` could not end before this call does.
         """
         try:
             with self._elastic.lock:
                 if self.is_sleeping:
                     return False
-                if not (is_closed := self._closed):
+                is_closed = self._closed
+                if is_closed and self._elastic.lock.is_nested:
+                    raise RequestError(
+                        "step() was called from a deliver callback while the LLM is closed: "
+                        "let the callback return first"
+                    )
+                if not is_closed:
                     self._elastic.settle()
                     outputs = self.engine.step() if self._elastic.may_step() else None
                     for output in outputs or ():

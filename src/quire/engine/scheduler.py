@@ -212,6 +212,11 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def note_steps(self, count: int) -> None:
+        """Note steps that were taken without a plan: each gave every sequence one token."""
+        self._num_plans += count
+        self._queues.company.note_step(count)
+
     def choose(self, sequence: Sequence, token_id: int) -> None:
         """Go on with a token that was chosen outside."""
         sequence.token_ids.append(token_id)

@@ -241,9 +241,9 @@ class RunningSet:
         for each in (self._members, self._places, self._beginning):
             each.clear()
 
-    def note_step(self) -> None:
-        """Most have one token more."""
-        self._num_steps += 1
+    def note_step(self, count: int = 1) -> None:
+        """Note ``count`` steps, after each of which most sequences have one token more."""
+        self._num_steps += count
 
     def bytes_at_most(self, sequence: Sequence) -> int:
         """What it and the siblings that wait for its prompt can come to hold."""
