@@ -25,8 +25,8 @@ from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.sampling.sampler import LogitsSampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.policy import SchedulerLimits
-from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.source_prompts import SourcePrompts
 from quire.engine.speculation.drafters import draft_bytes, load_draft, make_drafter
 from quire.engine.statistics import Statistics

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from quire.engine.interfaces import Drafter, EngineKV, ModelChanged, Runner, Sampler, Swap
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.engine.sequence import FinishReason, Sequence
 from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.errors import MemoryUnavailable, RankLost

@@ -115,7 +115,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
     with folder.ranked("llama", kv_cache_memory_bytes=40 * 1024, swap_space="1MiB") as llm:
         llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
         assert texts(llm.generate(PROMPTS, params, observe=Watch(llm))) == want
-        assert llm.engine.scheduler.stats.num_swaps > 0
+        assert llm.engine.scheduler.statistics.num_swaps > 0
 
 
 def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:

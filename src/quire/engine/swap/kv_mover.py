@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.devices import to_device
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import swap_buffer_bytes
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore, Parts, PinnedKVStore
 from quire.errors import ConfigError, MemoryUnavailable, one_line
 from quire.kv.interface import Slots

@@ -12,8 +12,8 @@ from typing import final
 import torch
 
 from quire.engine.kv_cache import KVCache
-from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk, Save
 from quire.engine.swap.kv_mover import KVMover, make_mover
