@@ -1,14 +1,14 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from quire.attention import AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
-from quire.engine.runner import ModelRunner, Ranks
+from quire.engine.parallel.leader import LeaderGroup
+from quire.engine.runner import ModelRunner
 from quire.engine.validation import refuse_switching_positions, refuse_too_little
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
@@ -23,19 +23,6 @@ from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
-
-
-class RankGroup(Ranks, Protocol):
-    """Other ranks, which have the rest of the model and of its cache."""
-
-    @property
-    def least_committed_bytes(self) -> int:
-        """Of the rank that has committed the fewest."""
-        ...
-
-    def make_storage(self, make: Callable[[], Storage]) -> Storage:
-        """This rank's storage, which tells the others of what is decided."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +57,7 @@ def assemble(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None = None,
+    team: LeaderGroup | None = None,
 ) -> Assembly:
     """``spec`` has keys and values as they are kept; ``team`` has the rest of the model.
 
@@ -79,7 +66,7 @@ def assemble(
     refuse_switching_positions(loaded, sizes.max_model_len)
     refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
     backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
-    kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
+    kv = KVCache(make_pair, team)
     # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
     can_exchange = team is None and loaded.device.type == "cpu"
     watch = ModelFingerprint(loaded.model, is_private=loaded.is_private)
@@ -104,7 +91,7 @@ def _small_runner(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None,
+    team: LeaderGroup | None,
 ) -> Iterator[ModelRunner | None]:
     """What runs a small copy of the model, over a cache of its own; None where none is needed.
 
@@ -150,7 +137,7 @@ def prepare(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None = None,
+    team: LeaderGroup | None = None,
 ) -> tuple[AttentionBackend, MakePair]:
     """What attends, and what makes a cache's pair. Raises: ConfigError."""
     backend = choose_backend(

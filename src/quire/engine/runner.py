@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from quire.attention import (
 from quire.devices import give_back_unused, on_device
 from quire.engine.interfaces import ModelChanged
 from quire.engine.kv_cache import KVCache
+from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.step_plan import StepPlan
 from quire.errors import UnsupportedModel, one_line
 from quire.kv import Fits
@@ -40,26 +40,10 @@ from quire.models.step_inputs import HostInputs, Inputs
 from quire.models.weight_placement import is_offloaded
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _TRIAL_ID = -1  # requests count from 1
 # What a model raises when it finds something else than it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-class Ranks(Protocol):
-    """Other processes that have the rest of the model, and do what this one does at the same time.
-
-    Each is told what is to be done, and ``own`` is this one's part.
-    """
-
-    def go(self, way: str, own: Callable[[], None]) -> None: ...
-
-    def expect(self, max_tokens: int, own: Callable[[], None]) -> None: ...
-
-    def compute(
-        self, batches: list[AttentionBatch], given: HostInputs, own: Callable[[], T]
-    ) -> T: ...
 
 
 class ModelRunner:
@@ -71,7 +55,7 @@ class ModelRunner:
         kv: KVCache,
         backend: AttentionBackend,
         stand_ins: FusedModules | None = None,  # of the model
-        ranks: Ranks | None = None,  # that have other parts of it
+        ranks: LeaderGroup | None = None,  # that have other parts of it
         watch: ModelFingerprint | None = None,  # the stand-ins' own, if there are any
         *,
         records: bool = True,  # passes over few tokens, where there are stand-ins
@@ -162,7 +146,7 @@ class ModelRunner:
         for way in WAYS:
             try:
                 go = partial(self.go, way)
-                go() if self._ranks is None else self._ranks.go(way, go)
+                go() if self._ranks is None else self._ranks.required("go", way, own=go)
                 self._try(trial, max_tokens)
                 if small is not None:
                     small.try_as_small_copy(way, max_tokens)
@@ -302,7 +286,7 @@ class ModelRunner:
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
         if self._ranks is not None and not trial.has_expectation:
-            self._ranks.expect(max_tokens, trial.expect)  # each computes its part of it
+            self._ranks.required("expect", max_tokens, own=trial.expect)
         trial.judge(torch.cat(rows), stops[0])
 
     def _begin_trial(self, trial: Trial) -> list[int]:

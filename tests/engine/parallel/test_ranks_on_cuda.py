@@ -50,7 +50,7 @@ def by_option(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         assert gpu.current == 1, "the user's choice"
         torch.cuda.set_device(0)
         assert llm._ranks is not None
-        folder.crew = llm._ranks.crew
+        folder.crew = llm._ranks.workers
         yield llm, folder
     assert not torch.distributed.is_initialized()
 
