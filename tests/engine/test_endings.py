@@ -208,7 +208,7 @@ def test_a_mailbox_that_takes_nothing_raises_in_its_reader(monkeypatch: pytest.M
             good = asyncio.ensure_future(llm.complete(prompts()[0], LONG))
             bad = llm.generate(prompts()[1], replace(LONG, n=2), request_id="bad")
             await anext(bad)
-            broken.append(llm._desk._tickets["bad"].mailbox)
+            broken.append(llm._tracker._requests["bad"].collector)
             with pytest.raises(MemoryError, match="no room for a piece"):
                 async for _ in bad:
                     pass
