@@ -1,7 +1,4 @@
-"""How large an engine's cache is: the budget's ledger for a loaded model, and the cache's numbers.
-
-The arithmetic is in ``needs``.
-"""
+"""The budget's ledger for a loaded model, and the numbers of its cache. See ``kv_sizing``."""
 
 import logging
 
@@ -28,11 +25,11 @@ def kv_ledger(
     *,
     measured_bytes: int | None = None,
 ) -> Ledger:
-    """What the chosen rule allows where the model is, now that it is loaded.
+    """Return the ledger of a loaded model's device by the chosen rule.
 
-    With a ``draft`` model it is for the KV memory of both. ``measured_bytes``: of a step.
+    With a ``draft`` model it is for the KV memory of both. ``measured_bytes`` are those of a step.
 
-    Raises: ConfigError for longer sequences than the model's. MemoryUnavailable.
+    Raises: ConfigError for longer sequences than the model's; MemoryUnavailable.
     """
     device = loaded.device
     needs = kv_needs(
@@ -57,7 +54,7 @@ def kv_ledger(
 def cache_config(
     config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
 ) -> CacheConfig:
-    """The cache's numbers, for the capacity of a ledger. What is not as asked for is logged."""
+    """Return the cache's numbers for a capacity in bytes, and log options that do not apply."""
     would_share = config.cache == "virtual" and config.enable_prefix_caching
     if would_share and (reason := provider.cannot_share) is not None:
         log.warning("virtual shares no pages: %s; prompts that begin alike are computed", reason)

@@ -72,7 +72,7 @@ class Poolable:
 
 
 def pairs(num_1: int, num_2: int) -> list[tuple[int, int]]:
-    """Pair one text with each of the others, or each with the one at its place.
+    """Return pairs of places: one text with each other, or each with the one at its place.
 
     Raises: RequestError for other numbers of texts.
     """

@@ -263,7 +263,7 @@ class Scheduler:
         self._ended.clear()
 
     def preempt_youngest(self, *, spare_oldest: bool) -> bool:
-        """Preempt the last running sequence between two steps. Return False if none can be.
+        """Take the last running sequence's room between two steps. Return False if none is left.
 
         With ``spare_oldest`` the only running sequence is not preempted. No entries are saved:
         saving takes memory, which is what is short.
