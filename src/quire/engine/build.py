@@ -36,7 +36,6 @@ from quire.engine.speculation.drafters import (
 from quire.engine.statistics import Statistics
 from quire.engine.swap.swapper import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
-from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident, memory_for
@@ -114,7 +113,9 @@ def _built(
     kv_bytes = ledger.require()
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
-    residency = _residency(config, ledger)
+    residency = config.residency
+    if ledger.committed_whole and residency == "on-demand":
+        residency = "prefault"  # the rule takes memory at the start
     resident = make_resident(provider, residency, sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
@@ -151,6 +152,9 @@ def _built(
         if device.type != "cpu":
             sampler.try_out(device, loaded.model.dtype, loaded.vocab_size)
         undo.pop_all()  # nothing can be refused any more
+    gauge = gauge or gauge_for(device)
+    spare_bytes = ledger.spare_bytes  # beside a stated budget
+    room_bytes = None if spare_bytes is None else spare_bytes + sizes.capacity_bytes
     limits = SchedulerLimits(
         max_model_len=sizes.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -189,8 +193,8 @@ def _built(
             kv,
             resident,
             scheduler,
-            MemoryController(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
-            _gauge(gauge, device, team),
+            MemoryController(config.memory_mode, room_bytes=room_bytes),
+            gauge if team is None else team.gauge(gauge),
             lock or CacheLock(partial(on_default_stream, device)),
             _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
@@ -261,17 +265,6 @@ def _provider(
     return given
 
 
-def _gauge(given: Gauge | None, device: torch.device, team: LeaderGroup | None) -> Gauge:
-    """Return the gauge of the elastic cache; with ranks, of the one with the least memory."""
-    gauge = gauge_for(device) if given is None else given
-    return gauge if team is None else team.gauge(gauge)
-
-
-def _room_bytes(ledger: Ledger, sizes: CacheConfig) -> int | None:
-    """Return the most bytes for the cache beside a stated budget; without one, None."""
-    return None if ledger.spare_bytes is None else ledger.spare_bytes + sizes.capacity_bytes
-
-
 def _step_bytes(
     config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, ledger: Ledger
 ) -> StepBytes:
@@ -287,13 +280,6 @@ def _step_bytes(
         block_size=config.block_size,
         least_tokens=spec.source_tokens,
     )
-
-
-def _residency(config: EngineConfig, ledger: Ledger) -> Residency:
-    """Return the residency of the options, or prefault for a rule that takes memory at once."""
-    if ledger.committed_whole and config.residency == "on-demand":
-        return "prefault"
-    return config.residency
 
 
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
