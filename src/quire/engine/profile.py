@@ -80,7 +80,7 @@ class StepBytes:
         self._excess_bytes = max(excess, self._excess_bytes * 3 // 4)
 
     def fade(self, seconds: float) -> None:
-        """Forget measurements after so many seconds without a step: half of them in five."""
+        """Forget measurements after seconds without a step: half of them in five seconds."""
         self._excess_bytes = int(self._excess_bytes * 0.5 ** (seconds / 5))
 
     def _estimate(self, num_tokens: int, num_logits: int) -> int:

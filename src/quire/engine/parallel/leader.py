@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @final
 class LeaderGroup:
-    """The other ranks of one engine. What is not given back raises RankLost where one has ended.
+    """The other ranks of one engine. Methods raise RankLost, but not those that give memory back.
 
     ``least_committed_bytes``: of the rank that committed the fewest at the last changes.
     """

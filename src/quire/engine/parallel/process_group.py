@@ -121,7 +121,7 @@ def share_of_threads(num_ranks: int) -> int | None:
 
 
 def compute_with(num_threads: int) -> Callable[[], None]:
-    """Compute with so many threads, in this thread and in those that begin later.
+    """Compute with ``num_threads``, in this thread and in those that begin later.
 
     Return a function that undoes it, unless another number has been set since.
     """

@@ -63,7 +63,7 @@ class WorkerGroup:
     def start(self) -> "WorkerGroup":
         """Start the processes, and let all ranks meet.
 
-        Raises: ConfigError where there cannot be so many; RankLost where one does not start.
+        Raises: ConfigError for too many ranks; RankLost where one does not start.
         """
         refuse_ranks(self.num_ranks, self.device_type)
         folder = tempfile.mkdtemp(prefix="quire-ranks-")

@@ -193,7 +193,7 @@ class RunningSet:
         # By place: prompt and most output tokens, whether only its limit ends it, grade, most
         # bytes, and the length when it was last read.
         self._numbers = np.zeros((6, _FIRST_ROOM), np.int64)
-        self._num_steps = 0  # since then: each sequence has about so many tokens more
+        self._num_steps = 0  # since then; each gave most sequences a token
         self._bytes_at: dict[int, int] = {}  # most bytes by most tokens
         # Sequences whose prompt was not computed when lengths were last read.
         self._beginning: set[Sequence] = set()

@@ -71,7 +71,7 @@ class SchedulerLimits:
     # … and this part of the bytes that all are expected to need. None: all of them, or none where
     # admission is worth what is computed again later, by the measured costs.
     headroom: float | None = None
-    shared_tokens: int = 16  # a newcomer waits for so many that the same step computes, or more
+    shared_tokens: int = 16  # a newcomer waits for this many that the same step computes, or more
 
     def longest(self, request: Request) -> int:
         """Return the most tokens that a request's sequences can have."""
